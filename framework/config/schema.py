@@ -1,0 +1,151 @@
+"""What can be configured: one frozen dataclass-like model per section, and the defaults.
+
+Each field is read somewhere (``tests/test_config.py`` walks the tree and fails for one that nobody reads), each unit is in
+its name. ``framework/config/load.py`` makes a :class:`RunConfig` from a TOML file and overrides; ``resolve`` fills in what
+follows from the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Run(Section):
+    """Who this run is. The same command again resumes ``directory/name``."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    directory: str = "runs"
+    seed: int = Field(1234, ge=0)
+
+
+class Model(Section):
+    """Where the ``nn.Sequential`` comes from: ``builder(**options)``."""
+
+    builder: str = Field("models.gpt2:build", pattern=r"^[\w.]+:\w+$")
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Data(Section):
+    """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix."""
+
+    train: str
+    validation: str | None = None
+    tokenizer: str | None = None
+    sequence_length: PositiveInt = 1024
+    eod_mask_loss: bool = False
+    """Do not train on predicting the token after an end-of-document token."""
+
+
+class Batch(Section):
+    """``global_batch = micro_batch_size x chunks x dp``, in samples: give any two of the three."""
+
+    micro_batch_size: PositiveInt | None = None
+    chunks: PositiveInt | None = None
+    global_batch: PositiveInt | None = None
+
+
+class Parallel(Section):
+    """The degrees of the axes, and what each does. ``dp = "auto"`` (or -1): what the ranks allow."""
+
+    dp: PositiveInt | Literal["auto", -1] = "auto"
+    pp: PositiveInt = 1
+    tp: PositiveInt = 1
+    sequence: bool = False
+    """Sequence parallelism: activations between tensor-parallel regions are split along the sequence over tp."""
+    zero: Literal[0, 1] = 1
+    """0: plain all-reduce, every replica steps all weights. 1: optimizer state and step sharded over dp."""
+    bucket_bytes: PositiveInt = 25 * 2**20
+    tp_across_nodes: bool = False
+    """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
+
+
+class Pipeline(Section):
+    """The order in which a replica's micro-batches go through the stages, and where the stages are cut."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    balance: Literal["time", "parameters", "layers"] | list[PositiveInt] = "time"
+    """What a stage's share is measured in; or the number of layers of each stage, first to last."""
+
+
+class Optimizer(Section):
+    """AdamW, gradient clipping and the learning rate as a function of the step."""
+
+    learning_rate: PositiveFloat = 3e-4
+    min_learning_rate: float = Field(0.0, ge=0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0)
+    """Only for wsd: the number of last steps in which the learning rate falls."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.1, ge=0)
+    """Only on matrices: parameters of one dimension (biases, norms) are never decayed."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Bound on the norm of the whole model's gradient; 0 turns clipping off."""
+
+
+class Train(Section):
+    """How long, in which precision, on what."""
+
+    steps: PositiveInt = 100
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    """torch.compile each layer on its own."""
+    validate_every: int = Field(0, ge=0)
+    """Steps between validations; 0: only after the last step (if there is validation data)."""
+    validate_steps: PositiveInt = 8
+    """Global batches in one validation."""
+
+
+class Checkpoint(Section):
+    """When to save; resuming needs no key: the same command again goes on."""
+
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: PositiveInt = 2
+
+
+class Tracking(Section):
+    """What is told to whom. ``metrics.jsonl`` is always written: it is the truth."""
+
+    log_every: PositiveInt = 1
+    console: bool = True
+    wandb: Literal["auto", "online", "offline", "off"] = "off"
+    """auto: online with a key and a network, otherwise offline."""
+    project: str = "meshwright"
+
+
+class Launch(Section):
+    """The local ranks that ``meshwright train`` starts when no launcher has started it."""
+
+    processes: PositiveInt | Literal["auto"] = "auto"
+    """auto: dp x pp x tp; with dp = "auto" as many devices as there are (on CPU pp x tp)."""
+    threads: PositiveInt = 1
+    """Threads of one rank on CPU (OMP_NUM_THREADS)."""
+    timeout_s: PositiveFloat = 600.0
+    """How long a rank waits in a collective before it fails and says for whom it waited."""
+
+
+class RunConfig(Section):
+    """One run, whole. Frozen; ``resolved.json`` in the run directory parses back to an equal object."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: Data
+    batch: Batch = Batch()
+    parallel: Parallel = Parallel()
+    pipeline: Pipeline = Pipeline()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
+    launch: Launch = Launch()

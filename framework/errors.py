@@ -1,0 +1,47 @@
+"""Errors for people: each carries the value, the place and the next move.
+
+Everything a user can cause derives from :class:`UserError`; the command line prints its message alone and leaves with
+``exit_code``. Broken invariants are ``assert``: those are ours, and keep their traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """One clear message: what was found, where, and what to do next."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The configuration does not hold together. Carries every problem found, not the first one only."""
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class MeshError(UserError):
+    """Ranks, nodes and axes do not fit together."""
+
+
+class ModelError(UserError):
+    """The model is not what a pipeline of stages can be cut from, or its sharding plan does not fit it."""
+
+
+class ScheduleError(UserError):
+    """A schedule that would hang, lose a micro-batch or compute one twice."""
+
+
+class DataError(UserError):
+    """The corpus, its index or its tokenizer is missing, damaged or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or belongs to another model."""
+
+
+class CommunicationError(UserError):
+    """A collective or an exchange failed or timed out; names the action and the peers."""
+
+    exit_code = 1

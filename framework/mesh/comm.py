@@ -1,0 +1,219 @@
+"""Collectives and exchanges over one group of ranks: handles, counted bytes, failures that name who waited for whom.
+
+A :class:`Group` of one rank does nothing and needs no torch.distributed: the same code runs in a single plain process.
+Every call is counted in the mesh's :class:`Traffic` with the bytes that a rank puts on the wire by the ring formulas
+(n ranks, a message of M bytes, the whole tensor):
+
+    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter M (n-1)/n     send M
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework.errors import CommunicationError
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+WIRE_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+}
+
+
+class Counted(NamedTuple):
+    """Calls of one kind and the bytes that this rank put on the wire in them."""
+
+    calls: int = 0
+    wire_bytes: float = 0.0
+
+
+@dataclass
+class Traffic:
+    """What this rank has said so far: ``counts[(group name, operation)]``."""
+
+    counts: dict[tuple[str, str], Counted] = field(default_factory=lambda: defaultdict(Counted))
+
+    def add(self, group: str, operation: str, size: int, message_bytes: int) -> None:
+        """Count one call with a message of ``message_bytes`` (the whole tensor) among ``size`` ranks."""
+        calls, wire_bytes = self.counts[group, operation]
+        self.counts[group, operation] = Counted(calls + 1, wire_bytes + WIRE_FACTORS[operation](size) * message_bytes)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.counts.clear()
+
+    def wire_bytes(self, group: str) -> float:
+        """Bytes on the wire of all operations of one group."""
+        return sum(counted.wire_bytes for (name, _), counted in self.counts.items() if name == group)
+
+
+class Handle:
+    """A posted operation. ``wait`` blocks (on CUDA: the current stream) until it is done; safe to call twice."""
+
+    def __init__(self, works: Sequence[Any], what: str, keep: Sequence[Tensor] = ()) -> None:
+        self._works = list(works)
+        self._what = what
+        self._keep = list(keep)  # gloo reads a sent tensor until the send is done
+        self._posted_s = time.monotonic()
+
+    def wait(self) -> None:
+        """Block until done; a failure becomes a :class:`CommunicationError` that names the operation and the peers."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - self._posted_s
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CommunicationError(f"{self._what} failed after {waited_s:.1f} s: {reason}") from error
+        self._works.clear()
+        self._keep.clear()
+
+    def done(self) -> bool:
+        """True when ``wait`` would not block."""
+        return all(work.is_completed() for work in self._works)
+
+
+class Transfer(NamedTuple):
+    """One tensor to or from a peer of the group (its position in the group)."""
+
+    tensor: Tensor
+    peer: int
+    sends: bool
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+class Group:
+    """The ranks that talk along one axis (or all of them). ``name`` is the axis, ``ranks`` are global, in order."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        process_group: dist.ProcessGroup | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = rank
+        """My position in ``ranks``."""
+        self.process_group = process_group
+        self.traffic = traffic if traffic is not None else Traffic()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    def count(self, operation: str, message_bytes: int) -> None:
+        """Count traffic of this group that goes past it (megatron-core's mappings take the bare process group)."""
+        self.traffic.add(self.name, operation, self.size, message_bytes)
+
+    def _handle(self, work: Any, what: str, keep: Sequence[Tensor] = ()) -> Handle:
+        me = self.ranks[self.rank]
+        return Handle([work], f"rank {me}: {what} among the {self.name} ranks {list(self.ranks)}", keep)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """Reduce in place, everyone gets the result. Does not block: wait on the handle."""
+        if self.size == 1:
+            return Handle([], "")
+        assert tensor.is_contiguous(), "a sum into a copy would be lost"
+        self.count("all_reduce", tensor_bytes(tensor))
+        work = dist.all_reduce(tensor, REDUCTIONS[op], group=self.process_group, async_op=True)
+        return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor])
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Handle:
+        """``out`` (n x part, flat along dim 0) = everyone's ``part`` in group order. Does not block."""
+        if self.size == 1:
+            if out.data_ptr() != part.data_ptr():
+                out.copy_(part.view_as(out))
+            return Handle([], "")
+        self.count("all_gather", tensor_bytes(out))
+        work = dist.all_gather_into_tensor(out, part, group=self.process_group, async_op=True)
+        return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
+        """``part`` = my slice of the sum of everyone's ``whole`` (n x part, flat along dim 0). Does not block."""
+        if self.size == 1:
+            if part.data_ptr() != whole.data_ptr():
+                part.copy_(whole.view_as(part))
+            return Handle([], "")
+        self.count("reduce_scatter", tensor_bytes(whole))
+        work = dist.reduce_scatter_tensor(part, whole, group=self.process_group, async_op=True)
+        return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Handle:
+        """Overwrite ``tensor`` with that of position ``source``. Does not block."""
+        if self.size == 1:
+            return Handle([], "")
+        self.count("broadcast", tensor_bytes(tensor))
+        work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
+        return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
+
+    def exchange(self, transfers: Sequence[Transfer], what: str) -> tuple[Handle, Handle]:
+        """Post sends and receives together (one NCCL group, so that no order of them can deadlock).
+
+        Messages between an ordered pair of ranks are matched in the order in which they are posted.
+        Returns the handle of the sends (keeps the tensors alive) and that of the receives.
+        """
+        operations = [
+            dist.P2POp(
+                dist.isend if transfer.sends else dist.irecv,
+                transfer.tensor,
+                self.ranks[transfer.peer],
+                group=self.process_group,
+            )
+            for transfer in transfers
+        ]
+        for transfer in transfers:
+            if transfer.sends:
+                self.count("send", tensor_bytes(transfer.tensor))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        me = self.ranks[self.rank]
+        text = f"rank {me}: {what}"
+        if len(works) != len(operations):  # NCCL coalesces: one work for all
+            handle = Handle(works, text, [transfer.tensor for transfer in transfers])
+            return handle, handle
+        sends = [pair for pair in zip(works, transfers, strict=True) if pair[1].sends]
+        receives = [pair for pair in zip(works, transfers, strict=True) if not pair[1].sends]
+        return (
+            Handle([work for work, _ in sends], text, [transfer.tensor for _, transfer in sends]),
+            Handle([work for work, _ in receives], text),
+        )
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everyone's ``value`` in group order (pickled: only between our own ranks, never from a file). Blocks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        """Block until every rank of the group is here."""
+        if self.size > 1:
+            work = dist.barrier(group=self.process_group, async_op=True)
+            self._handle(work, "barrier").wait()
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A context for copies that should not hold up the compute stream; nothing on CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))

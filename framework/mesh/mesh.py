@@ -1,0 +1,145 @@
+"""Grid + backend -> Mesh: process groups from torch's DeviceMesh, my coordinates, my device. An argument, never a global."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from framework.errors import ConfigError, MeshError
+from framework.mesh.comm import Group, Traffic
+from framework.mesh.grid import Axis, Coordinates, Grid, check_placement
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands and whom it talks to. Build it with :func:`open_mesh`, end it with :func:`close_mesh`."""
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    pp: Group
+    dp: Group
+    tp: Group
+    world: Group
+    traffic: Traffic
+    nodes: list[str] = field(default_factory=list)
+    """Name of the node of each rank."""
+
+    @property
+    def at(self) -> Coordinates:
+        """My coordinates."""
+        return self.grid.coordinates(self.rank)
+
+    def stage_group(self, pp_ranks: Sequence[int]) -> Group:
+        """The ranks at these pipeline ranks that share my dp and tp coordinates (for tied weights).
+
+        Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``: process groups are
+        made by all ranks together. A rank that is no member gets a group with ``rank`` -1, which it must not use.
+        """
+        pp_ranks = sorted(set(pp_ranks))
+        if len(pp_ranks) == 1:
+            return Group("tied", (self.rank,), 0, None, self.traffic)
+        mine = Group("tied", (), -1, None, self.traffic)
+        for dp_rank in range(self.grid.dp):
+            for tp_rank in range(self.grid.tp):
+                ranks = tuple(self.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank)) for pp_rank in pp_ranks)
+                made = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    mine = Group("tied", ranks, ranks.index(self.rank), made, self.traffic)
+        return mine
+
+
+def environment_rank() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun's environment says; a lone process is rank 0 of 1."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = {name: os.environ.get(name, "") for name in names}
+    if not any(found.values()):
+        return 0, 1, 0
+    try:
+        rank, world_size = int(found["RANK"]), int(found["WORLD_SIZE"])
+        return rank, world_size, int(found["LOCAL_RANK"] or 0)
+    except ValueError:
+        raise MeshError(
+            f"the environment has {found}: RANK and WORLD_SIZE must both be numbers. Start with `meshwright train`, "
+            f"torchrun or srun, or unset all of them"
+        ) from None
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """``auto``: this process's GPU when there is one, else the CPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
+        )
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise MeshError(
+            f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
+            f"node (launch.processes), or set CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_across_nodes: bool = False) -> Mesh:
+    """Join the process group that the environment describes and make the groups of the axes.
+
+    An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
+
+    Raises:
+        MeshError: the world's size is not the grid's, or a tp group straddles nodes.
+    """
+    rank, world_size, local_rank = environment_rank()
+    if world_size != grid.size:
+        raise MeshError(
+            f"parallel.pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.size} ranks, but {world_size} were started: "
+            f"change a degree, or start {grid.size} processes"
+        )
+    chosen = pick_device(device, local_rank)
+    traffic = Traffic()
+    if grid.size == 1:
+        alone = {axis: Group(axis, (0,), 0, None, traffic) for axis in Axis}
+        return Mesh(
+            grid,
+            0,
+            chosen,
+            alone[Axis.PP],
+            alone[Axis.DP],
+            alone[Axis.TP],
+            Group("world", (0,), 0, None, traffic),
+            traffic,
+            [socket.gethostname()],
+        )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+    torch_mesh = init_device_mesh(chosen.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))
+    groups: dict[Axis, Group] = {}
+    for axis in Axis:
+        ranks = grid.group(axis, rank)
+        process_group = torch_mesh.get_group(str(axis)) if len(ranks) > 1 else None
+        groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic)
+    world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic)
+    nodes = world.gather_objects(socket.gethostname())
+    check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
+    return Mesh(grid, rank, chosen, groups[Axis.PP], groups[Axis.DP], groups[Axis.TP], world, traffic, nodes)
+
+
+def close_mesh(mesh: Mesh) -> None:
+    """Leave together: wait for everyone, then take the process groups down."""
+    if mesh.grid.size > 1 and dist.is_initialized():
+        mesh.world.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,63 @@
+"""What is known of one parameter besides its numbers: the words that the axes, checkpoints and verify share.
+
+A parameter has one name and one global shape in every layout. Tensor parallelism may keep only a slice of one dim of it
+on this rank; rows beyond the global size (a vocabulary that tp does not divide) are padding: present in memory, always
+zero, never counted, never written to a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slice(NamedTuple):
+    """The part ``[start, stop)`` of ``dim`` that this rank holds; ``padded`` is its length in memory, >= stop - start."""
+
+    dim: int
+    start: int
+    stop: int
+    padded: int
+
+
+class ParameterInfo(NamedTuple):
+    """One parameter of the whole model, as seen from one rank."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    slice: Slice | None = None
+    """None: this rank holds all of it (replicated over tp)."""
+    sum_over_tp: bool = False
+    """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape in memory on this rank, padding included."""
+        if self.slice is None:
+            return self.global_shape
+        shape = list(self.global_shape)
+        shape[self.slice.dim] = self.slice.padded
+        return tuple(shape)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices: biases and norms (one dim) are left alone, in every layout."""
+        return len(self.global_shape) >= 2
+
+    def take(self, full: Tensor) -> Tensor:
+        """The local tensor out of the global one: ``global_shape`` -> ``local_shape``, padding zero. A copy."""
+        assert tuple(full.shape) == self.global_shape, (self.name, tuple(full.shape), self.global_shape)
+        if self.slice is None:
+            return full.clone()
+        local = torch.zeros(self.local_shape, dtype=full.dtype, device=full.device)
+        part = full.narrow(self.slice.dim, self.slice.start, self.slice.stop - self.slice.start)
+        local.narrow(self.slice.dim, 0, part.shape[self.slice.dim]).copy_(part)
+        return local
+
+    def unpadded(self, local: Tensor) -> Tensor:
+        """The view of a local tensor without its padding: what belongs to the global tensor."""
+        if self.slice is None:
+            return local
+        return local.narrow(self.slice.dim, 0, self.slice.stop - self.slice.start)

@@ -1,0 +1,111 @@
+"""Randomness by name: the same draw in every layout, because no rank and no order of calls is part of it.
+
+* Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
+* Dropout: a counter-based hash. Whether an element is kept is a pure function of
+  (seed, layer name, global sample index, position of the element in the sample's whole activation), so a rank that holds
+  a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order, and a
+  recomputed forward draws the same mask again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def derive(seed: int, *names: str | int) -> int:
+    """A 63-bit seed for a purpose: stable across processes, Python versions and machines (BLAKE2b)."""
+    text = "\x1f".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def seeded(seed: int, *names: str | int) -> Iterator[None]:
+    """Within: torch's CPU generator is seeded for this purpose. After: it is as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive(seed, *names))
+        yield
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser, in place: int64 -> int64, each input bit moves each output bit."""
+    z ^= (z >> 30) & 0x3FFFFFFFF  # >> keeps the sign: mask to the logical shift
+    z *= MIX_1
+    z ^= (z >> 27) & 0x1FFFFFFFFF
+    z *= MIX_2
+    z ^= (z >> 31) & 0x1FFFFFFFF
+    return z
+
+
+@dataclass
+class Draw:
+    """Which samples are going through the layers now; set by whoever calls forward, read by the dropouts."""
+
+    sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
+
+
+class SeededDropout(nn.Module):
+    """nn.Dropout whose mask is a function of (seed, layer name, sample, element). Identity in eval mode.
+
+    ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
+    """
+
+    def __init__(self, p: float, seed: int, name: str, draw: Draw) -> None:
+        super().__init__()
+        self.p = p
+        self.name = name
+        self.draw = draw
+        self.shard: tuple[int, int, int] | None = None
+        self.key = derive(seed, "dropout", name)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, name={self.name!r}, shard={self.shard}"
+
+    def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """True where kept; shape (B, ...) as the input's (local)."""
+        sample_indices = self.draw.sample_indices
+        assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
+        whole = list(shape)
+        start = [0] * len(shape)
+        if self.shard is not None:
+            dim, index, count = self.shard
+            start[dim] = index * shape[dim]
+            whole[dim] = shape[dim] * count
+        position = torch.zeros((), dtype=torch.int64, device=device)
+        stride = 1
+        for dim in range(len(shape) - 1, 0, -1):
+            along = torch.arange(start[dim], start[dim] + shape[dim], device=device) * stride
+            position = position + along.view([-1] + [1] * (len(shape) - 1 - dim))
+            stride *= whole[dim]
+        keys = _mix((sample_indices.to(device) * GOLDEN) ^ self.key).view([-1] + [1] * (len(shape) - 1))
+        drawn = _mix(position * GOLDEN + keys)
+        drop_below = int(self.p * 2**31)
+        return ((drawn >> 32) & 0x7FFFFFFF) >= drop_below
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0 or x.is_meta:
+            return x
+        if self.p >= 1.0:
+            return torch.zeros_like(x)
+        return x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))
+
+
+def seed_dropouts(model: nn.Module, seed: int) -> Draw:
+    """Replace each nn.Dropout of the model (in place) by a :class:`SeededDropout` under its name; return their Draw."""
+    draw = Draw()
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            if type(child) is nn.Dropout:
+                full_name = f"{name}.{child_name}" if name else child_name
+                setattr(module, child_name, SeededDropout(child.p, seed, full_name, draw))
+    return draw
