@@ -1,0 +1,20 @@
+"""What all tests share: one thread per process, and a pool of ranks that is forked once."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked from this process
+
+from collections.abc import Iterator
+
+import pytest
+
+from launch.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Eight ranks that live as long as the test session; see ``RankPool.run``."""
+    with RankPool(8) as ranks:
+        yield ranks
