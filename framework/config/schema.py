@@ -1,43 +1,54 @@
 """What can be configured: one frozen dataclass-like model per section, and the defaults.
 
-Each field is read somewhere (``tests/test_config.py`` walks the tree and fails for one that nobody reads), each unit is in
-its name. ``framework/config/load.py`` makes a :class:`RunConfig` from a TOML file and overrides; ``resolve`` fills in what
-follows from the number of ranks.
+Each field is read somewhere (``tests/config/test_every_key_is_read.py`` walks the tree and fails for one that nobody
+reads), each unit is in its name. ``load`` makes a :class:`RunConfig` from a TOML file and overrides; ``resolve`` fills
+in what follows from the number of ranks. What a field allows is told to people from its type and bounds;
+``description`` is for what those do not tell.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A section of the configuration: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Run(Section):
     """Who this run is. The same command again resumes ``directory/name``."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="letters, digits, dots, dashes and underscores, a letter or digit first: it names a directory",
+    )
     directory: str = "runs"
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(default=1234, ge=0)
 
 
 class Model(Section):
     """Where the ``nn.Sequential`` comes from: ``builder(**options)``."""
 
-    builder: str = Field("models.gpt2:build", pattern=r"^[\w.]+:\w+$")
+    builder: str = Field(
+        default="models.gpt2:build",
+        pattern=r"^[\w.]+:\w+$",
+        description='a module and a function in it, as in "my_package.my_module:build"',
+    )
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Data(Section):
     """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix."""
 
-    train: str
-    validation: str | None = None
+    train: str = Field(description="the path of a .bin/.idx pair, without the suffix")
+    validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
     tokenizer: str | None = None
     sequence_length: PositiveInt = 1024
     eod_mask_loss: bool = False
@@ -79,16 +90,16 @@ class Optimizer(Section):
     """AdamW, gradient clipping and the learning rate as a function of the step."""
 
     learning_rate: PositiveFloat = 3e-4
-    min_learning_rate: float = Field(0.0, ge=0)
+    min_learning_rate: float = Field(default=0.0, ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
     """Only for wsd: the number of last steps in which the learning rate falls."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Only on matrices: parameters of one dimension (biases, norms) are never decayed."""
-    clip_norm: float = Field(1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the norm of the whole model's gradient; 0 turns clipping off."""
 
 
@@ -100,7 +111,7 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = False
     """torch.compile each layer on its own."""
-    validate_every: int = Field(0, ge=0)
+    validate_every: int = Field(default=0, ge=0)
     """Steps between validations; 0: only after the last step (if there is validation data)."""
     validate_steps: PositiveInt = 8
     """Global batches in one validation."""
@@ -109,7 +120,7 @@ class Train(Section):
 class Checkpoint(Section):
     """When to save; resuming needs no key: the same command again goes on."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: PositiveInt = 2
 

@@ -1,0 +1,87 @@
+"""The batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: any two of the first three give the third.
+
+Pure: it is asked once when the file is read (dp may still be open then) and once when the number of ranks is known.
+"""
+
+from __future__ import annotations
+
+from framework.config.schema import Batch
+from framework.errors import ConfigError
+
+
+def _product(factors: dict[str, int]) -> tuple[str, int]:
+    """``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
+    value = 1
+    for factor in factors.values():
+        value *= factor
+    text = " x ".join(f"{name} {factor}" for name, factor in factors.items())
+    return (text if len(factors) == 1 else f"{text} = {value}"), value
+
+
+def _divisors(value: int) -> list[int]:
+    small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})
+
+
+def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> str:
+    """The sentence for a global_batch that its factors do not divide, with the nearest numbers that work."""
+    assert batch.global_batch is not None
+    text, unit = _product(factors)
+    whole = batch.global_batch // unit
+    if dp is not None and batch.global_batch < dp:
+        said = f"batch.global_batch = {batch.global_batch} is smaller than dp {dp}: no sample for some replicas"
+    elif whole == 0:
+        said = f"batch.global_batch = {batch.global_batch} is smaller than {text}"
+    else:
+        said = f"batch.global_batch = {batch.global_batch} is not a multiple of {text}"
+    works = [unit * (whole + i) for i in (0, 1) if whole + i]
+    moves = [f"batch.global_batch = {' or '.join(map(str, works))}"]
+    name, own = next(iter(factors.items()))
+    share, rest = divmod(batch.global_batch, unit // own)
+    if rest == 0:
+        below = [d for d in _divisors(share) if d < own][-1:]
+        above = [d for d in _divisors(share) if d > own][:1]
+        moves.append(f"batch.{name} = {' or '.join(map(str, below + above))}")
+    return f"{said}; the nearest that work: {', or '.join(moves)}"
+
+
+def problem(batch: Batch, dp: int | None) -> str | None:
+    """What is wrong with the batch numbers, or None. ``dp`` None: not known yet, so only what is wrong for every dp."""
+    given = {name: value for name, value in batch.model_dump().items() if value is not None}
+    if len(given) < 2:
+        found = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
+        return (
+            f"batch: give two of micro_batch_size, chunks and global_batch, the third follows from "
+            f"global_batch = micro_batch_size x chunks x dp; given: {found}"
+        )
+    factors = {name: value for name, value in given.items() if name != "global_batch"}
+    if dp is not None:
+        factors["dp"] = dp
+    text, product = _product(factors)
+    if batch.global_batch is None:
+        return None
+    if len(given) == 3 and dp is not None:
+        if product == batch.global_batch:
+            return None
+        return (
+            f"batch: {text}, not global_batch {batch.global_batch}: leave one of the three out, and it follows "
+            f"(on the command line: --batch.chunks=none), or set batch.global_batch = {product}"
+        )
+    return _not_a_multiple(batch, factors, dp) if batch.global_batch % product else None
+
+
+def derive(batch: Batch, dp: int) -> Batch:
+    """All three numbers, for a known dp. :class:`ConfigError` with the arithmetic when they do not hold together."""
+    wrong = problem(batch, dp)
+    if wrong is not None:
+        raise ConfigError(wrong)
+    micro_batch_size, chunks, global_batch = batch.micro_batch_size, batch.chunks, batch.global_batch
+    if global_batch is None:
+        assert micro_batch_size is not None and chunks is not None
+        global_batch = micro_batch_size * chunks * dp
+    elif micro_batch_size is None:
+        assert chunks is not None
+        micro_batch_size = global_batch // (chunks * dp)
+    elif chunks is None:
+        chunks = global_batch // (micro_batch_size * dp)
+    return Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=global_batch)

@@ -1,0 +1,151 @@
+"""What the user wrote, in the file and on the command line, as one flat list: key, value, place.
+
+Nothing is judged here except what cannot be read at all; a key that there is not, and a value that is not allowed, are
+found in ``load.py``, where both sources have become the same thing.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+from framework.config.keys import KEYS, SECTIONS, Path, split, takes
+
+COMMAND_LINE = "command line"
+
+
+class Bare(Enum):
+    """The value of an override that has none: ``--train.compile``."""
+
+    FLAG = "flag"
+
+
+class Given(NamedTuple):
+    """One key as the user wrote it."""
+
+    path: Path
+    value: Any
+    place: str
+    """The file, or :data:`COMMAND_LINE`."""
+
+    @property
+    def key(self) -> str:
+        """Dotted, as written."""
+        return ".".join(self.path)
+
+
+class Source(NamedTuple):
+    """What was read from one place, and what could not be."""
+
+    given: list[Given]
+    problems: list[str]
+
+
+def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[Given]:
+    """The keys of a document. A table at a known key (``model.options``) is its value; all other tables are walked."""
+    for name, value in table.items():
+        below = (*path, name)
+        if not isinstance(value, dict) or below in KEYS:
+            yield Given(below, value, place)
+        elif value:
+            yield from leaves(value, place, below)
+        elif name not in SECTIONS or path:  # [parallel] with nothing below it is fine
+            yield Given(below, value, place)
+
+
+def _no_such_file(path: File) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path}: there is no such file, nor the folder {folder}: name a TOML file, as in configs/demo.toml"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".toml")
+    close = get_close_matches(path.name, names, n=3, cutoff=0.5) or get_close_matches(path.name + ".toml", names, n=3)
+    if close:
+        return f"{path}: there is no such file; did you mean {' or '.join(str(folder / name) for name in close)}?"
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{path}: there is no such file; in {folder} there is {listed or 'no TOML file'}"
+
+
+def _syntax(path: File, text: str, error: ValueError) -> str:
+    said = re.sub(r" \(at .*\)$", "", str(error))
+    found = re.search(r"at line (\d+), column (\d+)", str(error))
+    lines = text.splitlines()
+    row = int(found[1]) if found else len(lines)
+    line = lines[row - 1].strip() if 0 < row <= len(lines) else ""
+    return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
+
+
+def read_file(path: File) -> Source:
+    """The keys of a TOML file; a file that cannot be read is a problem, with its next move."""
+    try:
+        text = path.read_bytes().decode()
+        return Source(list(leaves(tomllib.loads(text), str(path))), [])
+    except FileNotFoundError:
+        problem = _no_such_file(path)
+    except IsADirectoryError:
+        problem = f"{path}: this is a folder; name a TOML file in it"
+    except UnicodeDecodeError as error:
+        problem = f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is TOML"
+    except ValueError as error:
+        problem = _syntax(path, text, error)
+    except OSError as error:
+        problem = f"{path}: cannot be read: {error.strerror or error}"
+    return Source([], [problem])
+
+
+def read_value(path: Path, text: str) -> Any:
+    """The value of an override: TOML, and a bare string where it is none.
+
+    Two things a command line wants that TOML does not: a key that takes text takes ``2024`` as text, and ``none`` takes
+    back what the file set, where a key may be unset.
+    """
+    if path in KEYS and takes(path, type(None)) and text.lower() in ("none", "null"):
+        return None
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return text
+    value = document["value"]
+    only_text = path in KEYS and takes(path, str)
+    if len(document) > 1 or (only_text and not isinstance(value, str)):
+        return text
+    return value
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
+    """``--a.b=v``, ``--a.b v`` and ``--a.b``, as (name, text); a bare str is a word that belongs to no key."""
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--") or word.startswith("--=") or word == "--":
+            yield word
+        elif "=" in word:
+            name, _, text = word[2:].partition("=")
+            yield name, text
+        elif waiting and not waiting[0].startswith("--"):
+            yield word[2:], waiting.pop(0)
+        else:
+            yield word[2:], None
+
+
+def read_overrides(words: Sequence[str]) -> Source:
+    """The keys of the command line, in order; later ones win."""
+    source = Source([], [])
+    for word in _overrides(words):
+        if isinstance(word, str):
+            like = word.lstrip("-")
+            help_ = f"; did you mean --{like}?" if "=" in like and not like.startswith("=") else ""
+            source.problems.append(f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{help_}")
+            continue
+        name, text = word
+        path = split(name)
+        value = Bare.FLAG if text is None else read_value(path, text)
+        if path in [(section,) for section in SECTIONS] and isinstance(value, dict):
+            source.given.extend(leaves({name: value}, COMMAND_LINE))
+        else:
+            source.given.append(Given(path, value, COMMAND_LINE))
+    return source

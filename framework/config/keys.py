@@ -1,0 +1,191 @@
+"""What the schema says, told to people: the keys there are, what each allows, and what was probably meant.
+
+Read off :mod:`framework.config.schema`, so that no second list of keys can fall behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from framework.config.familiar import FAMILIAR_VALUES, NOTHING, fold, here
+from framework.config.schema import RunConfig, Section
+
+Path = tuple[str, ...]
+"""A key, taken apart at its dots."""
+
+
+def split(dotted: str) -> Path:
+    """``"parallel.tp"`` -> ``("parallel", "tp")``."""
+    return tuple(dotted.split("."))
+
+
+def _sections() -> dict[str, type[Section]]:
+    found: dict[str, type[Section]] = {}
+    for name, field in RunConfig.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, Section), name
+        found[name] = field.annotation
+    return found
+
+
+SECTIONS = MappingProxyType(_sections())
+"""Section name -> its model."""
+
+
+def _keys() -> dict[Path, FieldInfo]:
+    return {(name, key): field for name, section in SECTIONS.items() for key, field in section.model_fields.items()}
+
+
+KEYS = MappingProxyType(_keys())
+"""(section, key) -> pydantic's field: the whole tree, which is two levels deep."""
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The alternatives of a union, without ``Annotated`` around them: ``PositiveInt | None`` -> ``[int, NoneType]``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    return [annotation]
+
+
+def takes(key: Path, kind: type) -> bool:
+    """Whether a key accepts values of a plain type, such as ``bool``, ``str``, ``dict`` or ``NoneType``."""
+    kinds = _kinds(KEYS[key].annotation)
+    return any((get_origin(k) or k) is kind for k in kinds)
+
+
+def choices(key: Path) -> list[str]:
+    """The words a key accepts by name; empty when it has none."""
+    kinds = _kinds(KEYS[key].annotation)
+    words = [word for k in kinds if get_origin(k) is Literal for word in get_args(k) if isinstance(word, str)]
+    return [*words, "true", "false"] if bool in kinds else words
+
+
+def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
+    parts: list[str] = []
+    for constraint in metadata:
+        if isinstance(constraint, Gt):
+            # Whole numbers above 0 are the numbers of at least 1; said so because it reads better.
+            parts.append("at least 1" if whole and constraint.gt == 0 else f"greater than {constraint.gt}")
+        elif isinstance(constraint, Ge):
+            parts.append(f"at least {constraint.ge}")
+        elif isinstance(constraint, Lt):
+            parts.append(f"less than {constraint.lt}")
+        elif isinstance(constraint, Le):
+            parts.append(f"at most {constraint.le}")
+        elif isinstance(constraint, FieldInfo):  # Field(...) inside Annotated
+            parts.extend(filter(None, [_bounds(constraint.metadata, whole=whole).removeprefix(", ")]))
+    return ", " + " and ".join(parts) if parts else ""
+
+
+def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe(parts[0], parts[1:])
+    if origin in (Union, UnionType):
+        told = [_describe(part, ()) for part in parts if part is not NoneType]
+        return "; or ".join(told)
+    if origin is Literal:
+        words = [shown(word) for word in parts]
+        return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    if origin is list:
+        return f"a list, each {_describe(parts[0], ())}"
+    if origin is tuple:
+        return f"a list of {len(parts)}, each {_describe(parts[0], ())}"
+    plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    if annotation in plain:
+        return plain[annotation] + _bounds(metadata, whole=annotation is int)
+    assert origin is dict, annotation
+    return "a table"
+
+
+def allowed(key: Path) -> str:
+    """What a key allows, as the end of a sentence: ``("parallel", "pp")`` -> "a whole number, at least 1"."""
+    field = KEYS[key]
+    return field.description or _describe(field.annotation, field.metadata)
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it in the file, cut when it is long."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, str):
+        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(shown(part) for part in value) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{name} = {shown(part)}" for name, part in value.items()) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest_value(key: Path, value: Any) -> str | None:
+    """The allowed word that was probably meant, or None."""
+    words = choices(key)
+    text = str(value).lower()
+    familiar = FAMILIAR_VALUES.get(fold(text))
+    if familiar in words:
+        return familiar
+    close = get_close_matches(text, words, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def nearest_section(name: str) -> str | None:
+    """The section that was probably meant, or None."""
+    close = get_close_matches(fold(name), list(SECTIONS), n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def _similar(one: str, other: str) -> float:
+    return SequenceMatcher(None, fold(one), fold(other)).ratio()
+
+
+def nearest_keys(path: Path) -> list[str]:
+    """The keys that were probably meant, dotted, best first; mostly one, or none.
+
+    In this order: the same key spelled with other case or dashes; the same last word in another section; a similar word
+    in the same section; a similar word anywhere.
+    """
+    dotted = {".".join(key): key for key in KEYS}
+    exact = [name for name in dotted if fold(name) == fold(".".join(path))]
+    moved = [name for name, key in dotted.items() if fold(key[-1]) == fold(path[-1])]
+    if exact or moved:
+        return exact or moved
+    scored = [
+        (_similar(path[-1], key[-1]), name)
+        for name, key in dotted.items()
+        if _similar(path[-1], key[-1]) >= (0.6 if key[0] == path[0] else 0.8)
+    ]
+    same = [(score, name) for score, name in scored if dotted[name][0] == path[0]]
+    return [max(same or scored)[1]] if scored else []
+
+
+class Hint(NamedTuple):
+    """Help for an unknown key."""
+
+    text: str
+    """The end of the sentence, or nothing."""
+    meant: tuple[Path, ...]
+    """The keys it points to: what follows from their absence is no news."""
+    familiar: str | None
+    """What it is called here, for a name known from elsewhere."""
+
+
+def hint(path: Path) -> Hint:
+    """What to say of a key that there is not."""
+    familiar = here(path)
+    if familiar == NOTHING:
+        return Hint("; there is no such thing here yet", (), familiar)
+    if familiar is not None:
+        return Hint(f"; here this is {familiar}", tuple(key for key in KEYS if ".".join(key) in familiar), familiar)
+    near = nearest_keys(path)
+    text = f"; did you mean {' or '.join(near)}?" if near else ""
+    return Hint(text, tuple(split(name) for name in near), None)

@@ -1,0 +1,236 @@
+"""A TOML file and overrides -> RunConfig, or one error that lists everything that is wrong with them.
+
+     file ---> given.py --+
+                          +--> arrange ------------> validate ---------> rules ----------> RunConfig
+     --a.b=v -> given.py -+    unknown keys          types, bounds       between keys
+                               (keys.py, familiar)   (schema.py)         (rules.py)
+
+Each stage goes on with what the one before left sound, and all add to one list of problems.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import date, datetime, time
+from os import PathLike
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from framework.config.given import Bare, Given, leaves, read_file, read_overrides
+from framework.config.keys import (
+    KEYS,
+    SECTIONS,
+    Hint,
+    Path,
+    allowed,
+    choices,
+    hint,
+    nearest_section,
+    nearest_value,
+    shown,
+    takes,
+)
+from framework.config.rules import RULES
+from framework.config.schema import RunConfig
+from framework.errors import ConfigError
+
+
+class _Arranged(NamedTuple):
+    """What was given, sorted into the schema's tree."""
+
+    tree: dict[str, dict[str, Any]]
+    """section -> key -> value: only what could be right, judged by nothing but the key."""
+    where: dict[Path, Given]
+    """Key -> the last that gave it."""
+    problems: list[str]
+    silent: set[Path]
+    """Keys of which nothing follows any more: their value cannot be used, or an unknown key meant them."""
+
+
+def _line(given: Given, said: str) -> str:
+    value = "" if given.value is Bare.FLAG else f" = {shown(given.value)}"
+    return f"{given.place}: {given.key}{value}{said}"
+
+
+def _unknown(given: Given, path: Path, help_: Hint) -> str:
+    """The line for a key that there is not; ``path`` is where it was looked for. Lists what there is instead."""
+    section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
+    if len(path) == 1:
+        return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")
+    if section not in SECTIONS:
+        return _line(given, f": there is no section {shown(section)}{sections}{help_.text}")
+    names = "" if help_.familiar else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
+    return _line(given, f": there is no such key{names}{help_.text}")
+
+
+def _unusable(value: Any) -> str | None:
+    """Why a value could not be written down and read back again, or None. Looks into lists and tables."""
+    if isinstance(value, dict):
+        return next(filter(None, map(_unusable, (*value.keys(), *value.values()))), None)
+    if isinstance(value, list):
+        return next(filter(None, map(_unusable, value)), None)
+    if isinstance(value, date | datetime | time):
+        return "a date is not allowed; text goes in quotes"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a finite number"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "not valid UTF-8"
+    return None
+
+
+def _put(tree: dict[str, dict[str, Any]], path: Path, value: Any) -> None:
+    """Set a key, or a key inside a table (``model.options.x``); tables are copied, never changed in place."""
+    table: dict[str, Any] = tree[path[0]]
+    for name in path[1:-1]:
+        inner = table.get(name)
+        table[name] = dict(inner) if isinstance(inner, dict) else {}
+        table = table[name]
+    table[path[-1]] = value
+
+
+def _misspelled(given: Given) -> Path | None:
+    """Where a key of a misspelled section belongs, so that it is judged as if the section were right; or None."""
+    path = given.path
+    if path[0] in SECTIONS or len(path) == 1 or hint(path).familiar is not None:
+        return None
+    section = nearest_section(path[0])
+    return None if section is None else (section, *path[1:])
+
+
+def _arrange(all_given: Sequence[Given]) -> _Arranged:
+    to = _Arranged({section: {} for section in SECTIONS}, {}, [], set())
+    known: dict[Path, Given] = {}  # in the order of their taking effect
+    told: set[tuple[str, str]] = set()
+    for given in all_given:
+        corrected = _misspelled(given)
+        path = corrected or given.path
+        key = path[:2]
+        if corrected is not None and (given.place, given.path[0]) not in told:
+            told.add((given.place, given.path[0]))
+            to.problems.append(f"{given.place}: [{given.path[0]}]: there is no such section; did you mean [{path[0]}]?")
+        if len(path) == 1 and path[0] in SECTIONS:
+            to.problems.append(_line(given, f": this is a section; its keys are set one by one, as in {path[0]}.KEY"))
+            to.silent.update(k for k in KEYS if k[0] == path[0])
+        elif key not in KEYS:
+            help_ = hint(path)
+            to.problems.append(_unknown(given, path, help_))
+            to.silent.update(help_.meant)
+        elif len(path) > 2 and not takes(key, dict):
+            to.problems.append(_line(given, f": {'.'.join(key)} has no keys below it; it is {allowed(key)}"))
+            to.silent.add(key)
+        else:
+            known.pop(path, None)
+            known[path] = given
+    for path, given in known.items():
+        _take(to, path, given)
+    return to
+
+
+def _take(to: _Arranged, path: Path, given: Given) -> None:
+    """Put one value at a known key into the tree, if it is one that could be right."""
+    key, value = path[:2], given.value
+    to.where[key] = given
+    if value is Bare.FLAG and takes(key, bool):
+        value = True
+    if value is Bare.FLAG:
+        said = f" needs a value: {allowed(key)}"
+    elif isinstance(value, bool) and len(path) == 2 and not takes(key, bool):
+        said = f" is not allowed: {allowed(key)}"  # to pydantic, true is as good as 1 where 1 is a choice
+    elif (why := _unusable(value)) is not None:
+        said = f" cannot be used ({why}): {allowed(key)}"
+    else:
+        _put(to.tree, path, value)
+        return
+    to.problems.append(_line(given, said))
+    to.silent.add(key)
+
+
+def _not_allowed(given: Given, key: Path) -> str:
+    near = nearest_value(key, given.value) if choices(key) else None
+    meant = f"; did you mean {near if near in ('true', 'false') else shown(near)}?" if near else ""
+    return _line(given, f" is not allowed: {allowed(key)}{meant}")
+
+
+def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
+    """The typed tree. Adds to the problems and the silent keys; what is bad stands at its default in the result.
+
+    ``whole``: a key without a default must be there (not so when the file could not be read at all).
+    """
+    # JSON, because strict pydantic then takes a list for a tuple and a whole number for a float, and nothing else.
+    try:
+        return RunConfig.model_validate_json(json.dumps(arranged.tree))
+    except ValidationError as error:
+        found: list[Path] = list(dict.fromkeys((str(e["loc"][0]), str(e["loc"][1])) for e in error.errors()))
+    for key in found:
+        if key[1] in arranged.tree[key[0]]:
+            arranged.problems.append(_not_allowed(arranged.where[key], key))
+            del arranged.tree[key[0]][key[1]]
+        elif whole and key not in arranged.silent:
+            name = ".".join(key)
+            arranged.problems.append(f"{place}: {name} is missing: {allowed(key)}; or --{name}=... on the command line")
+    arranged.silent.update(found)
+    for key, field in KEYS.items():
+        if field.is_required() and key[1] not in arranged.tree[key[0]]:
+            assert takes(key, str), key
+            arranged.tree[key[0]][key[1]] = ""
+    return RunConfig.model_validate_json(json.dumps(arranged.tree))
+
+
+def _between_keys(config: RunConfig, arranged: _Arranged, place: str) -> list[str]:
+    """The broken rules among those whose keys are all sound."""
+    lines: list[str] = []
+    for rule in RULES:
+        said = None if arranged.silent.intersection(rule.keys) else rule.broken(config)
+        if said is not None:
+            places = dict.fromkeys(arranged.where[key].place for key in rule.keys if key in arranged.where)
+            lines.append(f"{' and '.join(places) or place}: {said}")
+    return lines
+
+
+def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a TOML file, with the words of the command line on top.
+
+    ``overrides``: ``--section.key=value``, ``--section.key value``, or ``--section.key`` alone for true. Values are
+    TOML; what is none is taken as text. ``none`` unsets what may be unset. Later words win, and win over the file.
+
+    Raises :class:`ConfigError` with every problem, a line each: place, key, value, what is allowed, what was meant.
+    """
+    place = str(path)
+    file, words = read_file(File(path)), read_overrides(overrides)
+    arranged = _arrange([*file.given, *words.given])
+    config = _validate(arranged, place, whole=not file.problems)
+    between = [] if file.problems else _between_keys(config, arranged, place)
+    problems = [*file.problems, *words.problems, *arranged.problems, *between]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def parse(text: str, place: str = "resolved configuration") -> RunConfig:
+    """The configuration that :func:`dump` wrote. ``place`` names the text in errors.
+
+    Judges each key, not what holds between them: a configuration made in code need not be one that a file may hold.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not valid JSON: {error}; write it again from its TOML file") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{place}: {shown(document)} is not a configuration: a JSON object of sections is needed")
+    arranged = _arrange(list(leaves(document, place)))
+    config = _validate(arranged, place, whole=True)
+    if arranged.problems:
+        raise ConfigError(arranged.problems)
+    return config
+
+
+def dump(config: RunConfig) -> str:
+    """JSON, for ``resolved.json``: every key, defaults included. :func:`parse` gives back an equal object."""
+    return json.dumps(config.model_dump(), indent=2, allow_nan=False) + "\n"

@@ -1,0 +1,163 @@
+"""What must hold between keys: each rule names the keys it reads, and says what is wrong and what to do.
+
+A rule is asked only when all its keys are sound by themselves, so that one mistake is told once. An option that would
+have no effect is a mistake too: whoever wrote it expects one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from framework.config import batch
+from framework.config.keys import Path, shown, split
+from framework.config.schema import RunConfig, Train
+
+
+class Rule(NamedTuple):
+    """One thing that must hold; ``broken`` returns a sentence, or None when all is well."""
+
+    keys: tuple[Path, ...]
+    broken: Callable[[RunConfig], str | None]
+
+
+def known_dp(config: RunConfig) -> int | None:
+    """dp, or None while it is left to the number of ranks."""
+    dp = config.parallel.dp
+    return None if dp == "auto" or dp == -1 else dp
+
+
+def _warmup(config: RunConfig) -> str | None:
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if warmup <= steps:
+        return None
+    return f"optimizer.warmup_steps = {warmup} is more than train.steps = {steps}: at most {steps} is allowed"
+
+
+def _learning_rates(config: RunConfig) -> str | None:
+    low, high = config.optimizer.min_learning_rate, config.optimizer.learning_rate
+    if low <= high:
+        return None
+    return f"optimizer.min_learning_rate = {low} is above optimizer.learning_rate = {high}: at most {high} is allowed"
+
+
+def _learning_rate_floor(config: RunConfig) -> str | None:
+    low, schedule = config.optimizer.min_learning_rate, config.optimizer.schedule
+    if low == 0 or schedule != "constant":
+        return None
+    return (
+        f'optimizer.min_learning_rate = {low} has no effect with optimizer.schedule = "constant": leave it out, or '
+        f'choose "cosine", "linear" or "wsd"'
+    )
+
+
+def _decay(config: RunConfig) -> str | None:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.schedule != "wsd":
+        if optimizer.decay_steps == 0:
+            return None
+        return (
+            f"optimizer.decay_steps = {optimizer.decay_steps} has no effect with optimizer.schedule = "
+            f'{shown(optimizer.schedule)}: leave it out, or choose optimizer.schedule = "wsd"'
+        )
+    if optimizer.decay_steps == 0:
+        return (
+            'optimizer.schedule = "wsd" needs optimizer.decay_steps, the number of last steps in which the learning '
+            f"rate falls, from 1 to {max(1, steps - optimizer.warmup_steps)}: set it, or choose "
+            f'optimizer.schedule = "constant"'
+        )
+    together = optimizer.warmup_steps + optimizer.decay_steps
+    if optimizer.warmup_steps > steps or together <= steps:  # the first has a rule of its own
+        return None
+    return (
+        f"optimizer.warmup_steps {optimizer.warmup_steps} + optimizer.decay_steps {optimizer.decay_steps} = "
+        f"{together}, more than train.steps {steps}: shorten one, or train longer"
+    )
+
+
+def _validation(config: RunConfig) -> str | None:
+    if config.data.validation is not None:
+        return None
+    usual = Train()
+    useless = [
+        f"train.{name} = {value}"
+        for name, value, default in (
+            ("validate_every", config.train.validate_every, usual.validate_every),
+            ("validate_steps", config.train.validate_steps, usual.validate_steps),
+        )
+        if value != default
+    ]
+    if not useless:
+        return None
+    return f"{' and '.join(useless)} without effect: there is no data.validation; set it, or leave the other out"
+
+
+def _sequence(config: RunConfig) -> str | None:
+    if not config.parallel.sequence or config.parallel.tp > 1:
+        return None
+    return (
+        "parallel.sequence = true has no effect with parallel.tp = 1: it splits the sequence over the tensor-parallel "
+        "ranks; set parallel.tp to 2 or more, or --parallel.sequence=false"
+    )
+
+
+def _across_nodes(config: RunConfig) -> str | None:
+    if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
+        return None
+    return (
+        "parallel.tp_across_nodes = true has no effect with parallel.tp = 1: set parallel.tp to 2 or more, or "
+        "--parallel.tp_across_nodes=false"
+    )
+
+
+def _balance(config: RunConfig) -> str | None:
+    balance, pp = config.pipeline.balance, config.parallel.pp
+    if isinstance(balance, str) or len(balance) == pp:
+        return None
+    return (
+        f"pipeline.balance = {shown(balance)} names the layers of {len(balance)} stages, but parallel.pp = {pp}: give "
+        f'{pp} number{"s" * (pp > 1)}, or balance by "time", "parameters" or "layers"'
+    )
+
+
+def _processes(config: RunConfig) -> str | None:
+    processes, dp = config.launch.processes, known_dp(config)
+    pp, tp = config.parallel.pp, config.parallel.tp
+    if processes == "auto":
+        return None
+    if dp is None:
+        if processes % (pp * tp) == 0:
+            return None
+        near = [pp * tp * i for i in (processes // (pp * tp), processes // (pp * tp) + 1) if i]
+        return (
+            f"launch.processes = {processes} is no multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
+            f"replica: {' or '.join(map(str, near))} would do"
+        )
+    if processes == dp * pp * tp:
+        return None
+    return (
+        f"launch.processes = {processes}, but dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp} ranks: leave "
+        f'launch.processes out, or set parallel.dp = "auto"'
+    )
+
+
+def _batch(config: RunConfig) -> str | None:
+    return batch.problem(config.batch, known_dp(config))
+
+
+def _rule(broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
+    return Rule(tuple(split(key) for key in keys), broken)
+
+
+RULES = (
+    _rule(_batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
+    _rule(_processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
+    _rule(_sequence, "parallel.sequence", "parallel.tp"),
+    _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
+    _rule(_balance, "pipeline.balance", "parallel.pp"),
+    _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
+    _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
+    _rule(_learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),
+    _rule(_decay, "optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"),
+    _rule(_validation, "train.validate_every", "train.validate_steps", "data.validation"),
+)

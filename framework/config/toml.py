@@ -1,0 +1,40 @@
+"""A RunConfig as the TOML file that would give it: the standard library reads TOML and does not write it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from framework.config.schema import RunConfig
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, except that TOML wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_name(name)} = {_value(part)}" for name, part in value.items()) + "}"
+    assert isinstance(value, list | tuple), value
+    return "[" + ", ".join(_value(part) for part in value) + "]"
+
+
+def _name(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
+    """The file that :func:`~framework.config.load` reads as ``config``.
+
+    ``defaults``: also the keys that stand at theirs. What is unset (None) has no form in TOML and is left out.
+    """
+    parts: list[str] = []
+    for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():
+        rows = [f"{name} = {_value(value)}" for name, value in table.items()]
+        if rows:
+            parts.append("\n".join([f"[{section}]", *rows]) + "\n")
+    return "\n".join(parts)

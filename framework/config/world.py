@@ -1,0 +1,83 @@
+"""What follows from the number of ranks: dp, the batch numbers, how many processes to start."""
+
+from __future__ import annotations
+
+from framework.config import batch
+from framework.config.rules import known_dp
+from framework.config.schema import RunConfig
+from framework.errors import ConfigError
+
+
+def _counts(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers if number)
+
+
+def _wrong_product(dp: int, pp: int, tp: int, world_size: int) -> str:
+    size = dp * pp * tp
+    moves = [f"start {size} (launch.processes = {size}, or that many ranks of torchrun or srun)"]
+    replicas, rest = divmod(world_size, pp * tp)
+    if rest == 0:
+        moves.append(f'set parallel.dp = {replicas} or "auto"')
+    else:
+        moves.append(f"choose degrees whose product is {world_size}")
+    return f"dp {dp} x pp {pp} x tp {tp} = {size} ranks, but {world_size} were started: {', or '.join(moves)}"
+
+
+def _no_whole_replicas(pp: int, tp: int, world_size: int) -> str:
+    one = pp * tp
+    near = [one * (world_size // one), one * (world_size // one + 1)]
+    return (
+        f'parallel.dp = "auto": pp {pp} x tp {tp} = {one} ranks for one replica, but {world_size} were started, '
+        f"{world_size / one:.3g} replicas: start {_counts(near)}, or change parallel.pp or parallel.tp"
+    )
+
+
+def resolve(config: RunConfig, world_size: int) -> RunConfig:
+    """The configuration with nothing left open: dp, the three batch numbers and ``launch.processes`` are whole numbers.
+
+    ``world_size``: the ranks that were started, by whichever launcher. Resolving a second time changes nothing.
+    Raises :class:`ConfigError` with the arithmetic when the degrees do not make up the world, or the batch numbers do
+    not hold together for this dp.
+    """
+    assert world_size >= 1, world_size
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
+    problems: list[str] = []
+    if dp is None:
+        dp, rest = divmod(world_size, pp * tp)
+        if rest:
+            raise ConfigError(_no_whole_replicas(pp, tp, world_size))
+    elif dp * pp * tp != world_size:
+        problems.append(_wrong_product(dp, pp, tp, world_size))
+    wrong = batch.problem(config.batch, dp)
+    if wrong is not None:
+        problems.append(wrong)
+    if problems:
+        raise ConfigError(problems)
+    return config.model_copy(
+        update={
+            "batch": batch.derive(config.batch, dp),
+            "parallel": config.parallel.model_copy(update={"dp": dp}),
+            "launch": config.launch.model_copy(update={"processes": world_size}),
+        }
+    )
+
+
+def default_world_size(config: RunConfig, num_devices: int) -> int:
+    """How many ranks to start here. ``num_devices``: the accelerators that this run may use; 0 on CPU.
+
+    ``launch.processes`` when it is a number; else dp x pp x tp; else, with dp = "auto", as many whole replicas as there
+    are devices for (on CPU: one). Raises :class:`ConfigError` when the ranks are more than the devices.
+    """
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
+    if config.launch.processes != "auto":
+        size, said = config.launch.processes, "launch.processes"
+    elif dp is not None:
+        size, said = dp * pp * tp, f"dp {dp} x pp {pp} x tp {tp}"
+    else:
+        size, said = max(1, num_devices // (pp * tp)) * pp * tp, f"pp {pp} x tp {tp}"
+    if 0 < num_devices < size:
+        raise ConfigError(
+            f"{said} = {size} ranks, but this machine has {num_devices} device{'s' * (num_devices > 1)}: lower a "
+            f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"'
+        )
+    return size
