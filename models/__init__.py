@@ -1,0 +1,42 @@
+"""Models in plain torch: no rank, no mesh, no framework import. One process can train them as they are.
+
+Bring your own in ten lines
+---------------------------
+A model is a function that returns an ``nn.Sequential`` of named elements; a pipeline is cut between its elements::
+
+    # my_package/my_model.py                          configs: [model]  builder = "my_package.my_model:build"
+    def build(vocab_size: int, width: int, depth: int) -> nn.Sequential:
+        model = nn.Sequential(OrderedDict(
+            embedding=nn.Embedding(vocab_size, width),                   # token ids (B, S) int64 -> (B, S, D)
+            **{f"block{i}": MyBlock(width) for i in range(depth)},       # (B, S, D) -> (B, S, D)
+            head=nn.Linear(width, vocab_size, bias=False),               # (B, S, D) -> logits (B, S, V)
+        ))
+        model.sharding_plan = {"embedding": "vocab", "block*.up": "column", "block*.down": "row", "head": "vocab"}
+        return model
+
+That is all: without a plan everything is replicated over tp, and dp and pp work. Between the elements may go a tensor,
+or a tuple or dict of tensors.
+
+What the Sequential may carry (plain attributes, all optional)
+--------------------------------------------------------------
+``sharding_plan``: fnmatch pattern of module names -> how tensor parallelism splits the module
+
+    column     nn.Linear, by output rows            row       nn.Linear, by input columns; bias added after the sum
+    vocab      nn.Embedding or nn.Linear, by token  heads     acts on activations split over dim 1 (attention dropout)
+    sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
+
+``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
+    split dim of that module. tp must divide it: a contiguous slice then holds whole units.
+``tied_weights``: tuples of parameter names that are one weight, the canonical one first.
+``initialise(name, tensor)``: fills the whole tensor of that parameter from torch's default generator. Without it the
+    module's own ``reset_parameters`` is used.
+
+What a splittable module keeps to
+---------------------------------
+* A fused projection is laid out so that a contiguous run of rows is whole: ``[q k v]`` per head, not all q first.
+* Local head counts come from tensor shapes (``rearrange("b s (h d) -> b h s d", d=head_dim)``), never from the config.
+* Dropout is an ``nn.Dropout`` module: only so can its mask be the same in every layout.
+* Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
+
+``models/gpt2.py`` and ``models/llama.py`` are such builders; ``models/blocks.py`` is what they share.
+"""

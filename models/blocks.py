@@ -1,0 +1,194 @@
+"""What GPT-2 and Llama share: embedding, attention over fused projections, the residual block, the initial weights.
+
+Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
+Under tensor parallelism a module may hold a contiguous part of its rows; H and G are then the local counts, and follow
+from the shapes of the tensors alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
+"""The projections that end a residual branch: 2 per block."""
+
+
+def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02) -> None:
+    """Fill one whole parameter in place, drawing from torch's default generator; a function of its name and shape only.
+
+    Matrices: N(0, std), those that end a residual branch N(0, std / sqrt(2 L)), so that the sum over 2 L branches keeps
+    the variance of one (GPT-2 paper, section 2.3). Biases 0; norm weights, the only other vectors, 1.
+    """
+    if name.endswith(".bias"):
+        nn.init.zeros_(tensor)
+    elif tensor.dim() == 1:
+        nn.init.ones_(tensor)
+    elif any(fnmatchcase(name, pattern) for pattern in RESIDUAL_WEIGHTS):
+        nn.init.normal_(tensor, std=std / math.sqrt(2 * num_layers))
+    else:
+        nn.init.normal_(tensor, std=std)
+
+
+def assemble(
+    layers: dict[str, nn.Module],
+    *,
+    num_layers: int,
+    sharding_plan: dict[str, str],
+    divisible: dict[str, int],
+    tied_weights: list[tuple[str, ...]],
+) -> nn.Sequential:
+    """The Sequential with all that the contract in ``models/__init__.py`` lets it carry, ties made, weights drawn."""
+    model = nn.Sequential(OrderedDict(layers))
+    for canonical, *others in tied_weights:
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(canonical))
+    fill: Callable[[str, Tensor], None] = partial(initialise, num_layers=num_layers)
+    for name, parameter in model.named_parameters():  # free on the meta device
+        fill(name, parameter)
+    carried = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights, "initialise": fill}
+    for attribute, value in carried.items():
+        setattr(model, attribute, value)
+    return model
+
+
+def check_positive(**options: float) -> None:
+    """Raise ValueError for the sizes that are not positive, all in one message."""
+    wrong = [f"{name}={value}" for name, value in options.items() if value <= 0]
+    if wrong:
+        raise ValueError(f"model options must be positive: {', '.join(wrong)}")
+
+
+def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError with the nearest counts that work when the heads do not divide what they have to."""
+    if hidden_size % num_heads:
+        near = _nearest_divisors(hidden_size, num_heads)
+        raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} heads: use num_heads = {near}")
+    if num_heads % num_kv_heads:
+        near = _nearest_divisors(num_heads, num_kv_heads)
+        raise ValueError(f"num_heads={num_heads} over num_kv_heads={num_kv_heads} groups: use num_kv_heads = {near}")
+
+
+def _nearest_divisors(number: int, near: int) -> str:
+    """The divisors just below and just above ``near``: "8 or 12"."""
+    below = max((i for i in range(1, near) if number % i == 0), default=1)
+    above = min((i for i in range(near + 1, number + 1) if number % i == 0), default=number)
+    return " or ".join(str(i) for i in sorted({below, above}))
+
+
+class Embedding(nn.Module):
+    """Token ids (B, S) int64 -> (B, S, D): token vectors, learned positions if the model has them, dropout."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, max_sequence_length: int, *, learned_positions: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.max_sequence_length = max_sequence_length
+        self.tokens = nn.Embedding(vocab_size, hidden_size)
+        self.positions = nn.Embedding(max_sequence_length, hidden_size) if learned_positions else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Raises ValueError for more than ``max_sequence_length`` tokens."""
+        length = ids.shape[1]
+        if length > self.max_sequence_length:
+            raise ValueError(
+                f"a sequence of {length} tokens, but the model has {self.max_sequence_length} positions: "
+                f"shorten the sequence (data.sequence_length) or raise model.options.max_sequence_length"
+            )
+        x = self.tokens(ids)  # (B, S, D)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length, device=ids.device)[None])  # (1, S, D)
+        return self.dropout(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, S, D) -> (B, S, D), with R query heads to each key-value head.
+
+    The rows of ``qkv`` go group by group, so that any contiguous run of groups is a smaller attention of its own::
+
+        group 0                group 1
+        | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
+
+    With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        dropout: float,
+        rotary: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = hidden_size // num_heads
+        self.heads_per_group = num_heads // num_kv_heads
+        self.drops = dropout > 0
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.rotary = rotary
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
+        q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
+        if self.rotary is not None:
+            cos, sin = self.rotary(q)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = self._attend(rearrange(q, "b g r s d -> b (g r) s d"), k, v)  # (B, H, S, d)
+        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, S, d), (B, G, S, d), (B, G, S, d) -> (B, H, S, d).
+
+        The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
+        """
+        if not (self.training and self.drops):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads_per_group > 1)
+        k, v = (repeat(t, "b g s d -> b (g r) s d", r=self.heads_per_group) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)  # (B, H, S, S)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return self.dropout(probabilities) @ v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of (..., S, d) by the angles whose cos and sin are (S, d/2); keeps the dtype of x.
+
+    The two of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's own pair neighbours, which is the
+    same model with the rows of q and k in another order.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D)."""
+
+    def __init__(
+        self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, *, dropout: float
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.after_attention = nn.Dropout(dropout)
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.after_mlp = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.after_attention(self.attention(self.attention_norm(x)))
+        return x + self.after_mlp(self.mlp(self.mlp_norm(x)))

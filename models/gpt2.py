@@ -1,0 +1,92 @@
+"""GPT-2: learned positions, LayerNorm before each branch, GELU, biases, head tied to the token embedding.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes of the released models
+(layers, hidden, heads -> parameters):
+
+    small  12   768  12 ->   124,439,808        large  36  1280  20 ->   774,030,080
+    medium 24  1024  16 ->   354,823,168        xl     48  1600  25 -> 1,557,611,200
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive
+
+SHARDING_PLAN = {
+    "embedding.tokens": "vocab",
+    "embedding.positions": "sequence",
+    "block*.attention.qkv": "column",
+    "block*.attention.dropout": "heads",
+    "block*.attention.out": "row",
+    "block*.mlp.up": "column",
+    "block*.mlp.down": "row",
+    "head": "vocab",
+}
+
+
+class Mlp(nn.Module):
+    """down(gelu(up(x))), (B, S, D) -> (B, S, D), with the tanh approximation of GELU that GPT-2 was trained with."""
+
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, ffn_size)
+        self.down = nn.Linear(ffn_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def build(
+    vocab_size: int = 50257,
+    hidden_size: int = 768,
+    num_layers: int = 12,
+    num_heads: int = 12,
+    max_sequence_length: int = 1024,
+    dropout: float = 0.1,
+    tied: bool = True,
+    ffn_size: int | None = None,
+    norm_eps: float = 1e-5,
+) -> nn.Sequential:
+    """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+
+    ``dropout`` is one probability for all three places: embedding, attention probabilities, end of a branch. With
+    ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` is 4 x hidden_size. Raises ValueError for
+    sizes that do not fit each other.
+    """
+    ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
+    check_positive(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_sequence_length=max_sequence_length,
+        ffn_size=ffn_size,
+    )
+    check_heads(hidden_size, num_heads, num_heads)
+    layers: dict[str, nn.Module] = {
+        "embedding": Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout)
+    }
+    for i in range(num_layers):
+        layers[f"block{i}"] = Block(
+            nn.LayerNorm(hidden_size, eps=norm_eps),
+            Attention(hidden_size, num_heads, num_heads, bias=True, dropout=dropout),
+            nn.LayerNorm(hidden_size, eps=norm_eps),
+            Mlp(hidden_size, ffn_size),
+            dropout=dropout,
+        )
+    layers["norm"] = nn.LayerNorm(hidden_size, eps=norm_eps)
+    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
+    return assemble(
+        layers,
+        num_layers=num_layers,
+        sharding_plan=dict(SHARDING_PLAN),
+        divisible={
+            "block*.attention.qkv": num_heads,
+            "block*.attention.out": num_heads,
+            "block*.mlp.up": ffn_size,
+            "block*.mlp.down": ffn_size,
+        },
+        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
+    )

@@ -1,0 +1,184 @@
+"""Llama 3: RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 3; 128,256 token vocabulary
+(layers, hidden, ffn, heads, kv heads -> parameters):
+
+    8B     32   4096  14336   32  8 ->   8,030,261,248
+    70B    80   8192  28672   64  8 ->  70,553,706,496
+    405B  126  16384  53248  128  8 -> 405,853,388,800
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive
+
+SHARDING_PLAN = {
+    "embedding.tokens": "vocab",
+    "block*.attention.qkv": "column",
+    "block*.attention.dropout": "heads",
+    "block*.attention.out": "row",
+    "block*.mlp.gate_up": "column",
+    "block*.mlp.down": "row",
+    "head": "vocab",
+}
+
+
+class RopeScaling(NamedTuple):
+    """How Llama 3.1 stretches the positions of a model trained on ``original_length`` tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> list[float]:
+    """Radians per token of each of the head_dim / 2 pairs: theta^(-2 i / head_dim), fastest first (Su et al. 2021).
+
+    Llama 3.1's scaling leaves alone what turns at least ``high_freq_factor`` times within the original length, slows by
+    ``factor`` what turns at most ``low_freq_factor`` times, and blends linearly in the number of turns between.
+    """
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if scaling is None:
+        return frequencies
+    scaled = []
+    for frequency in frequencies:
+        turns = scaling.original_length * frequency / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept_share = min(max(kept, 0.0), 1.0)
+        scaled.append(frequency * (kept_share + (1 - kept_share) / scaling.factor))
+    return scaled
+
+
+class Rotary(nn.Module):
+    """The cos and sin of the rotary angles, each (S, head_dim / 2), for activations (..., S, head_dim).
+
+    The frequencies are float64 and stay so when the model is cast: in bfloat16 some pairs would be whole turns off
+    within 8,192 tokens. A table of all positions would be 134 MB a layer at 131,072 tokens; making the angles is cheap
+    beside the attention.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, frequencies: list[float]) -> None:
+        super().__init__()
+        self.values = tuple(frequencies)
+        self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtype of x, float32 at least."""
+        positions = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)
+        angles = torch.outer(positions, self.frequencies.to(x.device))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _on(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.values, dtype=torch.float64, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Follow the module to its device, but not to its dtype; also come back from the meta device."""
+        super()._apply(fn, recurse)
+        self.frequencies = self._on(self.frequencies.device)
+        return self
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) * up(x)), (B, S, D) -> (B, S, D) (Shazeer 2020), gate and up in one projection.
+
+    Its rows are laid out in blocks, so that a contiguous run of blocks holds each gate row with its up row::
+
+        | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = block_size
+
+    Blocks and not single pairs: elements that are neighbours in memory, for the sake of vector units.
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int) -> None:
+        super().__init__()
+        self.block_size = ffn_size // num_blocks
+        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=False)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)
+        return self.down(rearrange(F.silu(gate) * up, "b s n f -> b s (n f)"))
+
+
+def build(
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_size: int,
+    max_sequence_length: int = 8192,
+    rope_theta: float = 500_000.0,
+    norm_eps: float = 1e-5,
+    rope_scaling_factor: float = 1.0,
+    rope_low_freq_factor: float = 1.0,
+    rope_high_freq_factor: float = 4.0,
+    rope_original_length: int = 8192,
+    tied: bool = False,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+
+    ``rope_scaling_factor=1`` is Llama 3 as pre-trained on 8,192 tokens; Llama 3.1's long context is factor 8 with the
+    other three as they stand. tp has to divide ``num_kv_heads``. Raises ValueError for sizes that do not fit each
+    other.
+    """
+    check_positive(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_size=ffn_size,
+        max_sequence_length=max_sequence_length,
+        rope_theta=rope_theta,
+        rope_scaling_factor=rope_scaling_factor,
+    )
+    check_heads(hidden_size, num_heads, num_kv_heads)
+    head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"rotary positions need an even head_dim, got {hidden_size} / {num_heads} = {head_dim}")
+    if rope_low_freq_factor >= rope_high_freq_factor:
+        raise ValueError(
+            f"rope_low_freq_factor={rope_low_freq_factor} must be below rope_high_freq_factor={rope_high_freq_factor}"
+        )
+    scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
+    frequencies = rope_frequencies(head_dim, rope_theta, scaling if rope_scaling_factor != 1 else None)
+    num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would serve nobody
+    layers: dict[str, nn.Module] = {
+        "embedding": Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout)
+    }
+    for i in range(num_layers):
+        layers[f"block{i}"] = Block(
+            nn.RMSNorm(hidden_size, eps=norm_eps),
+            Attention(hidden_size, num_heads, num_kv_heads, bias=False, dropout=dropout, rotary=Rotary(frequencies)),
+            nn.RMSNorm(hidden_size, eps=norm_eps),
+            SwiGlu(hidden_size, ffn_size, num_blocks),
+            dropout=dropout,
+        )
+    layers["norm"] = nn.RMSNorm(hidden_size, eps=norm_eps)
+    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
+    return assemble(
+        layers,
+        num_layers=num_layers,
+        sharding_plan=dict(SHARDING_PLAN),
+        divisible={
+            "block*.attention.qkv": num_kv_heads,
+            "block*.attention.out": num_kv_heads,
+            "block*.mlp.gate_up": num_blocks,
+            "block*.mlp.down": num_blocks,
+        },
+        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
+    )

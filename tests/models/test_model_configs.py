@@ -1,0 +1,72 @@
+"""Every config that is shipped: it loads, its model is the published one, its layout fits the model and the batch."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from framework.config import RunConfig, load, resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMED = {  # name -> ranks, parameters, chunks, tokens of one step
+    "demo": (8, None, 4, 32 * 128),
+    "gpt2-124m": (8, 124_439_808, 8, 512 * 1024),
+    "llama3-8b": (64, 8_030_261_248, 16, 512 * 8192),
+    "llama3-70b": (512, 70_553_706_496, 64, 1024 * 8192),
+    "llama3-405b": (16_384, 405_853_388_800, 16, 2048 * 8192),
+}
+
+
+def build_on_meta(config: RunConfig) -> nn.Sequential:
+    module, _, function = config.model.builder.partition(":")
+    with torch.device("meta"):
+        model = getattr(importlib.import_module(module), function)(**config.model.options)
+    assert isinstance(model, nn.Sequential)
+    return model
+
+
+def test_every_shipped_config_is_tested_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == set(NAMED)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_config_loads_and_says_how_to_start_it(name: str) -> None:
+    path = CONFIGS / f"{name}.toml"
+    assert load(path).run.name == name
+    comment = path.read_text().split("\n[", 1)[0]
+    assert all(line.startswith("#") or not line for line in comment.splitlines())
+    assert f"meshwright train configs/{name}.toml" in comment
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_batch_and_layout_come_out_as_documented(name: str) -> None:
+    ranks, _, chunks, tokens_per_step = NAMED[name]
+    config = resolve(load(CONFIGS / f"{name}.toml"), ranks)
+    assert config.batch.chunks == chunks
+    assert config.batch.global_batch * config.data.sequence_length == tokens_per_step
+    assert config.batch.chunks >= config.parallel.pp, "a pipeline with fewer micro-batches than ranks mostly waits"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_model_is_the_published_one_and_fits_the_layout(name: str) -> None:
+    _, published, _, _ = NAMED[name]
+    config = load(CONFIGS / f"{name}.toml")
+    model = build_on_meta(config)
+    if published is not None:
+        assert sum(parameter.numel() for parameter in model.parameters()) == published
+    assert all(units % config.parallel.tp == 0 for units in model.divisible.values())
+    assert config.data.sequence_length <= config.model.options["max_sequence_length"]
+    assert len(model) >= config.parallel.pp
+
+
+@pytest.mark.parametrize("layout", [(8, 1, 1), (1, 1, 4), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
+def test_the_demo_keeps_its_batch_in_other_layouts(layout: tuple[int, int, int]) -> None:
+    dp, pp, tp = layout
+    overrides = [f"--parallel.dp={dp}", f"--parallel.pp={pp}", f"--parallel.tp={tp}"]
+    config = resolve(load(CONFIGS / "demo.toml", overrides), dp * pp * tp)
+    assert config.batch.global_batch == 32
+    assert all(units % tp == 0 for units in build_on_meta(config).divisible.values())
