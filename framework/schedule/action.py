@@ -1,0 +1,235 @@
+"""The words of a schedule: what a pipeline rank does, in order, as plain data with a text form.
+
+    # 1f1b pp=2 num_stages=2 chunks=2 placement=loop
+    0F0 0SEND_F0 0F1 {0SEND_F1+0RECV_B0} 0B0 ...       a row per pp_rank; the number before the kind is the stage,
+    1RECV_F0 1F0 1B0 {1SEND_B0+1RECV_F1} 1F1 ...       the one after it the micro-batch; braces: posted together
+
+There is no time, buffer, rank or idle in an action. Time is added by the simulator or by a measurement, idle is
+derived, buffers belong to the stage, and the rank is the index of the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+from framework.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What is done. Closed: handlers, rules, costs and pictures are tables keyed by it.
+
+    ``2SEND_F0``: stage 2 sends its output of micro-batch 0 to stage 3. ``3RECV_F0``: stage 3 receives its input of it.
+    ``3SEND_B0``: stage 3 sends the gradient of its input to stage 2. ``2RECV_B0``: stage 2 receives that of its output.
+    """
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """The whole backward: I and W at once."""
+    I = "I"  # noqa: E741  the letter of the literature
+    """The input-gradient half of the backward."""
+    W = "W"
+    """The weight-gradient half of the backward."""
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+    """The stage's gradients are whole: sum them over the replicas."""
+    STEP = "STEP"
+    """One optimizer step of all stages of the rank."""
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+COMMUNICATION = SENDS | RECEIVES
+LAST_HALVES = frozenset({Kind.B, Kind.W})
+"""After these a micro-batch's activations are free, and its part of the weight gradient is there."""
+
+_PARTNERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+
+
+class Action(NamedTuple):
+    """One thing that a rank does. REDUCE has no micro-batch; STEP is of the rank and has no stage either."""
+
+    kind: Kind
+    stage: int | None = None
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else self.stage
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{stage}{self.kind}{microbatch}"
+
+    def partner(self) -> Action:
+        """The other end of a communication: ``2SEND_F0`` <-> ``3RECV_F0``, ``3SEND_B0`` <-> ``2RECV_B0``."""
+        assert self.stage is not None, self
+        kind, offset = _PARTNERS[self.kind]
+        return Action(kind, self.stage + offset, self.microbatch)
+
+
+Item: TypeAlias = Action | tuple[Action, ...]
+"""What a row is made of: an action, or a group of communications that are posted together and waited for together."""
+
+
+def actions_of(item: Item) -> tuple[Action, ...]:
+    """The actions of an item. (An Action is itself a tuple: ask ``isinstance(item, Action)``, never ``tuple``.)"""
+    return (item,) if isinstance(item, Action) else item
+
+
+class Placement(StrEnum):
+    """Which pipeline rank holds a stage."""
+
+    LOOP = "loop"
+    """Stages go round the ranks: 0 1 .. pp-1 0 1 .."""
+
+    def pp_rank(self, stage: int, pp: int) -> int:
+        """The pipeline rank of a stage."""
+        return {Placement.LOOP: stage % pp}[self]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every pipeline rank does in one step: ``for item in schedule.rows[pp_rank]``. All ranks hold all rows."""
+
+    name: str
+    pp: int
+    num_stages: int
+    chunks: int
+    rows: tuple[tuple[Item, ...], ...]
+    placement: Placement = Placement.LOOP
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == self.pp >= 1, (len(self.rows), self.pp)
+        for row in self.rows:
+            for item in row:
+                if not isinstance(item, Action):
+                    assert item and {action.kind for action in item} <= COMMUNICATION, f"posted together: {item}"
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return self.placement.pp_rank(stage, self.pp)
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, first to last."""
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == pp_rank)
+
+    def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
+        """The actions of a row, groups opened, each with the position of its item in the row."""
+        return ((position, action) for position, item in enumerate(self.rows[pp_rank]) for action in actions_of(item))
+
+    def peer(self, action: Action) -> int:
+        """The pipeline rank at the other end of a communication."""
+        stage = action.partner().stage
+        assert stage is not None
+        return self.rank_of(stage)
+
+    def receive_for(self, action: Action) -> Action | None:
+        """What a computation must have received before it; None where it needs nothing from another rank."""
+        return self._at_border(action, {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)})
+
+    def send_after(self, action: Action) -> Action | None:
+        """What a computation has to send after it; None where no other rank needs it."""
+        return self._at_border(action, {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)})
+
+    def _at_border(self, action: Action, table: dict[Kind, tuple[Kind, int]]) -> Action | None:
+        if action.kind not in table or action.stage is None:
+            return None
+        kind, offset = table[action.kind]
+        neighbour = action.stage + offset
+        if not 0 <= neighbour < self.num_stages or self.rank_of(neighbour) == self.rank_of(action.stage):
+            return None
+        return Action(kind, action.stage, action.microbatch)
+
+    def last_backwards(self, pp_rank: int) -> frozenset[Action]:
+        """For each stage of the rank the B or W after which its weight gradient is whole: the reduction may begin."""
+        last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
+        return frozenset(last.values())
+
+    def digest(self) -> str:
+        """sha256 of the text form: equal on all ranks, or they are not about to run the same step."""
+        return hashlib.sha256(format_schedule(self).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- text form
+
+_HEADER = re.compile(
+    r"# (?P<name>\S+) pp=(?P<pp>\d+) num_stages=(?P<num_stages>\d+) chunks=(?P<chunks>\d+) placement=(?P<placement>\w+)"
+)
+_ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?")
+_HAS_STAGE = frozenset(Kind) - {Kind.STEP}
+_HAS_MICROBATCH = COMPUTE | COMMUNICATION
+
+
+def format_item(item: Item) -> str:
+    """``2F0``, or ``{0SEND_F1+0RECV_B0}`` for what is posted together."""
+    return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """A header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
+    header = (
+        f"# {schedule.name} pp={schedule.pp} num_stages={schedule.num_stages} chunks={schedule.chunks}"
+        f" placement={schedule.placement}"
+    )
+    return "\n".join([header, *(" ".join(format_item(item) for item in row) for row in schedule.rows), ""])
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule of a text form. Raises :class:`ScheduleError` with the line and the word that it cannot read."""
+    header, *lines = text.removesuffix("\n").split("\n")
+    found = _HEADER.fullmatch(header.strip())
+    if found is None or found["placement"] not in list(Placement):
+        raise ScheduleError(
+            f"line 1: {header!r} is no header of a schedule: write "
+            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}'"
+        )
+    pp = int(found["pp"])
+    if pp < 1 or len(lines) != pp:
+        raise ScheduleError(f"line 1 says pp={pp}, but {len(lines)} rows follow: write one row per pipeline rank")
+    return Schedule(
+        name=found["name"],
+        pp=pp,
+        num_stages=int(found["num_stages"]),
+        chunks=int(found["chunks"]),
+        rows=tuple(
+            tuple(_parse_item(word, line_number) for word in line.split())
+            for line_number, line in enumerate(lines, start=2)
+        ),
+        placement=Placement(found["placement"]),
+    )
+
+
+def _parse_item(word: str, line_number: int) -> Item:
+    if not word.startswith("{"):
+        return _parse_action(word, line_number)
+    group = tuple(_parse_action(part, line_number) for part in word[1:].removesuffix("}").split("+"))
+    if not word.endswith("}") or not {action.kind for action in group} <= COMMUNICATION:
+        raise ScheduleError(
+            f"line {line_number}: {word!r}: a group is written {{0SEND_F1+0RECV_B0}}, of SEND and RECV only"
+        )
+    return group
+
+
+def _parse_action(word: str, line_number: int) -> Action:
+    found = _ACTION.fullmatch(word)
+    if found is not None and found["kind"] in list(Kind):
+        kind = Kind(found["kind"])
+        stage, microbatch = (None if found[part] is None else int(found[part]) for part in ("stage", "microbatch"))
+        if (stage is not None) == (kind in _HAS_STAGE) and (microbatch is not None) == (kind in _HAS_MICROBATCH):
+            return Action(kind, stage, microbatch)
+    raise ScheduleError(
+        f"line {line_number}: {word!r} is no action: write <stage><kind><micro-batch> like 2F0 or 1RECV_F1, 2REDUCE, "
+        f"STEP; kinds: {', '.join(Kind)}"
+    )

@@ -1,0 +1,278 @@
+"""Whether a lowered schedule does each thing once, in an order that can run, and whether it can hang.
+
+The rules are few, because what a schedule must hold follows from its stages, chunks and placement alone:
+
+    each stage and micro-batch      1RECV_F0 < 1F0 < 1SEND_F0        < : stands before, in the same row
+                                    1RECV_B0 < 1B0 < 1SEND_B0        (at the borders of ranks)
+                                    1F0 < 1B0,  or  1F0 < 1I0 < 1W0
+    each stage                      every 1B, 1W < 1REDUCE
+    each rank                       everything < STEP
+
+Each exactly once and on the rank of its stage, and nothing else; messages between two ranks are received in the order
+in which they are sent; and played to its end, nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from framework.schedule.action import (
+    COMPUTE,
+    LAST_HALVES,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+    format_item,
+)
+from framework.schedule.simulate import Blocked, Channel, Costs, peak_activations, play
+
+
+class Fault(StrEnum):
+    """What can be wrong."""
+
+    MISSING = "missing"
+    REPEATED = "repeated"
+    WRONG_RANK = "on the wrong rank"
+    UNEXPECTED = "unexpected"
+    BACKWARD_TOO_EARLY = "backward before its forward"
+    USED_TOO_EARLY = "used before it is there"
+    SENT_TOO_EARLY = "sent before it is made"
+    REDUCED_TOO_EARLY = "reduced before the last backward"
+    STEP_NOT_LAST = "step is not last"
+    CROSSED = "messages crossed"
+    DEADLOCK = "deadlock"
+    TOO_MANY_ACTIVATIONS = "too many activations"
+
+
+class Problem(NamedTuple):
+    """A fault at ``position`` of the row of the pipeline rank ``rank``, and in words what is wrong there."""
+
+    fault: Fault
+    rank: int
+    position: int
+    """Where it is, or for what is missing where it should stand; at most the length of the row."""
+    action: Action
+    text: str
+
+
+def check(
+    schedule: Schedule, channel: Channel = Channel.RENDEZVOUS, max_activations: int | None = None
+) -> list[Problem]:
+    """Everything that is wrong with a lowered schedule, causes before consequences; empty: it runs.
+
+    ``max_activations``: the micro-batches whose activations a rank has room for, per stage it holds. Linear in the
+    number of actions.
+    """
+    problems = []
+    for rank in range(schedule.pp):
+        places = _places(schedule, rank)
+        problems += [*_each_once(schedule, rank, places), *_in_order(schedule, rank, places)]
+    problems += [*_uncrossed(schedule), *_no_deadlock(schedule, channel)]
+    if max_activations is not None:
+        problems += _within(schedule, max_activations)
+    return problems
+
+
+def _places(schedule: Schedule, rank: int) -> dict[Action, int]:
+    """The first position of each action of a row."""
+    places: dict[Action, int] = {}
+    for position, action in schedule.actions(rank):
+        places.setdefault(action, position)
+    return places
+
+
+def _computations(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
+    """What a rank has to compute: F and, as the row has it, a whole or a split backward."""
+    for stage in schedule.stages_of(rank):
+        for microbatch in range(schedule.chunks):
+            halves = [Action(kind, stage, microbatch) for kind in (Kind.I, Kind.W)]
+            is_split = any(half in places for half in halves)
+            yield Action(Kind.F, stage, microbatch)
+            yield from halves if is_split else [Action(Kind.B, stage, microbatch)]
+
+
+def _expected(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
+    for action in _computations(schedule, rank, places):
+        around = schedule.receive_for(action), action, schedule.send_after(action)
+        yield from (each for each in around if each is not None)
+    yield from (Action(Kind.REDUCE, stage) for stage in schedule.stages_of(rank))
+    yield Action(Kind.STEP)
+
+
+def _each_once(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
+    expected = dict.fromkeys(_expected(schedule, rank, places))
+    seen: set[Action] = set()
+    for position, action in schedule.actions(rank):
+        if action in seen:
+            text = f"{action} stands at position {places[action]} already: it would be done twice"
+            yield Problem(Fault.REPEATED, rank, position, action, text)
+        elif action not in expected:
+            yield _out_of_place(schedule, rank, position, action)
+        seen.add(action)
+    for action in expected:
+        if action not in seen:
+            yield _missing(schedule, rank, action, places)
+
+
+def _out_of_place(schedule: Schedule, rank: int, position: int, action: Action) -> Problem:
+    stage = action.stage
+    assert stage is not None, action  # STEP is always expected
+    if not 0 <= stage < schedule.num_stages or not 0 <= (action.microbatch or 0) < schedule.chunks:
+        text = (
+            f"{action}: there are stages 0..{schedule.num_stages - 1} and micro-batches 0..{schedule.chunks - 1} only"
+        )
+    elif schedule.rank_of(stage) != rank:
+        text = f"{action}: stage {stage} is held by rank {schedule.rank_of(stage)}, not by rank {rank}"
+        return Problem(Fault.WRONG_RANK, rank, position, action, text)
+    elif action.kind is Kind.B:
+        text = f"{action}: this micro-batch has its backward in halves, I and W; a whole one would do it twice"
+    else:
+        text = f"{action}: stage {stage} has nobody on another rank to exchange this with"
+    return Problem(Fault.UNEXPECTED, rank, position, action, text)
+
+
+def _missing(schedule: Schedule, rank: int, action: Action, places: dict[Action, int]) -> Problem:
+    position, text = len(schedule.rows[rank]), f"{action} is nowhere in the row"
+    if action.kind in RECEIVES | SENDS:
+        text += f"; its partner is {action.partner()} of rank {schedule.peer(action)}"
+    for user in (Action(kind, action.stage, action.microbatch) for kind in COMPUTE):
+        if user in places and action == schedule.receive_for(user):
+            position = places[user]
+        elif user in places and action == schedule.send_after(user):
+            position = places[user] + 1
+    return Problem(Fault.MISSING, rank, position, action, text)
+
+
+def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
+    """``earlier`` must stand before ``later``, for each rule of the table above. Silent where one is missing."""
+    for fault, earlier, later in _rules(schedule, rank, places):
+        if earlier in places and later in places and not places[earlier] < places[later]:
+            text = f"{later} at position {places[later]} needs {earlier}, which comes at position {places[earlier]}"
+            yield Problem(fault, rank, places[later], later, text)
+    step = Action(Kind.STEP)
+    if step in places and places[step] != len(schedule.rows[rank]) - 1:
+        after = format_item(schedule.rows[rank][places[step] + 1])
+        yield Problem(Fault.STEP_NOT_LAST, rank, places[step], step, f"{after} comes after STEP")
+
+
+def _rules(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[tuple[Fault, Action, Action]]:
+    last_backwards: dict[int | None, Action] = {}
+    for action in _computations(schedule, rank, places):
+        receive, send = schedule.receive_for(action), schedule.send_after(action)
+        if receive is not None:
+            yield Fault.USED_TOO_EARLY, receive, action
+        if send is not None:
+            yield Fault.SENT_TOO_EARLY, action, send
+        yield from _rules_on_one_rank(action)
+        last = last_backwards.get(action.stage)
+        if action.kind in LAST_HALVES and (last is None or places.get(last, -1) < places.get(action, -1)):
+            last_backwards[action.stage] = action
+    for stage, action in last_backwards.items():
+        yield Fault.REDUCED_TOO_EARLY, action, Action(Kind.REDUCE, stage)
+
+
+def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]:
+    """A backward needs its own forward; stages that are neighbours on one rank hand over without a message.
+
+    What another rank computes is not in the places of this row, so that rules for it are silent.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    assert stage is not None
+    if action.kind is Kind.F:
+        yield Fault.USED_TOO_EARLY, Action(Kind.F, stage - 1, microbatch), action
+    elif action.kind is Kind.W:
+        yield Fault.BACKWARD_TOO_EARLY, Action(Kind.I, stage, microbatch), action
+    else:
+        yield Fault.BACKWARD_TOO_EARLY, Action(Kind.F, stage, microbatch), action
+        for kind in (Kind.B, Kind.I):
+            yield Fault.USED_TOO_EARLY, Action(kind, stage + 1, microbatch), action
+
+
+def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
+    """The first message of each channel that another one overtakes. Messages with one end only are not its matter."""
+    sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)  # as their receives, in order: position
+    received: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)
+    for rank in range(schedule.pp):
+        for position, action in schedule.actions(rank):
+            if action.kind in SENDS:
+                sent[rank, schedule.peer(action)].setdefault(action.partner(), position)
+            elif action.kind in RECEIVES:
+                received[schedule.peer(action), rank].setdefault(action, position)
+    for (source, destination), receives in received.items():
+        sends = sent[source, destination]
+        pairs = zip((r for r in sends if r in receives), (r for r in receives if r in sends), strict=True)
+        for comes, awaited in pairs:
+            if comes != awaited:
+                text = (
+                    f"rank {destination} receives {awaited} at position {receives[awaited]}, but what comes next from "
+                    f"rank {source} is {comes.partner()}: messages between two ranks are matched in order"
+                )
+                yield Problem(Fault.CROSSED, destination, receives[awaited], awaited, text)
+                break
+
+
+def _no_deadlock(schedule: Schedule, channel: Channel) -> Iterator[Problem]:
+    _, blocked = play(schedule, Costs(), channel)
+    waits = {stuck.rank: stuck for stuck in blocked}
+    for stuck in blocked:
+        peer = schedule.peer(stuck.action)
+        text = f"with {channel} sends {stuck.action} waits for ever: {_what_it_does(schedule, peer, waits.get(peer))}"
+        yield Problem(Fault.DEADLOCK, stuck.rank, stuck.position, stuck.action, text)
+
+
+def _what_it_does(schedule: Schedule, peer: int, stuck: Blocked | None) -> str:
+    if stuck is None:
+        return f"rank {peer} has come to its end"
+    item = schedule.rows[peer][stuck.position]
+    return f"rank {peer} is at position {stuck.position}, {format_item(item)}"
+
+
+def _within(schedule: Schedule, max_activations: int) -> Iterator[Problem]:
+    for rank, peak in enumerate(peak_activations(schedule)):
+        bound = max_activations * len(schedule.stages_of(rank))
+        if peak > bound:
+            held = 0
+            for position, action in schedule.actions(rank):
+                held += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
+                if held > bound:
+                    text = f"{action} is micro-batch {held} in flight, with room for {bound}; the row's peak is {peak}"
+                    yield Problem(Fault.TOO_MANY_ACTIVATIONS, rank, position, action, text)
+                    break
+
+
+def report(schedule: Schedule, problems: list[Problem], limit: int = 8, around: int = 3) -> str:
+    """The problems in words, each with the rows around it and an arrow under its place; ``limit`` of them."""
+    counts = ", ".join(f"{number} x {fault}" for fault, number in Counter(p.fault for p in problems).items())
+    lines = [f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}: {counts or 'no problem found'}"]
+    for problem in problems[:limit]:
+        lines += ["", f"{problem.fault}: rank {problem.rank}, position {problem.position}: {problem.text}"]
+        lines += _excerpt(schedule, problem, around)
+    if len(problems) > limit:
+        lines += ["", f"... and {len(problems) - limit} more"]
+    return "\n".join(lines)
+
+
+def _excerpt(schedule: Schedule, problem: Problem, around: int) -> list[str]:
+    """The row of the problem and its neighbours' rows, by position: columns do not stand for time."""
+    first, end = max(0, problem.position - around), problem.position + around + 1
+    ranks = range(max(0, problem.rank - 1), min(schedule.pp, problem.rank + 2))
+    cells = {rank: [format_item(item) for item in schedule.rows[rank][first:end]] for rank in ranks}
+    widths = [max(len(row[i]) if i < len(row) else 0 for row in cells.values()) for i in range(end - first)]
+    lines = []
+    for rank, row in cells.items():
+        if not row and rank != problem.rank:
+            continue  # it has come to its end
+        padded = [f"{cell:<{width}}" for cell, width in zip(row, widths[: len(row)], strict=True)]
+        elided = "… " if first else ""
+        more = " …" if end < len(schedule.rows[rank]) else ""
+        prefix = f"  {rank:>3} | {elided}"
+        lines.append((prefix + " ".join(padded) + more).rstrip())
+        if rank == problem.rank:
+            before = sum(width + 1 for width in widths[: problem.position - first])
+            lines.append(" " * (len(prefix) + before) + f"^ {problem.fault}")
+    return lines

@@ -1,0 +1,110 @@
+"""The words of a schedule and their text form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.errors import ScheduleError
+from framework.schedule.action import Action, Kind, actions_of, format_item, format_schedule, parse_schedule
+from framework.schedule.build import BUILDERS, build
+from framework.schedule.lower import lower
+
+HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
+
+
+def test_the_room_needs_no_torch() -> None:
+    modules = ", ".join(f"framework.schedule.{name}" for name in ("build", "lower", "check", "simulate", "draw"))
+    code = f"import sys, {modules}; sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 8), st.integers(1, 20), st.booleans())
+def test_text_round_trip(name: str, pp: int, chunks: int, lowered: bool) -> None:
+    schedule = build(name, pp, chunks)
+    schedule = lower(schedule) if lowered else schedule
+    again = parse_schedule(format_schedule(schedule))
+    assert again == schedule
+    assert again.digest() == schedule.digest()
+
+
+def test_text_of_actions() -> None:
+    group = (Action(Kind.SEND_F, 0, 1), Action(Kind.RECV_B, 0, 0))
+    assert format_item(Action(Kind.F, 2, 10)) == "2F10"
+    assert format_item(group) == "{0SEND_F1+0RECV_B0}"
+    assert str(Action(Kind.REDUCE, 3)) == "3REDUCE"
+    assert str(Action(Kind.STEP)) == "STEP"
+    row = parse_schedule(HEADER + "0I0 0W12 {0SEND_F1+0RECV_B0} 0REDUCE STEP").rows[0]
+    assert row == (Action(Kind.I, 0, 0), Action(Kind.W, 0, 12), group, Action(Kind.REDUCE, 0), Action(Kind.STEP))
+    assert [len(actions_of(item)) for item in row] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("word", ["0X0", "F0", "0F", "0F0x", "0REDUCE1", "0STEP", "{0SEND_F0", "{0F0}", "{}", "0F-1"])
+def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
+    with pytest.raises(ScheduleError, match="line 2") as caught:
+        parse_schedule(HEADER + f"0F0 {word} STEP")
+    assert word.strip("{}") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0F0 0B0\n",
+        "# a pp=2 num_stages=2 chunks=1 placement=loop\n0F0\n",
+        "# a pp=0 num_stages=0 chunks=1 placement=loop\n",
+        "# a pp=1 num_stages=1 chunks=1 placement=spiral\n0F0\n",
+    ],
+)
+def test_an_unreadable_header_is_an_error(text: str) -> None:
+    with pytest.raises(ScheduleError, match="line 1"):
+        parse_schedule(text)
+
+
+def test_only_communications_are_posted_together() -> None:
+    schedule = build("1f1b", 1, 1)
+    with pytest.raises(AssertionError, match="posted together"):
+        replace(schedule, rows=((schedule.rows[0][0], (Action(Kind.B, 0, 0),)),))
+
+
+def test_digest_sees_every_difference() -> None:
+    schedule = build("1f1b", 2, 3)
+    others = [
+        lower(schedule),
+        build("gpipe", 2, 3),
+        build("1f1b", 2, 2),
+        replace(schedule, rows=schedule.rows[::-1]),
+        replace(schedule, name="x"),
+    ]
+    assert len({each.digest() for each in [schedule, *others]}) == 1 + len(others)
+    assert schedule.digest() == build("1f1b", 2, 3).digest()
+
+
+def test_both_ends_of_a_message() -> None:
+    """``0SEND_F5`` -> ``1RECV_F5``; ``1SEND_B5`` -> ``0RECV_B5``; and back."""
+    schedule = build("1f1b", 2, 6)
+    for sent, received, source, destination in [
+        (Action(Kind.SEND_F, 0, 5), Action(Kind.RECV_F, 1, 5), 0, 1),
+        (Action(Kind.SEND_B, 1, 5), Action(Kind.RECV_B, 0, 5), 1, 0),
+    ]:
+        assert (sent.partner(), received.partner()) == (received, sent)
+        assert (schedule.peer(sent), schedule.peer(received)) == (destination, source)
+
+
+def test_loop_placement() -> None:
+    schedule = parse_schedule("# hand pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0\n1F0 3F0\n")
+    assert [schedule.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
+    assert [schedule.stages_of(pp_rank) for pp_rank in range(2)] == [(0, 2), (1, 3)]
+    assert schedule.peer(Action(Kind.SEND_F, 1, 0)) == 0  # stage 2 is on rank 0 again
+
+
+def test_last_backwards() -> None:
+    assert build("1f1b", 4, 6).last_backwards(1) == {Action(Kind.B, 1, 5)}
+    text = "# split pp=1 num_stages=2 chunks=2 placement=loop\n0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 0W1 1W1 0W0 STEP"
+    assert parse_schedule(text).last_backwards(0) == {Action(Kind.W, 1, 1), Action(Kind.W, 0, 0)}

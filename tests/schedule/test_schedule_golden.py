@@ -1,0 +1,54 @@
+"""Whole schedules as text, built, lowered and drawn: a change of one is a diff to read in a review.
+
+After a wanted change write them again with ``python tests/schedule/test_schedule_golden.py`` and read the diff.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = [
+    ("gpipe", 1, 1),
+    ("gpipe", 2, 4),
+    ("gpipe", 4, 2),
+    ("gpipe", 4, 8),
+    ("1f1b", 1, 3),
+    ("1f1b", 2, 4),
+    ("1f1b", 3, 1),
+    ("1f1b", 4, 2),
+    ("1f1b", 4, 8),
+    ("1f1b", 8, 8),
+]
+
+
+def golden_path(name: str, pp: int, chunks: int) -> Path:
+    return GOLDEN / f"{name}-pp{pp}-chunks{chunks}.txt"
+
+
+def golden_text(name: str, pp: int, chunks: int) -> str:
+    from framework.schedule.action import format_schedule
+    from framework.schedule.build import build
+    from framework.schedule.draw import text
+    from framework.schedule.lower import lower
+
+    built = build(name, pp, chunks)
+    return "\n".join([format_schedule(built), format_schedule(lower(built)), text(built), ""])
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
+def test_golden(name: str, pp: int, chunks: int) -> None:
+    assert golden_text(name, pp, chunks) == golden_path(name, pp, chunks).read_text(encoding="utf-8")
+
+
+def test_no_golden_file_is_forgotten() -> None:
+    assert set(GOLDEN.iterdir()) == {golden_path(*case) for case in CASES}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    for case in CASES:
+        golden_path(*case).write_text(golden_text(*case), encoding="utf-8")

@@ -1,0 +1,138 @@
+"""The simulator against published bubbles, against the recurrence of the data dependencies, and its own rules."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.errors import ScheduleError
+from framework.schedule.action import COMPUTE, Action, Kind, Schedule, parse_schedule
+from framework.schedule.build import BUILDERS, build
+from framework.schedule.lower import lower
+from framework.schedule.simulate import Channel, Costs, Span, Timeline, bubble_share, simulate
+
+# Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 5: p, m, then T_F, T_B, T_W, T_comm in microseconds as
+# profiled there, and the bubble rate of 1F1B that they give for them. Their T_B + T_W is one B of ours.
+PUBLISHED = [
+    (8, 24, 18522, 18086, 9337, 601, 0.2431),
+    (8, 32, 18513, 18086, 9331, 626, 0.1985),
+    (8, 64, 18546, 18097, 9321, 762, 0.1240),
+    (8, 24, 29718, 29444, 19927, 527, 0.2347),
+    (8, 32, 29802, 29428, 19530, 577, 0.1898),
+    (8, 64, 29935, 29621, 19388, 535, 0.1091),
+    (16, 48, 11347, 11248, 8132, 377, 0.2552),
+    (16, 64, 11307, 11254, 8101, 379, 0.2082),
+    (16, 128, 11325, 11308, 8109, 378, 0.1251),
+    (32, 96, 10419, 10207, 7715, 408, 0.2646),
+    (32, 128, 10408, 10204, 7703, 408, 0.2168),
+    (32, 256, 10402, 10248, 7698, 460, 0.1352),
+]
+
+
+@pytest.mark.parametrize(("pp", "chunks", "f", "i", "w", "comm", "bubble"), PUBLISHED)
+def test_published_bubbles(pp: int, chunks: int, f: int, i: int, w: int, comm: int, bubble: float) -> None:
+    """Sends that wait for nobody, as there: to the last published digit. Rendezvous can only be slower."""
+    schedule = lower(build("1f1b", pp, chunks))
+    costs = Costs(f=f, b=i + w, comm=comm)
+    buffered = bubble_share(simulate(schedule, costs, Channel.BUFFERED))
+    assert round(buffered, 4) == bubble
+    assert buffered <= bubble_share(simulate(schedule, costs, Channel.RENDEZVOUS)) < buffered + 0.005
+
+
+ticks = st.integers(0, 9)
+
+
+@st.composite
+def scheduled_costs(draw: st.DrawFn) -> tuple[Schedule, list[Costs]]:
+    pp, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    costs = [Costs(f=draw(ticks) + 1, b=draw(ticks), comm=draw(ticks), step=draw(ticks)) for _ in range(pp)]
+    return lower(build(draw(st.sampled_from(sorted(BUILDERS))), pp, chunks)), costs
+
+
+@settings(deadline=None)
+@given(scheduled_costs())
+def test_buffered_times_are_the_longest_paths(case: tuple[Schedule, list[Costs]]) -> None:
+    """Each computation starts when its rank is free and what it needs has arrived; no machine, only the recurrence."""
+    schedule, costs = case
+    timeline = simulate(schedule, costs, Channel.BUFFERED)
+    before: dict[Action, Action | None] = {}
+    for rank in range(schedule.pp):
+        row = [action for _, action in schedule.actions(rank) if action.kind in COMPUTE]
+        before |= dict(zip(row, [None, *row], strict=False))
+
+    @cache
+    def end(action: Action) -> float:
+        stage, microbatch = action.stage, action.microbatch
+        assert stage is not None
+        own = costs[stage]
+        source = stage - 1 if action.kind is Kind.F else stage + 1
+        needed = Action(action.kind, source, microbatch)
+        arrives = end(needed) + costs[source].comm if needed in before else 0.0
+        earlier = before[action]
+        return max(arrives, 0.0 if earlier is None else end(earlier)) + (own.f if action.kind is Kind.F else own.b)
+
+    computed = {span.action: span.end for span in timeline.spans if span.action.kind in COMPUTE}
+    assert computed == {action: end(action) for action in before}
+
+
+@settings(deadline=None)
+@given(scheduled_costs(), st.sampled_from(Channel))
+def test_every_action_has_one_span_and_a_rank_does_one_item_at_a_time(
+    case: tuple[Schedule, list[Costs]], channel: Channel
+) -> None:
+    schedule, costs = case
+    timeline = simulate(schedule, costs, channel)
+    assert timeline.ranks == tuple(range(schedule.pp))
+    for rank in range(schedule.pp):
+        spans = [span for span in timeline.spans if span.rank == rank]
+        actions = list(schedule.actions(rank))
+        assert [span.action for span in spans] == [action for _, action in actions]
+        item_starts, done_at, last_position = 0.0, 0.0, -1
+        for (position, _), span in zip(actions, spans, strict=True):
+            item_starts = done_at if position != last_position else item_starts
+            assert item_starts == span.start <= span.end
+            done_at, last_position = max(done_at, span.end), position
+
+
+def test_a_rendezvous_send_waits_for_its_receive_and_a_buffered_one_does_not() -> None:
+    """Rank 1 is busy for 5 ticks before it receives; the message takes 2."""
+    schedule = parse_schedule(
+        "# hand pp=2 num_stages=2 chunks=2 placement=loop\n0F0 0SEND_F0 STEP\n1F1 1RECV_F0 1F0 STEP\n"
+    )
+    costs = [Costs(f=1, comm=2), Costs(f=5, comm=100)]
+    for channel, sent_at, received_at in [(Channel.RENDEZVOUS, 7, 7), (Channel.BUFFERED, 1, 5)]:
+        spans = {span.action: span for span in simulate(schedule, costs, channel).spans}
+        assert spans[Action(Kind.SEND_F, 0, 0)].end == sent_at
+        assert spans[Action(Kind.RECV_F, 1, 0)] == (1, Action(Kind.RECV_F, 1, 0), 5, received_at)
+
+
+def test_step_costs_the_stages_of_its_rank_and_reduce_its_own() -> None:
+    schedule = lower(parse_schedule("# hand pp=1 num_stages=2 chunks=1 placement=loop\n0F0 1F0 1B0 0B0\n"))
+    costs = [Costs(f=1, b=1, reduce=10, step=100), Costs(f=1, b=1, reduce=20, step=200)]
+    took = {str(span.action): span.end - span.start for span in simulate(schedule, costs).spans}
+    assert took == {"0F0": 1, "1F0": 1, "1B0": 1, "1REDUCE": 20, "0B0": 1, "0REDUCE": 10, "STEP": 300}
+
+
+def test_bubble_share_says_idle_over_total_time() -> None:
+    """2 ranks x 10 ticks from the first F to the last B, 8 of the 20 computed; REDUCE and STEP are outside of it."""
+    spans = (
+        Span(0, Action(Kind.F, 0, 0), 100, 102),
+        Span(0, Action(Kind.B, 0, 0), 108, 110),
+        Span(0, Action(Kind.REDUCE, 0), 110, 150),
+        Span(1, Action(Kind.RECV_F, 1, 0), 90, 103),
+        Span(1, Action(Kind.F, 1, 0), 103, 107),
+        Span(1, Action(Kind.STEP), 150, 160),
+    )
+    assert bubble_share(Timeline("measured", spans)) == 12 / 20
+    assert bubble_share(Timeline("measured", spans[:3])) == 6 / 10  # one rank's own clock will do
+
+
+def test_what_cannot_be_simulated() -> None:
+    with pytest.raises(ScheduleError, match="lower"):
+        simulate(build("1f1b", 2, 2), Costs())
+    text = "# hand pp=2 num_stages=2 chunks=1 placement=loop\n0F0 0RECV_B0 0B0 STEP\n1RECV_F0 1F0 STEP\n"
+    with pytest.raises(ScheduleError, match=r"rank 0 at position 1 \(0RECV_B0\), rank 1 at position 0 \(1RECV_F0\)"):
+        simulate(parse_schedule(text), Costs())
