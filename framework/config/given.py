@@ -62,11 +62,11 @@ def _no_such_file(path: File) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"{path}: there is no such file, nor the folder {folder}: name a TOML file, as in configs/demo.toml"
-    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".toml")
-    close = get_close_matches(path.name, names, n=3, cutoff=0.5) or get_close_matches(path.name + ".toml", names, n=3)
+    stems = sorted(entry.stem for entry in folder.iterdir() if entry.suffix == ".toml")
+    close = get_close_matches(path.stem, stems, n=3)
     if close:
-        return f"{path}: there is no such file; did you mean {' or '.join(str(folder / name) for name in close)}?"
-    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        return f"{path}: there is no such file; did you mean {' or '.join(f'{folder / stem}.toml' for stem in close)}?"
+    listed = ", ".join(f"{stem}.toml" for stem in stems[:8]) + (", ..." if len(stems) > 8 else "")
     return f"{path}: there is no such file; in {folder} there is {listed or 'no TOML file'}"
 
 

@@ -123,7 +123,7 @@ def shown(value: Any) -> str:
     elif isinstance(value, dict):
         text = "{" + ", ".join(f"{name} = {shown(part)}" for name, part in value.items()) + "}"
     else:
-        text = str(value)
+        text = "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from framework.config.familiar import FAMILIAR, fold, here
 from framework.config.given import Bare, Given, leaves, read_file, read_overrides
 from framework.config.keys import (
     KEYS,
@@ -98,10 +99,11 @@ def _put(tree: dict[str, dict[str, Any]], path: Path, value: Any) -> None:
 def _misspelled(given: Given) -> Path | None:
     """Where a key of a misspelled section belongs, so that it is judged as if the section were right; or None."""
     path = given.path
-    if path[0] in SECTIONS or len(path) == 1 or hint(path).familiar is not None:
-        return None
     section = nearest_section(path[0])
-    return None if section is None else (section, *path[1:])
+    if path[0] in SECTIONS or len(path) == 1 or section is None or fold(given.key) in FAMILIAR:
+        return None
+    corrected = (section, *path[1:])
+    return corrected if corrected[:2] in KEYS or here(path) is None else None
 
 
 def _arrange(all_given: Sequence[Given]) -> _Arranged:

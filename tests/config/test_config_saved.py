@@ -1,0 +1,102 @@
+"""A configuration written down reads back as an equal object, as JSON and as TOML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from framework.config import (
+    Batch,
+    Data,
+    Model,
+    Optimizer,
+    Parallel,
+    Pipeline,
+    Run,
+    RunConfig,
+    dump,
+    load,
+    parse,
+    resolve,
+    to_toml,
+)
+from framework.errors import ConfigError
+
+words = st.text(st.characters(codec="utf-8"), max_size=10)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
+    words,
+    st.recursive(
+        st.booleans() | st.integers() | finite | words,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+        max_leaves=5,
+    ),
+    max_size=4,
+)
+configs = st.builds(
+    RunConfig,
+    run=st.builds(Run, name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True), seed=st.integers(0)),
+    model=st.builds(Model, options=options),
+    data=st.builds(Data, train=words, tokenizer=st.none() | words),
+    batch=st.builds(Batch, micro_batch_size=st.integers(1, 8), chunks=st.integers(1, 8), global_batch=st.none()),
+    parallel=st.builds(Parallel, dp=st.sampled_from(["auto", -1]), pp=st.integers(2, 2), zero=st.sampled_from([0, 1])),
+    pipeline=st.builds(Pipeline, balance=st.sampled_from(["time", "layers", [1, 2]])),
+    optimizer=st.builds(
+        Optimizer,
+        learning_rate=st.floats(1e-300, 1e300),
+        betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
+    ),
+)
+quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(configs)
+@quick
+def test_json_there_and_back(config: RunConfig) -> None:
+    assert parse(dump(config)) == config
+    resolved = resolve(config, 4)
+    assert parse(dump(resolved)) == resolved
+
+
+@given(configs, st.booleans())
+@quick
+def test_toml_there_and_back(tmp_path: Path, config: RunConfig, defaults: bool) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config, defaults=defaults), newline="")
+    assert load(path) == config
+
+
+def test_a_resolved_configuration_is_a_file_too(tmp_path: Path) -> None:
+    config = RunConfig(data=Data(train="x"), batch=Batch(micro_batch_size=4, chunks=2), parallel=Parallel(tp=2))
+    resolved = resolve(config, 8)
+    (tmp_path / "run.toml").write_text(to_toml(resolved))
+    assert load(tmp_path / "run.toml") == resolved
+
+
+def test_json_holds_every_key() -> None:
+    document = json.loads(dump(RunConfig(data=Data(train="x"))))
+    for name, field in RunConfig.model_fields.items():
+        assert set(document[name]) == set(field.annotation.model_fields)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "resolved.json: not valid JSON"),
+        ("[]", "resolved.json: [] is not a configuration"),
+        ("{}", "resolved.json: data.train is missing"),
+        ('{"data": {"train": "x"}, "parallel": {"tp": "2"}}', 'resolved.json: parallel.tp = "2" is not allowed'),
+        ('{"data": {"train": "x", "shape": 1}}', "resolved.json: data.shape = 1: there is no such key in [data]"),
+        ('{"data": 3}', "resolved.json: data = 3: this is a section"),
+        ('{"data": {"train": "x"}, "train": {"steps": null}}', "resolved.json: train.steps = none is not allowed"),
+    ],
+)
+def test_damaged_json(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "resolved.json")
+    assert str(caught.value).startswith(said)

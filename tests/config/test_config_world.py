@@ -1,0 +1,231 @@
+"""The batch arithmetic, and what follows from the number of ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.config import Batch, Data, Launch, Parallel, RunConfig, default_world_size, load, resolve
+from framework.config.batch import derive, problem
+from framework.errors import ConfigError
+
+
+def make(batch: dict[str, int | None], launch: int | str = "auto", **parallel: Any) -> RunConfig:
+    return RunConfig(
+        data=Data(train="x"),
+        batch=Batch(**batch),
+        parallel=Parallel(**parallel),
+        launch=Launch(processes=launch),
+    )
+
+
+TWO = {"micro_batch_size": 4, "chunks": 2}
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "wanted"),
+    [
+        ((4, 2, None), 2, (4, 2, 16)),
+        ((4, None, 16), 2, (4, 2, 16)),
+        ((None, 2, 16), 2, (4, 2, 16)),
+        ((4, 2, 16), 2, (4, 2, 16)),
+        ((1, None, 3), 3, (1, 1, 3)),
+    ],
+)
+def test_any_two_give_the_third(batch: tuple[int | None, ...], dp: int, wanted: tuple[int, int, int]) -> None:
+    names = ("micro_batch_size", "chunks", "global_batch")
+    assert derive(Batch(**dict(zip(names, batch, strict=True))), dp) == Batch(**dict(zip(names, wanted, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "said"),
+    [
+        (
+            {"micro_batch_size": 4, "chunks": 2, "global_batch": 20},
+            2,
+            "batch: micro_batch_size 4 x chunks 2 x dp 2 = 16, not global_batch 20: leave one of the three out, and it "
+            "follows (on the command line: --batch.chunks=none), or set batch.global_batch = 16",
+        ),
+        (
+            {"micro_batch_size": 4, "global_batch": 20},
+            2,
+            "batch.global_batch = 20 is not a multiple of micro_batch_size 4 x dp 2 = 8; the nearest that work: "
+            "batch.global_batch = 16 or 24, or batch.micro_batch_size = 2 or 5",
+        ),
+        (
+            {"chunks": 3, "global_batch": 20},
+            2,
+            "batch.global_batch = 20 is not a multiple of chunks 3 x dp 2 = 6; the nearest that work: "
+            "batch.global_batch = 18 or 24, or batch.chunks = 2 or 5",
+        ),
+        (
+            {"micro_batch_size": 1, "global_batch": 3},
+            4,
+            "batch.global_batch = 3 is smaller than dp 4: no sample for some replicas; the nearest that work: "
+            "batch.global_batch = 4",
+        ),
+        (
+            {"micro_batch_size": 8, "global_batch": 8},
+            2,
+            "batch.global_batch = 8 is smaller than micro_batch_size 8 x dp 2 = 16; the nearest that work: "
+            "batch.global_batch = 16, or batch.micro_batch_size = 4",
+        ),
+        (
+            {"micro_batch_size": 4, "chunks": 2, "global_batch": 20},
+            None,
+            "batch.global_batch = 20 is not a multiple of micro_batch_size 4 x chunks 2 = 8; the nearest that work: "
+            "batch.global_batch = 16 or 24, or batch.micro_batch_size = 2 or 5",
+        ),
+        (
+            {"chunks": 3, "global_batch": 20},
+            None,
+            "batch.global_batch = 20 is not a multiple of chunks 3; the nearest that work: batch.global_batch = 18 or "
+            "21, or batch.chunks = 2 or 4",
+        ),
+        (
+            {"chunks": 2},
+            2,
+            "batch: give two of micro_batch_size, chunks and global_batch, the third follows from global_batch = "
+            "micro_batch_size x chunks x dp; given: chunks = 2",
+        ),
+        (
+            {},
+            None,
+            "batch: give two of micro_batch_size, chunks and global_batch, the third follows from global_batch = "
+            "micro_batch_size x chunks x dp; given: none of them",
+        ),
+    ],
+)
+def test_batch_numbers_that_do_not_hold_together(batch: dict[str, int], dp: int | None, said: str) -> None:
+    assert problem(Batch(**batch), dp) == said
+
+
+counts = st.integers(1, 40)
+
+
+@given(st.none() | counts, st.none() | counts, st.none() | st.integers(1, 400), st.none() | st.integers(1, 9))
+@settings(deadline=None)
+def test_a_batch_is_right_or_told_how_to_become_so(m: int | None, c: int | None, g: int | None, dp: int | None) -> None:
+    batch = Batch(micro_batch_size=m, chunks=c, global_batch=g)
+    said = problem(batch, dp)
+    if said is None and dp is not None:
+        whole = derive(batch, dp)
+        assert None not in (whole.micro_batch_size, whole.chunks, whole.global_batch)
+        assert whole.micro_batch_size * whole.chunks * dp == whole.global_batch
+        assert all(old in (None, new) for old, new in zip((m, c, g), whole.model_dump().values(), strict=True))
+        assert problem(batch, None) is None  # what is right for one dp is not refused while dp is open
+    elif said is not None and (moves := re.findall(r"batch\.(\w+) = (\d+)(?: or (\d+))?", said.split(": ")[-1])):
+        for name, *numbers in moves:  # every number that the message proposes does work
+            for number in filter(None, numbers):
+                assert problem(batch.model_copy(update={name: int(number)}), dp) is None, said
+
+
+def test_load_checks_the_batch_as_far_as_dp_is_known(tmp_path: Any) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('[data]\ntrain = "x"\n[batch]\nmicro_batch_size = 4\nglobal_batch = 20\n')
+    assert load(path).batch.global_batch == 20  # dp = 1 or 5 would do
+    with pytest.raises(ConfigError, match=r"global_batch = 20 is not a multiple of micro_batch_size 4 x dp 2 = 8"):
+        load(path, ["--parallel.dp=2"])
+    with pytest.raises(ConfigError, match="is not a multiple of micro_batch_size 4; the nearest that work"):
+        load(path, ["--batch.global_batch=21"])
+
+
+@pytest.mark.parametrize("dp", ["auto", -1, 2])
+def test_resolve_leaves_nothing_open(dp: int | str) -> None:
+    config = resolve(make(TWO, dp=dp, pp=2, tp=2), 8)
+    assert config.parallel.dp == 2
+    assert config.batch == Batch(micro_batch_size=4, chunks=2, global_batch=16)
+    assert config.launch.processes == 8
+    assert resolve(config, 8) == config
+
+
+def test_resolve_touches_nothing_else() -> None:
+    before = make(TWO, pp=2)
+    after = resolve(before, 2)
+    assert before == make(TWO, pp=2)
+    restored = after.model_copy(update={"batch": before.batch, "parallel": before.parallel, "launch": before.launch})
+    assert restored == before
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "said"),
+    [
+        (
+            {"dp": 2, "pp": 2, "tp": 2},
+            6,
+            "dp 2 x pp 2 x tp 2 = 8 ranks, but 6 were started: start 8 (launch.processes = 8, or that many ranks of "
+            "torchrun or srun), or choose degrees whose product is 6",
+        ),
+        (
+            {"dp": 2, "pp": 1, "tp": 2},
+            8,
+            "dp 2 x pp 1 x tp 2 = 4 ranks, but 8 were started: start 4 (launch.processes = 4, or that many ranks of "
+            'torchrun or srun), or set parallel.dp = 4 or "auto"',
+        ),
+        (
+            {"dp": "auto", "pp": 2, "tp": 2},
+            6,
+            'parallel.dp = "auto": pp 2 x tp 2 = 4 ranks for one replica, but 6 were started, 1.5 replicas: start 4 or '
+            "8, or change parallel.pp or parallel.tp",
+        ),
+        (
+            {"dp": -1, "pp": 2, "tp": 4},
+            4,
+            'parallel.dp = "auto": pp 2 x tp 4 = 8 ranks for one replica, but 4 were started, 0.5 replicas: start 8, '
+            "or change parallel.pp or parallel.tp",
+        ),
+    ],
+)
+def test_a_product_that_is_not_the_world(parallel: dict[str, Any], world_size: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(make(TWO, **parallel), world_size)
+    assert caught.value.problems == [said]
+
+
+def test_resolve_tells_of_world_and_batch_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(make({"micro_batch_size": 4, "global_batch": 20}, dp=2, pp=2), 6)
+    assert [line.split(" = ")[0] for line in caught.value.problems] == ["dp 2 x pp 2 x tp 1", "batch.global_batch"]
+
+
+def test_resolve_finds_a_batch_that_does_not_fit_the_inferred_dp() -> None:
+    config = make({"micro_batch_size": 1, "global_batch": 2})
+    assert resolve(config, 2).batch.chunks == 1
+    with pytest.raises(ConfigError, match=r"global_batch = 2 is smaller than dp 4.*batch\.global_batch = 4"):
+        resolve(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("launch", "parallel", "num_devices", "wanted"),
+    [
+        ("auto", {"pp": 2, "tp": 2}, 0, 4),
+        ("auto", {"dp": 2, "pp": 2, "tp": 2}, 0, 8),
+        ("auto", {"pp": 2, "tp": 2}, 8, 8),
+        ("auto", {"dp": -1, "pp": 3, "tp": 1}, 8, 6),
+        ("auto", {"dp": 1, "pp": 2, "tp": 2}, 8, 4),
+        ("auto", {}, 0, 1),
+        (6, {"pp": 2}, 0, 6),
+        (6, {"pp": 2}, 8, 6),
+    ],
+)
+def test_how_many_ranks_to_start(launch: int | str, parallel: dict[str, Any], num_devices: int, wanted: int) -> None:
+    config = make(TWO, launch, **parallel)
+    assert default_world_size(config, num_devices) == wanted
+    assert resolve(config, wanted).launch.processes == wanted
+
+
+@pytest.mark.parametrize(
+    ("launch", "parallel", "said"),
+    [
+        ("auto", {"pp": 4, "tp": 2}, "pp 4 x tp 2 = 8 ranks, but this machine has 4 devices: lower a degree"),
+        ("auto", {"dp": 8}, "dp 8 x pp 1 x tp 1 = 8 ranks, but this machine has 4 devices"),
+        (8, {}, "launch.processes = 8 ranks, but this machine has 4 devices"),
+    ],
+)
+def test_more_ranks_than_devices(launch: int | str, parallel: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        default_world_size(make(TWO, launch, **parallel), 4)
