@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Slice(NamedTuple):
-    """The part ``[start, stop)`` of ``dim`` that this rank holds; ``padded`` is its length in memory, >= stop - start."""
+    """The part ``[start, stop)`` of ``dim`` that this rank holds; ``padded``: its length in memory, >= stop - start."""
 
     dim: int
     start: int

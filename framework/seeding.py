@@ -2,9 +2,9 @@
 
 * Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
 * Dropout: a counter-based hash. Whether an element is kept is a pure function of
-  (seed, layer name, global sample index, position of the element in the sample's whole activation), so a rank that holds
-  a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order, and a
-  recomputed forward draws the same mask again.
+  (seed, layer name, global sample index, position of the element in the sample's whole activation), so a rank that
+  holds a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order,
+  and a recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Ranks, nodes, axes: the pure grid, and the mesh with its process groups (the only room that says torch.distributed)."""
+"""Ranks, nodes, axes: the pure grid, and the mesh with its process groups. Only this room says torch.distributed."""

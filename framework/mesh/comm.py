@@ -12,11 +12,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -118,6 +116,9 @@ class Group:
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a copy of a layer talks to the same ranks
+
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
@@ -210,10 +211,3 @@ class Group:
         if self.size > 1:
             work = dist.barrier(group=self.process_group, async_op=True)
             self._handle(work, "barrier").wait()
-
-
-def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A context for copies that should not hold up the compute stream; nothing on CPU."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))

@@ -1,4 +1,4 @@
-"""Grid + backend -> Mesh: process groups from torch's DeviceMesh, my coordinates, my device. An argument, never a global."""
+"""Grid + backend -> Mesh: groups from torch's DeviceMesh, my coordinates, my device. An argument, never a global."""
 
 from __future__ import annotations
 

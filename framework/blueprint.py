@@ -1,0 +1,171 @@
+"""Everything about a run that is decided before the first collective: a pure function of the config and a tp rank.
+
+    RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
+
+The launcher draws it once to refuse what cannot work before any process exists; each rank draws it again for itself and
+the ranks compare digests. Nothing here needs a GPU, a network or more memory than the model's outline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from framework.config import RunConfig, dump
+from framework.errors import ConfigError, ModelError, ScheduleError
+from framework.mesh.comm import Group
+from framework.mesh.grid import Grid
+from framework.model import PlainModel, build_model, forward_flops
+from framework.parameters import ParameterInfo
+from framework.pipeline.partition import partition, partition_explicit
+from framework.pipeline.stage import ValueSpec, describe_boundaries
+from framework.schedule.action import Schedule
+from framework.schedule.build import build as build_schedule
+from framework.schedule.check import check as check_schedule
+from framework.schedule.check import report as report_problems
+from framework.schedule.lower import lower
+from framework.tensor_parallel import plan as sharding
+from framework.tensor_parallel.check import check_sequence_length
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What every rank of a layout agrees on, seen from one tp rank."""
+
+    config: RunConfig
+    grid: Grid
+    model: PlainModel
+    """Parameters on meta, in the training dtype, sharded over tp."""
+    infos: dict[str, ParameterInfo]
+    stages: list[range]
+    """Layers of each stage."""
+    schedule: Schedule
+    boundaries: list[ValueSpec]
+    """What stage i hands to stage i+1."""
+    layer_flops: dict[str, float]
+    """One forward of one micro-batch of the whole (unsharded) layer."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; tied weights count once, padding not at all."""
+        names = {self.model.canonical(name) for name in self.infos}
+        return sum(torch.Size(self.infos[name].global_shape).numel() for name in names)
+
+    @property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of one optimizer step: forward once, backward twice as much; no recompute, full attention."""
+        batch = batch_numbers(self.config)
+        return 3.0 * sum(self.layer_flops.values()) * batch.global_batch / batch.micro_batch_size
+
+    def stage_layers(self, stage: int) -> nn.Sequential:
+        """The layers of one stage under the names that they have in the whole model."""
+        named = list(self.model.layers.named_children())
+        layers = nn.Sequential()
+        for index in self.stages[stage]:
+            layers.add_module(*named[index])
+        return layers
+
+    def stage_of_parameter(self) -> dict[str, list[int]]:
+        """Canonical parameter name -> the stages that hold it (several for a tied weight), in order."""
+        found: dict[str, list[int]] = {}
+        for stage in range(len(self.stages)):
+            for name, _ in self.stage_layers(stage).named_parameters(remove_duplicate=False):
+                stages = found.setdefault(self.model.canonical(name), [])
+                if stage not in stages:
+                    stages.append(stage)
+        return found
+
+    def digest(self) -> str:
+        """Equal on all ranks, or they would not understand each other."""
+        text = dump(self.config) + self.schedule.digest() + repr(self.stages)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class BatchNumbers(NamedTuple):
+    """``global_batch = micro_batch_size x chunks x dp``, known."""
+
+    micro_batch_size: int
+    chunks: int
+    global_batch: int
+
+
+def batch_numbers(config: RunConfig) -> BatchNumbers:
+    """The batch of a resolved config."""
+    batch = config.batch
+    assert batch.micro_batch_size is not None and batch.chunks is not None and batch.global_batch is not None
+    return BatchNumbers(batch.micro_batch_size, batch.chunks, batch.global_batch)
+
+
+def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
+    """Work out a resolved config. ``tp``: my tensor-parallel group; None stands for tp rank 0 without any process.
+
+    Raises:
+        UserError: whatever cannot work, before any process group exists.
+    """
+    parallel, batch, data = config.parallel, batch_numbers(config), config.data
+    assert isinstance(parallel.dp, int)
+    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+    if tp is None:
+        tp = Group("tp", tuple(range(grid.tp)), 0)
+    tokens_BS = (batch.micro_batch_size, data.sequence_length)
+    if parallel.sequence:
+        check_sequence_length(data.sequence_length, grid.tp)
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    flops = _layer_flops(model, tokens_BS)
+    stages = _cut(config, model, flops)
+    infos = sharding.apply(
+        model.layers,
+        plan=model.plan,
+        tied=model.tied,
+        group=tp,
+        sequence=parallel.sequence,
+        divisible=model.divisible,
+    )
+    cast_parameters(model.layers, DTYPES[config.train.dtype])
+    boundaries, _ = describe_boundaries(model.layers, stages, tokens_BS)
+    schedule = lower(build_schedule(config.pipeline.schedule, grid.pp, batch.chunks))
+    problems = check_schedule(schedule)
+    if problems:
+        raise ScheduleError(report_problems(schedule, problems))
+    return Blueprint(config, grid, model, infos, stages, schedule, boundaries, flops)
+
+
+def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
+    """Floating-point parameters to the training dtype, in place; buffers stay as the model made them."""
+    for parameter in layers.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _layer_flops(model: PlainModel, tokens_BS: tuple[int, int]) -> dict[str, float]:
+    try:
+        return forward_flops(model, tokens_BS)
+    except Exception as error:
+        raise ModelError(
+            f"the model does not run on token ids of shape (B, S) = {tokens_BS}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float]) -> list[range]:
+    """The stages, by what ``pipeline.balance`` says."""
+    balance = config.pipeline.balance
+    num_layers = len(model.layers)
+    if isinstance(balance, list):
+        if len(balance) != config.parallel.pp:
+            raise ConfigError(
+                f"pipeline.balance = {balance} is for {len(balance)} stages, but parallel.pp = {config.parallel.pp}"
+            )
+        return partition_explicit(balance, num_layers)
+    if balance == "layers":
+        costs = [1.0] * num_layers
+    elif balance == "parameters":
+        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in model.layers]
+    else:
+        costs = list(flops.values())
+    return partition(costs, config.parallel.pp)

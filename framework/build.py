@@ -1,0 +1,207 @@
+"""build(config, mesh) -> Parts: everything that one rank needs to train, put together once, with nothing started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
+from framework.config import RunConfig
+from framework.data.order import OnceInOrder, SampleOrder
+from framework.data.samples import Corpus, Feed, validation_steps
+from framework.data_parallel.replica import StageReplica
+from framework.errors import MeshError, ModelError
+from framework.materialise import materialise, stage_members, tied_groups
+from framework.mesh.comm import Group
+from framework.mesh.mesh import Mesh
+from framework.optimizer.adamw import FlatAdamW, Shard
+from framework.pipeline.executor import Executor, Microbatch
+from framework.pipeline.stage import IGNORED_LABEL, Loss, Stage
+from framework.state import TrainState
+from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from framework.tensor_parallel.layers import VocabHead
+
+
+class Source(Protocol):
+    """Where micro-batches come from: a :class:`framework.data.samples.Feed`, or verify's own."""
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens (B, S), labels (B, S), global sample indices (B,)) of micro-batch m of a replica."""
+
+
+@dataclass
+class Parts:
+    """One rank's parts."""
+
+    config: RunConfig
+    mesh: Mesh
+    blueprint: Blueprint
+    replicas: dict[int, StageReplica]
+    executor: Executor
+    optimizer: FlatAdamW
+    feed: Source
+    validation: Source | None
+    state: TrainState = field(default_factory=TrainState)
+    on_gradients: Callable[[Parts, float], None] | None = None
+    """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
+    in the buckets. For whoever wants to look: verify does."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self.blueprint.model.layers)
+
+
+def open_feeds(config: RunConfig) -> tuple[Feed, Feed | None]:
+    """The training feed, shuffled by the seed, and the validation feed, once in order.
+
+    Raises:
+        DataError: before anything distributed exists when called by the launcher.
+    """
+    data = config.data
+    vocab_size = config.model.options.get("vocab_size")
+    vocab_size = vocab_size if isinstance(vocab_size, int) else None
+    corpus = Corpus(data.train, data.sequence_length, vocab_size, eod_mask_loss=data.eod_mask_loss)
+    training = Feed(corpus, SampleOrder(corpus.num_samples, config.run.seed))
+    if data.validation is None:
+        return training, None
+    held_out = Corpus(data.validation, data.sequence_length, vocab_size, eod_mask_loss=data.eod_mask_loss)
+    return training, Feed(held_out, OnceInOrder(held_out.num_samples))
+
+
+def token_losses(output: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token, (B, S, V) and (B, S) -> (B, S); in float32, or float64 for float64 logits."""
+    if not isinstance(output, Tensor) or output.dim() != 3:
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ModelError(f"the last layer returns {found}: it must return logits of shape (B, S, V)")
+    logits = output if output.dtype == torch.float64 else output.float()
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    return flat.view(labels.shape)
+
+
+def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
+    """The loss for what the model's last layer gives: whole logits, or this tp rank's part of the vocabulary."""
+    last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
+    heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
+    if not heads:
+        if blueprint.config.parallel.sequence:
+            raise ModelError(
+                f"parallel.sequence = true, but the last layer, {last_name}, has no linear sharded as 'vocab': its "
+                f"input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
+                f"parallel.sequence = false"
+            )
+        return token_losses
+    vocab_size = blueprint.infos[f"{heads[-1]}.weight"].global_shape[0]
+
+    def loss(output: Any, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
+
+    return loss
+
+
+def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
+    """All ranks must have drawn the same blueprint, or their messages would not fit together.
+
+    Raises:
+        MeshError: names the ranks that differ from rank 0.
+    """
+    digests = mesh.world.gather_objects(blueprint.digest())
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise MeshError(
+            f"ranks {different} have another configuration or schedule than rank 0: start all of them with the same "
+            f"config file, overrides and code"
+        )
+
+
+def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | None = None) -> Parts:
+    """Put one rank's parts together. Every rank calls it, in step; ``config`` is resolved.
+
+    ``feeds``: training and validation; None opens the corpora that the config names.
+    """
+    blueprint = draw_blueprint(config, mesh.tp)
+    compare_digests(blueprint, mesh)
+    training, validation = open_feeds(config) if feeds is None else feeds
+    tied = tied_groups(blueprint, mesh)
+    loss = pick_loss(blueprint, mesh.tp)
+    tokens_per_step = batch_numbers(config).global_batch * config.data.sequence_length
+    last = len(blueprint.stages) - 1
+    replicas: dict[int, StageReplica] = {}
+    stages: dict[int, Stage] = {}
+    for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
+        layers = materialise(blueprint, index, mesh.device)
+        replicas[index] = StageReplica(
+            stage_members(blueprint, layers, tied),
+            mesh.dp,
+            mesh.tp,
+            zero=config.parallel.zero,
+            bucket_bytes=config.parallel.bucket_bytes,
+        )
+        if config.train.compile:
+            for layer in layers:
+                layer.compile()
+        stages[index] = Stage(
+            index,
+            len(blueprint.stages),
+            layers,
+            input_spec=blueprint.boundaries[index - 1] if index > 0 else None,
+            output_spec=blueprint.boundaries[index] if index < last else None,
+            loss=loss,
+            loss_scale=1.0 / tokens_per_step,
+            before_layer=replicas[index].ready,
+        )
+    optimizer = FlatAdamW(
+        [
+            Shard(
+                bucket.master,
+                bucket.shard_gradient,
+                bucket.kind.decays,
+                bucket.kind.owns(mesh.at.tp_rank) and (bucket.shards_gradient or mesh.at.dp_rank == 0),
+            )
+            for replica in replicas.values()
+            for bucket in replica.buckets
+        ],
+        config.optimizer,
+    )
+    draw = blueprint.model.draw
+
+    def on_microbatch(sample_indices: Tensor) -> None:
+        draw.sample_indices = sample_indices
+
+    executor = Executor(
+        blueprint.schedule,
+        mesh.pp,
+        stages,
+        mesh.device,
+        on_microbatch=on_microbatch,
+        begin_last_backward=lambda stage: replicas[stage].begin_last_backward(),
+        reduce=lambda stage: replicas[stage].finish_reduce(),
+    )
+    return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
+
+
+def feed_of(parts: Parts, feed: Source, samples_seen: int) -> Callable[[int], Microbatch]:
+    """The micro-batches of the step that starts at ``samples_seen``, for this replica, on this device."""
+    mesh = parts.mesh
+    micro_batch_size, chunks, _ = batch_numbers(parts.config)
+
+    def microbatch(m: int) -> Microbatch:
+        found = feed.microbatch(samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
+        return Microbatch(*(tensor.to(mesh.device, non_blocking=True) for tensor in found))
+
+    return microbatch
+
+
+def validation_batches(parts: Parts) -> int:
+    """Global batches in one validation; 0 without validation data."""
+    if not isinstance(parts.validation, Feed):
+        return 0
+    global_batch = batch_numbers(parts.config).global_batch
+    return validation_steps(parts.validation.corpus, global_batch, parts.config.train.validate_steps)

@@ -1,0 +1,127 @@
+"""One stage as a replica among dp: what accumulates, reduces, hands shards to the optimizer and gathers the weights.
+
+micro-batches      B0   B1   B2   B3                  forward of the next step
+backward           ..   ..   ..   .#.#.#              | layer | layer | layer
+buckets                             r r r -> wait     g g g ->  wait just before the layer that needs it
+                                    |                 |
+                   each reduced once per step, as     all-gathers posted together after the step,
+                   the last backward completes it     first layer first
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from framework.data_parallel.buckets import Bucket, Member, plan_buckets
+from framework.mesh.comm import Group
+
+
+class StageReplica:
+    """The flat parameters and gradients of one stage on one replica."""
+
+    def __init__(self, members: Sequence[Member], dp: Group, tp: Group, *, zero: int, bucket_bytes: int) -> None:
+        self.tp = tp
+        self.buckets = [Bucket(kind, group, dp, zero) for kind, group in plan_buckets(members, bucket_bytes)]
+        self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)
+        self._missing: list[int] = []
+        self._next_to_reduce = 0
+        self._last_backward = False
+        for index, bucket in enumerate(self.buckets):
+            for place in bucket.places:
+                layer = place.member.layer
+                if bucket not in self._bucket_of_layer[layer]:
+                    self._bucket_of_layer[layer].append(bucket)
+                parameter = place.member.parameter
+                view = bucket.gradient_view(place)
+                if bucket.same_dtype:
+                    parameter.grad = view
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._accumulated, index=index, view=view, in_place=bucket.same_dtype)
+                )
+
+    def _accumulated(self, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
+        """Autograd has added a micro-batch's gradient of one parameter."""
+        if not in_place:
+            assert parameter.grad is not None
+            view.add_(parameter.grad)
+            parameter.grad = None
+        elif parameter.grad is not view:  # somebody set it to None or to another tensor: bring it home
+            assert parameter.grad is not None
+            view.add_(parameter.grad)
+            parameter.grad = view
+        if self._last_backward:
+            self._missing[index] -= 1
+            self._post_ready()
+
+    def _post_ready(self) -> None:
+        """Post reductions of complete buckets, in bucket order only: every replica must post in the same order."""
+        while self._next_to_reduce < len(self.buckets) and self._missing[self._next_to_reduce] <= 0:
+            self.buckets[self._next_to_reduce].reduce()
+            self._next_to_reduce += 1
+
+    def begin_step(self) -> None:
+        """Zero the gradients."""
+        for bucket in self.buckets:
+            bucket.flat_gradient.zero_()
+        self._last_backward = False
+
+    def begin_last_backward(self) -> None:
+        """The next backward of this stage is the step's last: reduce each bucket as soon as it is complete."""
+        self._missing = [len(bucket.places) for bucket in self.buckets]
+        self._next_to_reduce = 0
+        self._last_backward = True
+
+    def finish_reduce(self) -> None:
+        """Block until every shard holds the gradient of the whole global batch.
+
+        Parameters that the last backward did not reach leave their bucket incomplete: it is reduced here all the same.
+        Then the sums that other axes owe: over tp for parameters that saw only a part of the tokens or heads, over the
+        stages for tied weights. Both on the shard alone, so they cost 1/dp of the bucket with ZeRO-1.
+        """
+        self._missing = [0] * len(self.buckets)
+        if not self._last_backward:
+            self._next_to_reduce = 0
+        self._post_ready()
+        self._last_backward = False
+        for bucket in self.buckets:
+            bucket.wait()
+            if bucket.kind.sum_over_tp:
+                bucket.pending = self.tp.all_reduce(bucket.shard_gradient)
+        for bucket in self.buckets:
+            bucket.wait()
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.places[0].member.info.name):
+            if bucket.kind.tied is not None:  # by name: two stages may hold their tied weights in another order
+                bucket.pending = bucket.kind.tied.all_reduce(bucket.shard_gradient)
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def gather(self) -> None:
+        """Post the all-gathers of the stepped shards, first layer first. Does not block: see :meth:`ready`."""
+        for bucket in reversed(self.buckets):
+            bucket.gather()
+
+    def ready(self, layer: str) -> None:
+        """Block until the weights of one layer are whole again. Free when nothing is pending."""
+        for bucket in self._bucket_of_layer[layer]:
+            bucket.wait()
+
+    def ready_all(self) -> None:
+        """Block until all weights are whole."""
+        for bucket in self.buckets:
+            bucket.wait()
+
+
+def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
+    """(parameter name, parameter, layer name) of each distinct parameter, in the model's order."""
+    seen: set[int] = set()
+    found = []
+    for layer_name, layer in layers.named_children():
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            if id(parameter) not in seen and parameter.requires_grad:
+                seen.add(id(parameter))
+                found.append((f"{layer_name}.{name}", parameter, layer_name))
+    return found

@@ -1,0 +1,59 @@
+"""From the model on meta to the real weights of one stage: a rank never holds another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from framework.blueprint import DTYPES, Blueprint
+from framework.data_parallel.buckets import Member
+from framework.data_parallel.replica import members_of
+from framework.mesh.comm import Group
+from framework.mesh.mesh import Mesh
+
+
+def materialise(blueprint: Blueprint, stage: int, device: torch.device) -> nn.Sequential:
+    """The layers of one stage with their initial weights: this tp rank's slices, in the training dtype, on the device.
+
+    Each whole tensor is drawn in float32 on CPU by the parameter's name, one at a time, then sliced and cast: the same
+    bits in every layout. Tied parameters inside the stage stay one object.
+    """
+    layers = blueprint.stage_layers(stage)
+    dtype = DTYPES[blueprint.config.train.dtype]
+    made: dict[str, nn.Parameter] = {}
+    for name, outline in list(layers.named_parameters(remove_duplicate=False)):
+        canonical = blueprint.model.canonical(name)
+        if canonical not in made:
+            local = blueprint.infos[canonical].take(blueprint.model.initial(canonical))
+            assert local.shape == outline.shape, (name, tuple(local.shape), tuple(outline.shape))
+            made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
+        owner_name, _, attribute = name.rpartition(".")
+        layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
+    return layers.to(device)
+
+
+def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
+    """Canonical name -> the ranks (with my dp and tp coordinates) that hold a copy of a weight tied across stages.
+
+    Every rank calls this, in step: it makes process groups.
+    """
+    groups: dict[tuple[int, ...], Group] = {}
+    found: dict[str, Group] = {}
+    for name, stages in sorted(blueprint.stage_of_parameter().items()):
+        pp_ranks = tuple(sorted({blueprint.schedule.rank_of(stage) for stage in stages}))
+        if len(pp_ranks) > 1:
+            if pp_ranks not in groups:
+                groups[pp_ranks] = mesh.stage_group(pp_ranks)
+            found[name] = groups[pp_ranks]
+    return found
+
+
+def stage_members(blueprint: Blueprint, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
+    """The trained parameters of a stage with what the data-parallel axis must know of each."""
+    members = []
+    for name, parameter, layer in members_of(layers):
+        canonical = blueprint.model.canonical(name)
+        members.append(Member(blueprint.infos[canonical], parameter, layer, tied.get(canonical)))
+    return members

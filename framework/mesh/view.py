@@ -1,0 +1,161 @@
+"""Where every rank of a mesh stands, drawn as text: pure, for 8 ranks on a laptop and for 16,384 on 2,048 nodes.
+
+┌ node0: ranks 0-3 ┐      a box per node, a row per tensor-parallel group in it:
+│ pp0 dp0  tp  0 1 │      its pipeline rank, its replica, its ranks in the order of tp
+│ pp0 dp1  tp  2 3 │
+└──────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from framework.mesh.grid import Axis, Coordinates, Grid
+
+WIDTH = 110
+MOST_BOXES = 8
+MOST_ROWS = 16
+MOST_COLUMNS = 24
+MOST_PIPELINES = 4
+MOST_STAGES = 4
+
+Item = TypeVar("Item")
+
+
+def draw(grid: Grid, nodes: Sequence[str]) -> str:
+    """The placement of ``grid`` on ``nodes`` (``nodes[rank]`` is the name of the rank's node), many lines of text.
+
+    Many nodes, replicas and pipeline ranks are shown by the first and the last of them. Judges nothing: see
+    ``check_placement``; a tensor-parallel group that straddles nodes is drawn in parts and said aloud.
+    """
+    assert len(nodes) == grid.size, (len(nodes), grid)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    names, sizes = list(ranks_of), sorted({len(ranks) for ranks in ranks_of.values()})
+    head = (
+        f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of "
+        f"{' or '.join(map(str, sizes))}"
+    )
+    kept, num_left_out = _ends(names, MOST_BOXES)
+    half = (len(kept) + 1) // 2 if num_left_out else len(kept)
+    boxes = [_box(grid, node, ranks_of[node]) for node in kept]
+    lines = [head, "", *_side_by_side(boxes[:half])]
+    if num_left_out:
+        lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
+    return "\n".join(
+        [*lines, "", *_tensor_parallel(grid, nodes), *_data_parallel(grid, nodes), *_pipelines(grid, nodes)]
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _ends(items: Sequence[Item], most: int) -> tuple[list[Item], int]:
+    """At most ``most`` of the items, the first half and the last, and how many are left out between."""
+    if len(items) <= most:
+        return list(items), 0
+    last = most // 2
+    return [*items[: most - last], *items[len(items) - last :]], len(items) - most
+
+
+def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
+    kept, num_left_out = _ends(items, most)
+    if num_left_out:
+        kept.insert(most - most // 2, f"... {num_left_out:,} more {what} ...")
+    return kept
+
+
+def _box(grid: Grid, node: str, ranks: Sequence[int]) -> list[str]:
+    """A node with its ranks, a line per tensor-parallel group (or the part of it that is here)."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        at = grid.coordinates(rank)
+        groups.setdefault((at.pp_rank, at.dp_rank), []).append(rank)
+    digits = len(str(ranks[-1]))
+    rows: list[str] = []
+    for (pp_rank, dp_rank), members in groups.items():
+        first, last = grid.coordinates(members[0]).tp_rank, grid.coordinates(members[-1]).tp_rank
+        part = "" if len(members) == grid.tp else f"{first}-{last}" if last > first else f"{first}"
+        row = " ".join(f"{rank:>{digits}}" for rank in members)
+        row = _span(members) if len(row) > MOST_COLUMNS else row
+        rows.append(f"pp{_padded(pp_rank, grid.pp)} dp{_padded(dp_rank, grid.dp)}  tp{part}  {row}")
+    rows = _elided(rows, MOST_ROWS, "groups")
+    title = f"{node}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}"
+    width = max(len(title), *map(len, rows))
+    top = f"┌ {title} {'─' * (width - len(title))}┐"
+    return [top, *(f"│ {row:<{width}} │" for row in rows), f"└{'─' * (width + 2)}┘"]
+
+
+def _padded(number: int, count: int) -> str:
+    return f"{number:<{len(str(count - 1))}}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    if whole and len(ranks) > 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(_elided([str(rank) for rank in ranks], 8, "ranks"))
+
+
+def _side_by_side(boxes: Sequence[list[str]]) -> list[str]:
+    """As many boxes in a row as fit into the width."""
+    lines: list[str] = []
+    row: list[list[str]] = []
+    for box in boxes:
+        if row and sum(len(each[0]) + 1 for each in row) + len(box[0]) > WIDTH:
+            lines += _joined(row)
+            row = []
+        row.append(box)
+    return lines + _joined(row)
+
+
+def _joined(row: Sequence[list[str]]) -> list[str]:
+    height = max(map(len, row))
+    padded = [box + [" " * len(box[0])] * (height - len(box)) for box in row]
+    return [" ".join(parts).rstrip() for parts in zip(*padded, strict=True)]
+
+
+def _num_nodes(ranks: Sequence[int], nodes: Sequence[str]) -> int:
+    return len({nodes[rank] for rank in ranks})
+
+
+def _tensor_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
+    if grid.tp == 1:
+        return ["tensor parallel    off"]
+    most = max(_num_nodes(grid.group(Axis.TP, rank), nodes) for rank in range(0, grid.size, grid.tp))
+    where = "each inside one node" if most == 1 else f"ACROSS up to {most} nodes: slow, their traffic is in every layer"
+    return [f"tensor parallel    {_count(grid.pp * grid.dp, 'group')} of {grid.tp} neighbours, a row above; {where}"]
+
+
+def _data_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
+    if grid.dp == 1:
+        return ["data parallel      off"]
+    starts = [Coordinates(pp_rank, 0, tp_rank) for pp_rank in range(grid.pp) for tp_rank in range(grid.tp)]
+    groups = [grid.group(Axis.DP, grid.rank(start)) for start in starts]
+    most = max(_num_nodes(group, nodes) for group in groups)
+    where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
+    example = " ".join(_elided([str(rank) for rank in groups[0]], 6, "ranks"))
+    return [f"data parallel      {_count(len(groups), 'group')} of {grid.dp:,}, as ranks {example}; {where}"]
+
+
+def _pipelines(grid: Grid, nodes: Sequence[str]) -> list[str]:
+    if grid.pp == 1:
+        return ["pipeline           off"]
+    lines = [f"pipeline           {_count(grid.dp, 'replica')} of {grid.pp} pipeline ranks, first to last:"]
+    replicas, num_left_out = _ends(range(grid.dp), MOST_PIPELINES)
+    paths = [_path(grid, nodes, dp_rank) for dp_rank in replicas]
+    if num_left_out:
+        paths.insert(MOST_PIPELINES - MOST_PIPELINES // 2, f"... {num_left_out:,} more replicas ...")
+    return lines + [f"  {path}" for path in paths]
+
+
+def _path(grid: Grid, nodes: Sequence[str], dp_rank: int) -> str:
+    """The way of one replica's micro-batches: the ranks of each pipeline rank and their node."""
+    stops: list[str] = []
+    for pp_rank in range(grid.pp):
+        ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0)))
+        stops.append(f"{nodes[ranks[0]]} [{_span(ranks)}]")
+    return f"dp{_padded(dp_rank, grid.dp)}  {' → '.join(_elided(stops, MOST_STAGES, 'pipeline ranks'))}"

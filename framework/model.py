@@ -1,0 +1,220 @@
+"""From a builder's name to the plain model on the meta device, and what the framework may ask of it.
+
+A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
+
+    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | "sequence" | "heads" | "replicate"}
+    tied_weights    [(canonical parameter name, other name, ...), ...]
+    initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
+    divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
+
+A model that carries nothing trains with dp and pp at once; its own ``reset_parameters`` initialise it.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from framework.errors import ModelError
+from framework.seeding import Draw, seed_dropouts, seeded
+
+Initialise = Callable[[str, Tensor], None]
+
+
+@dataclass
+class PlainModel:
+    """The user's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
+
+    layers: nn.Sequential
+    plan: dict[str, str] = field(default_factory=dict)
+    tied: list[tuple[str, ...]] = field(default_factory=list)
+    divisible: dict[str, int] = field(default_factory=dict)
+    initialise: Initialise | None = None
+    draw: Draw = field(default_factory=Draw)
+    seed: int = 0
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    """Parameter name -> the plain module that owns it, for its ``reset_parameters``."""
+
+    def canonical(self, name: str) -> str:
+        """The name under which a weight is stored, initialised and optimised: the first of its tied set."""
+        for names in self.tied:
+            if name in names:
+                return names[0]
+        return name
+
+    def initial(self, name: str) -> Tensor:
+        """The whole initial float32 tensor of a parameter on CPU: a pure function of (seed, canonical name)."""
+        name = self.canonical(name)
+        owner = self.owners[name]
+        attribute = name.rpartition(".")[2]
+        with seeded(self.seed, "initialise", name):
+            if self.initialise is not None:
+                full = torch.empty(owner.get_parameter(attribute).shape, dtype=torch.float32)
+                with torch.no_grad():
+                    self.initialise(name, full)
+                return full
+            reset = getattr(owner, "reset_parameters", None)
+            if reset is None:
+                raise ModelError(
+                    f"parameter {name}: {type(owner).__name__} has no reset_parameters(), so its first value is "
+                    f"unknown in a process that holds another part of the model. Give the module a "
+                    f"reset_parameters(), or the model an attribute initialise(name, tensor)"
+                )
+            real = copy.deepcopy(owner).float().to_empty(device="cpu")
+            for buffer_name, buffer in owner.named_buffers(recurse=False):
+                real.get_buffer(buffer_name).copy_(buffer)
+            real.reset_parameters()  # type: ignore[operator]
+            return real.get_parameter(attribute).detach()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within: each nn.Parameter that a module registers goes to the meta device at once; buffers stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def find_builder(path: str) -> Callable[..., Any]:
+    """``package.module:function`` -> the function. The current directory counts, as it does for ``python``.
+
+    Raises:
+        ModelError: no such module or function; an import inside the module that fails is told with its reason.
+    """
+    module_name, _, function_name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"model.builder = {path!r}: cannot import {module_name} ({error}). Run from the directory that holds it, "
+            f"or install it into this environment"
+        ) from error
+    builder = getattr(module, function_name, None)
+    if not callable(builder):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        close = difflib.get_close_matches(function_name, public, 1)
+        hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function that returns an nn.Sequential"
+        raise ModelError(f"model.builder = {path!r}: {module_name} has no function {function_name}; {hint}")
+    return builder  # type: ignore[no-any-return]
+
+
+def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise :class:`ModelError` for options that the builder does not take, or lacks; all of them at once."""
+    parameters = inspect.signature(builder).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    problems = []
+    for name in options:
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(parameters)}"
+            problems.append(f"model.options.{name}: {path} does not take it{hint}")
+    for name, parameter in parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and name not in options
+            and parameter.kind is not parameter.VAR_POSITIONAL
+        ):
+            problems.append(f"model.options.{name} is missing: {path} needs it")
+    if problems:
+        raise ModelError("\n".join(problems))
+
+
+def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
+    """Build the user's model with its parameters on meta, check the contract, seed its dropouts by name.
+
+    Raises:
+        ModelError: whatever keeps the result from being cut into stages, with the builder's name.
+    """
+    builder = find_builder(path)
+    check_options(path, builder, options)
+    try:
+        with parameters_on_meta():
+            layers = builder(**options)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise ModelError(f"{path} with model.options {options} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(layers, nn.Sequential):
+        raise ModelError(
+            f"{path} returned a {type(layers).__name__}: a pipeline is cut between the elements of an nn.Sequential. "
+            f"Return nn.Sequential(embedding, block, ..., head)"
+        )
+    if len(layers) == 0:
+        raise ModelError(f"{path} returned an empty nn.Sequential: there is nothing to train")
+    names = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
+    if not names:
+        raise ModelError(f"{path} returned a model without parameters: there is nothing to train")
+    tied = [tuple(group) for group in getattr(layers, "tied_weights", [])]
+    for group in tied:
+        for name in group:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ModelError(f"{path}: tied_weights names {name!r}, which is no parameter of the model{hint}")
+    _check_ties_declared(path, layers, tied)
+    owners = {
+        f"{module_name}.{name}" if module_name else name: copy.deepcopy(module)
+        for module_name, module in layers.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return PlainModel(
+        layers=layers,
+        plan=dict(getattr(layers, "sharding_plan", {})),
+        tied=tied,
+        divisible=dict(getattr(layers, "divisible", {})),
+        initialise=getattr(layers, "initialise", None),
+        draw=seed_dropouts(layers, seed),
+        seed=seed,
+        owners=owners,
+    )
+
+
+def _check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str, ...]]) -> None:
+    """A weight shared between layers must be declared: in a pipeline each stage holds a copy, and must know of it."""
+    seen: dict[int, str] = {}
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first != name and not any(first in group and name in group for group in tied):
+            raise ModelError(
+                f"{path}: {first} and {name} are one parameter, but tied_weights does not say so: a stage that holds "
+                f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]"
+            )
+
+
+def forward_flops(model: PlainModel, tokens_BS: tuple[int, int]) -> dict[str, float]:
+    """Floating-point operations of one forward of each layer for a micro-batch of (B, S), counted on meta.
+
+    Counts matrix products and attention (full, not causal), two operations per multiply-add; embeddings look up, so 0.
+    """
+    layers = copy.deepcopy(model.layers).to("meta").eval()
+    value: Any = torch.zeros(tokens_BS, dtype=torch.int64, device="meta")
+    flops: dict[str, float] = {}
+    with torch.no_grad():
+        for name, layer in layers.named_children():
+            counter = FlopCounterMode(display=False)
+            with counter:
+                value = layer(value)
+            flops[name] = float(counter.get_total_flops())
+    return flops

@@ -1,0 +1,32 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to be off by one after a resume."""
+
+from __future__ import annotations
+
+import math
+
+from framework.config.schema import Optimizer
+
+
+def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
+    """Learning rate of step ``step`` (0-based: the first step of a run is 0) of ``num_steps``.
+
+    Warmup is linear and never zero: step 0 of ``warmup_steps`` w uses 1/w of the peak, step w-1 the whole of it.
+
+        cosine    peak -> min over the steps after warmup, half a cosine; the last step of the run is at min
+        linear    the same along a line
+        wsd       peak until the last ``decay_steps``, then a line to min (warmup, stable, decay)
+        constant  peak
+    """
+    peak, low = optimizer.learning_rate, optimizer.min_learning_rate
+    warmup = optimizer.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if optimizer.schedule == "constant":
+        return peak
+    start = num_steps - optimizer.decay_steps if optimizer.schedule == "wsd" else warmup
+    if step < start:
+        return peak
+    share = min(1.0, (step - start + 1) / max(1, num_steps - start))
+    if optimizer.schedule == "cosine":
+        return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share))
+    return peak + (low - peak) * share

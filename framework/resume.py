@@ -1,0 +1,90 @@
+"""Save a run and go on with it: the same command again, on any layout."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from framework import checkpoint as checkpoints
+from framework.build import Parts
+from framework.checkpoint import Head
+from framework.data import fingerprint
+from framework.data.samples import Feed
+from framework.errors import CheckpointError
+from framework.state import pieces, restore
+
+
+def data_fingerprint(parts: Parts) -> dict[str, str]:
+    """What must be the same corpus after a resume: hashes where the corpus has a fingerprint, else its size."""
+    if not isinstance(parts.feed, Feed):
+        return {}
+    corpus = parts.feed.corpus
+    known = fingerprint.read(corpus.prefix.parent)
+    if known is None or corpus.known is None:
+        return {"train_tokens": str(len(corpus.stream))}
+    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": known.files["tokenizer.json"]}
+
+
+def save(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
+    """Write a checkpoint of this step and delete older ones beyond ``checkpoint.keep_last``. Every rank calls it."""
+    mesh, state = parts.mesh, parts.state
+    head = Head(
+        step=state.step,
+        samples_seen=state.samples_seen,
+        seed=parts.config.run.seed,
+        config=parts.config.model_dump(mode="json"),
+        data_fingerprint=data_fingerprint(parts),
+        state={"tokens_seen": state.tokens_seen, "optimizer_steps": state.step},
+    )
+    at = mesh.at
+    path = checkpoints.save(
+        directory,
+        head,
+        pieces(parts.replicas, parts.optimizer, mesh),
+        attempt=mesh.world.gather_objects(secrets.token_hex(4))[0],
+        shard_name=f"pp{at.pp_rank}-tp{at.tp_rank}" if at.dp_rank == 0 else None,
+        is_first=mesh.rank == 0,
+        barrier=mesh.world.barrier,
+    )
+    if mesh.rank == 0:
+        checkpoints.prune(directory, parts.config.checkpoint.keep_last)
+    say(f"saved {path}")
+
+
+def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
+    """Go on from the newest checkpoint that verifies, if there is one. Every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the newest belongs to
+            another model, corpus or seed.
+    """
+    mesh = parts.mesh
+    found: tuple[str | None, str | None, list[str]] = (None, None, [])
+    if mesh.rank == 0:
+        try:
+            newest = checkpoints.newest_valid(directory)
+            if newest is not None:
+                changes = checkpoints.compatible(
+                    newest.manifest,
+                    parts.config.model_dump(mode="json"),
+                    data_fingerprint(parts),
+                    place=str(newest.path),
+                )
+                found = (str(newest.path), None, changes)
+        except CheckpointError as error:
+            found = (None, str(error), [])
+    path, problem, changes = mesh.world.gather_objects(found)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    if path is None:
+        return
+    with checkpoints.open_checkpoint(Path(path)) as checkpoint:
+        manifest = checkpoint.manifest
+        restore(checkpoint, parts.replicas, parts.optimizer, int(manifest.state["optimizer_steps"]))
+    parts.state.step = manifest.step
+    parts.state.samples_seen = manifest.samples_seen
+    parts.state.tokens_seen = int(manifest.state["tokens_seen"])
+    say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
+    for change in changes:
+        say(f"  changed: {change}")

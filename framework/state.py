@@ -1,0 +1,112 @@
+"""The state of a run between layout and checkpoint: flat shards <-> whole tensors by name, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint import Checkpoint, Kind, Piece
+from framework.data_parallel.buckets import Bucket, Place
+from framework.data_parallel.replica import StageReplica
+from framework.errors import CheckpointError
+from framework.mesh.mesh import Mesh
+from framework.optimizer.adamw import FlatAdamW
+
+
+@dataclass
+class TrainState:
+    """Where a run stands: all that a layout-free resume needs besides the tensors."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    samples_seen: int = 0
+    """The data cursor: the global index of the next sample."""
+    tokens_seen: int = 0
+    """Labels that counted, summed over all steps."""
+
+
+def whole(bucket: Bucket, shard: Tensor) -> Tensor:
+    """The flat tensor of a bucket out of everyone's shard of it. Every dp rank calls it; holds one bucket's bytes."""
+    if not bucket.shards_gradient:
+        return shard
+    flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
+    bucket.dp.all_gather(flat, shard.contiguous()).wait()
+    return flat
+
+
+def flat_pieces(kind: Kind, bucket: Bucket, flat: Tensor) -> Iterator[Piece]:
+    """The parameters' parts of a flat tensor, without padding."""
+    for place in bucket.places:
+        info = place.member.info
+        yield Piece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
+
+
+def pieces(replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mesh) -> Iterator[Piece]:
+    """What this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the way.
+
+    A rank that stands for others (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights)
+    yields; the others yield nothing.
+    """
+    index = 0
+    for replica in replicas.values():
+        replica.ready_all()
+        for bucket in replica.buckets:
+            exp_avg, exp_avg_sq, _ = optimizer.moments(index)
+            index += 1
+            if not bucket.kind.owns(mesh.at.tp_rank):
+                continue
+            shards = {Kind.EXP_AVG: exp_avg, Kind.EXP_AVG_SQ: exp_avg_sq}
+            if not bucket.same_dtype:
+                shards[Kind.MASTER] = bucket.master
+            if mesh.at.dp_rank == 0:
+                yield from flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)
+            for kind, shard in shards.items():
+                flat = whole(bucket, shard)
+                if mesh.at.dp_rank == 0:
+                    yield from flat_pieces(kind, bucket, flat)
+
+
+def restore(
+    checkpoint: Checkpoint, replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, optimizer_steps: int
+) -> None:
+    """Overwrite weights, master weights and moments with a checkpoint's, whatever layout wrote it.
+
+    Raises:
+        CheckpointError: a parameter is not in it, or has another shape.
+    """
+    index = 0
+    for replica in replicas.values():
+        for bucket in replica.buckets:
+            start, stop = bucket.shard_range
+            with torch.no_grad():
+                bucket.flat.copy_(_read_bucket(checkpoint, Kind.WEIGHTS, bucket, bucket.flat))
+                if not bucket.same_dtype:
+                    bucket.master.copy_(_read_bucket(checkpoint, Kind.MASTER, bucket, bucket.flat_gradient)[start:stop])
+            if optimizer_steps:
+                moments = [
+                    _read_bucket(checkpoint, kind, bucket, bucket.flat_gradient)[start:stop].clone()
+                    for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+                ]
+                optimizer.restore(index, moments[0], moments[1], optimizer_steps)
+            index += 1
+
+
+def _read(checkpoint: Checkpoint, kind: Kind, place: Place, dtype: torch.dtype) -> Tensor:
+    found = checkpoint.read(kind, place.member.info, dtype)
+    if found is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {kind} of the parameter {place.member.info.name}: it was saved by another "
+            f"model, or without its optimizer. Choose another run.name to start anew"
+        )
+    return found
+
+
+def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Bucket, like: Tensor) -> Tensor:
+    """One kind of tensor for all parameters of a bucket, flat; padding zero."""
+    flat = torch.zeros_like(like)
+    for place in bucket.places:
+        flat[place.start : place.stop] = _read(checkpoint, kind, place, like.dtype).to(like.device).reshape(-1)
+    return flat

@@ -1,0 +1,91 @@
+"""One optimizer step: a row of the schedule run on this rank's stages; and one validation, forward only."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from framework.blueprint import batch_numbers
+from framework.build import Parts, feed_of, validation_batches
+from framework.optimizer.adamw import clip_factor
+from framework.optimizer.schedule import learning_rate
+from framework.pipeline.executor import Result
+from framework.schedule.action import COMPUTE
+
+
+class StepStats(NamedTuple):
+    """What one step has shown; the same on every rank."""
+
+    loss: float
+    """Mean over the labels of the global batch that count."""
+    grad_norm: float
+    """Of the whole model's gradient, before clipping."""
+    learning_rate: float
+    num_tokens: int
+    """Labels that counted."""
+    bubble_share: float
+    """Share of the time from the first forward to the last backward in which a rank did not compute; mean of ranks."""
+
+
+def take_step(parts: Parts) -> StepStats:
+    """One optimizer step on the next global batch."""
+    found: list[StepStats] = []
+    for replica in parts.replicas.values():
+        replica.begin_step()
+    parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))
+    parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen))
+    parts.state.step += 1
+    parts.state.samples_seen += batch_numbers(parts.config).global_batch
+    parts.state.tokens_seen += found[0].num_tokens
+    return found[0]
+
+
+def _optimizer_step(parts: Parts, result: Result) -> StepStats:
+    """STEP of the schedule: one small reduction over all ranks, then AdamW on my shards, then weights on their way.
+
+    The buckets hold the gradient of loss_sum / expected tokens; the mean over the labels that counted needs the factor
+    expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
+    """
+    config, mesh = parts.config, parts.mesh
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
+    loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if speaks else zero
+    num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if speaks else zero
+    computing = [span for span in result.spans if span.action.kind in COMPUTE]
+    busy_s = sum(span.end - span.start for span in computing)
+    passed_s = max(span.end for span in computing)
+    times = torch.tensor([busy_s, passed_s], dtype=torch.float64, device=mesh.device)
+    shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm()]), times])
+    mesh.world.all_reduce(shared).wait()
+    loss_sum_, counted, square_norm, busy, passed = shared.tolist()
+    counted = max(counted, 1.0)
+    factor = batch_numbers(config).global_batch * config.data.sequence_length / counted
+    if parts.on_gradients is not None:
+        parts.on_gradients(parts, factor)
+    grad_norm = math.sqrt(square_norm) * factor
+    rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
+    parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
+    for replica in parts.replicas.values():
+        replica.gather()
+    return StepStats(loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed)
+
+
+def validate(parts: Parts) -> float:
+    """Mean loss over the validation batches, in eval mode; the same on every rank and in every layout."""
+    assert parts.validation is not None
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
+    stages = parts.executor.stages.values()
+    for stage in stages:
+        stage.layers.eval()
+    for step in range(validation_batches(parts)):
+        feed = feed_of(parts, parts.validation, step * batch_numbers(parts.config).global_batch)
+        for part in parts.executor.validate(feed):
+            if parts.mesh.at.tp_rank == 0:
+                sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
+    for stage in stages:
+        stage.layers.train()
+    parts.mesh.world.all_reduce(sums).wait()
+    loss_sum, num_tokens = sums.tolist()
+    return float(loss_sum / max(num_tokens, 1.0))

@@ -1,0 +1,128 @@
+"""The only training loop. ``work`` is what each rank runs; ``train`` reads aloud.
+
+check(config, world size)   everything that can be refused before a process exists (the launcher calls it once)
+work(config)                one rank: mesh, parts, resume, train, leave
+train(parts, ...)           the loop
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
+from framework.build import Parts, build, open_feeds
+from framework.config import RunConfig, dump, resolve
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
+from framework.resume import resume, save
+from framework.step import StepStats, take_step, validate
+from framework.summary import summarise
+from framework.throughput import peak_flops, peak_memory_bytes
+from framework.tracking import StepRecord, Tracker, open_tracker
+
+
+def run_directory(config: RunConfig) -> Path:
+    """Where everything of this run is kept."""
+    return Path(config.run.directory) / config.run.name
+
+
+def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
+    """Refuse what cannot work, before any process group exists; return the resolved config and its blueprint.
+
+    Raises:
+        UserError: one message with all that was found.
+    """
+    config = resolve(config, world_size)
+    blueprint = draw_blueprint(config)
+    open_feeds(config)
+    return config, blueprint
+
+
+def work(config: RunConfig) -> None:
+    """One rank of a run, from the environment that a launcher has set (torchrun's names) to the end of training."""
+    _, world_size, _ = environment_rank()
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(
+        Grid(parallel.pp, parallel.dp, parallel.tp),
+        config.train.device,
+        timeout_s=config.launch.timeout_s,
+        tp_across_nodes=parallel.tp_across_nodes,
+    )
+    parts = build(config, mesh)
+    say = _say if mesh.rank == 0 else _keep_quiet
+    directory = run_directory(config)
+    if mesh.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "resolved.json").write_text(dump(config))
+    mesh.world.barrier()
+    say(summarise(parts.blueprint, mesh.nodes))
+    resume(parts, directory, say)
+    tracker = open_tracker(config, directory, resumed_step=parts.state.step) if mesh.rank == 0 else None
+    try:
+        train(parts, directory, tracker, say)
+    finally:
+        if tracker is not None:
+            tracker.close()
+    close_mesh(mesh)
+
+
+def train(parts: Parts, directory: Path, tracker: Tracker | None, say: Callable[[str], None]) -> None:
+    """Step until ``train.steps``; record, validate and save on the way."""
+    config, state = parts.config, parts.state
+    if state.step >= config.train.steps:
+        say(f"the run has its {config.train.steps} steps: raise train.steps to go on")
+        return
+    while state.step < config.train.steps:
+        start_s = time.perf_counter()
+        stats = take_step(parts)
+        step_s = time.perf_counter() - start_s
+        last = state.step == config.train.steps
+        validation_loss = None
+        if parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
+            validation_loss = validate(parts)
+        if tracker is not None and (
+            _is_due(state.step, config.tracking.log_every, last) or validation_loss is not None
+        ):
+            tracker.write(record(parts, stats, step_s, validation_loss))
+        if _is_due(state.step, config.checkpoint.every, last):
+            save(parts, directory, say)
+
+
+def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float | None) -> StepRecord:
+    """What the trackers are told of a step."""
+    config, world_size = parts.config, parts.mesh.grid.size
+    flops_per_s = parts.blueprint.flops_per_step / step_s / world_size
+    peak = peak_flops(parts.mesh.device, config.train.dtype)
+    return StepRecord(
+        step=parts.state.step,
+        samples_seen=parts.state.samples_seen,
+        tokens=parts.state.tokens_seen,
+        loss=stats.loss,
+        grad_norm=stats.grad_norm,
+        learning_rate=stats.learning_rate,
+        step_s=step_s,
+        tokens_per_s=batch_numbers(config).global_batch * config.data.sequence_length / step_s,
+        num_devices=world_size,
+        tflops_per_device=flops_per_s / 1e12,
+        mfu=flops_per_s / peak if peak else None,
+        bubble_share=stats.bubble_share,
+        memory_bytes=peak_memory_bytes(parts.mesh.device),
+        validation_loss=validation_loss,
+    )
+
+
+def _is_due(step: int, every: int, last: bool) -> bool:
+    """Every so many steps, and after the last one."""
+    return last or (every > 0 and step % every == 0)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _keep_quiet(text: str) -> None:
+    """Rank 0 speaks for all."""

@@ -1,0 +1,149 @@
+"""Which layouts to prove, as words: ``dp2,pp2,tp2,sequence,gpipe,zero0``; and a config cut down to laptop size."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+from framework.config import RunConfig
+from framework.errors import ConfigError
+
+WORDS = "dpN, ppN, tpN, mbsN (micro_batch_size), zero0, zero1, sequence, 1f1b, gpipe"
+
+
+class Layout(NamedTuple):
+    """One way to lay a model out over ranks."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    schedule: str = "1f1b"
+    zero: int = 1
+    sequence: bool = False
+    micro_batch_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.tp
+
+    def __str__(self) -> str:
+        words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
+        words += ["sequence"] if self.sequence else []
+        return ",".join([*words, f"mbs{self.micro_batch_size}"])
+
+
+def parse_layout(text: str) -> Layout:
+    """``dp2,pp2`` -> Layout(dp=2, pp=2). Raises ConfigError with the word that it does not know."""
+    layout = Layout()
+    for word in filter(None, re.split(r"[,\s]+", text)):
+        found = re.fullmatch(r"(dp|pp|tp|mbs|zero)(\d+)", word)
+        if found:
+            key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
+            value = int(found[2])
+            if (value < 1 and key != "zero") or (key == "zero" and value > 1):
+                raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
+            layout = Layout(**{**layout._asdict(), key: value})
+        elif word in ("1f1b", "gpipe"):
+            layout = layout._replace(schedule=word)
+        elif word == "sequence":
+            layout = layout._replace(sequence=True)
+        else:
+            raise ConfigError(f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
+    return layout
+
+
+def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str) -> RunConfig:
+    """The config laid out so, on the same global batch, in the given precision, with nothing that saves or prints."""
+    replicas = layout.dp * layout.micro_batch_size
+    if global_batch % replicas:
+        raise ConfigError(
+            f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
+            f"{layout.micro_batch_size} x dp {layout.dp}"
+        )
+    # lists in the TOML sense stay valid only for the pp they were written for
+    balance = config.pipeline.balance
+    if isinstance(balance, list) and len(balance) != layout.pp:
+        balance = "time"
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(
+                update={
+                    "dp": layout.dp,
+                    "pp": layout.pp,
+                    "tp": layout.tp,
+                    "zero": layout.zero,
+                    "sequence": layout.sequence,
+                }
+            ),
+            "pipeline": config.pipeline.model_copy(update={"schedule": layout.schedule, "balance": balance}),
+            "batch": config.batch.model_copy(
+                update={
+                    "micro_batch_size": layout.micro_batch_size,
+                    "chunks": global_batch // replicas,
+                    "global_batch": global_batch,
+                }
+            ),
+            "train": config.train.model_copy(update={"dtype": dtype, "device": "cpu", "compile": False}),
+        }
+    )
+
+
+def default_layouts(config: RunConfig, num_layers: int, global_batch: int, max_ranks: int = 8) -> list[Layout]:
+    """The config's own layout, if it fits, and a spread of others: each axis alone, pairs, all three."""
+    own = config.parallel
+    dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
+    micro = config.batch.micro_batch_size or 1
+    wanted = [
+        Layout(dp, own.pp, own.tp, config.pipeline.schedule, own.zero, own.sequence, micro),
+        Layout(),
+        Layout(dp=2, zero=0),
+        Layout(dp=4),
+        Layout(pp=2),
+        Layout(pp=4, schedule="gpipe"),
+        Layout(tp=2),
+        Layout(tp=2, sequence=True, micro_batch_size=2),
+        Layout(tp=4),
+        Layout(dp=2, pp=2, schedule="gpipe"),
+        Layout(dp=2, tp=2, zero=0, sequence=True),
+        Layout(pp=2, tp=2),
+        Layout(dp=2, pp=2, tp=2),
+        Layout(dp=2, pp=2, tp=2, sequence=True, schedule="gpipe", micro_batch_size=2),
+    ]
+    fitting = [
+        layout
+        for layout in wanted
+        if layout.size <= max_ranks
+        and layout.pp <= num_layers
+        and global_batch % (layout.dp * layout.micro_batch_size) == 0
+        and (not layout.sequence or (layout.tp > 1 and config.data.sequence_length % layout.tp == 0))
+    ]
+    return list(dict.fromkeys(fitting))
+
+
+def shrink(options: dict[str, Any]) -> dict[str, Any]:
+    """Builder options of a large model -> the same proportions, small: at most 4 layers, 8 heads of at most 8 elements.
+
+    Knows options by the names that our models use; whatever else a builder takes is left alone.
+    """
+    small = dict(options)
+    if isinstance(small.get("num_layers"), int):
+        small["num_layers"] = min(small["num_layers"], 4)
+    heads = small.get("num_heads")
+    hidden = small.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int):
+        kv_heads = small.get("num_kv_heads", heads)
+        per_group = max(1, heads // kv_heads)
+        new_kv = min(kv_heads, 4)
+        new_heads = new_kv * min(per_group, 2)
+        head_size = min(hidden // heads, 8)
+        small["num_heads"] = new_heads
+        if "num_kv_heads" in small:
+            small["num_kv_heads"] = new_kv
+        small["hidden_size"] = new_heads * head_size
+        if isinstance(small.get("ffn_size"), int):
+            small["ffn_size"] = 8 * math.ceil(small["ffn_size"] / hidden * small["hidden_size"] / 8)
+    if isinstance(small.get("vocab_size"), int) and small["vocab_size"] > 1000:
+        small["vocab_size"] = 500 + small["vocab_size"] % 8  # keeps the remainder that tp has to pad
+    return small

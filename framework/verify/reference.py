@@ -1,0 +1,104 @@
+"""The plain run: one process, the whole model, a Python loop over the samples, torch's own optimizer and clipping.
+
+Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding. Shared with the layouts are only the
+definitions of what is to be the same: the builder, initial weights by name, dropout masks by name, the samples, the
+learning rate of a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.build import Source
+from framework.config import RunConfig
+from framework.model import PlainModel, build_model
+from framework.optimizer.schedule import learning_rate
+from framework.pipeline.stage import IGNORED_LABEL
+
+
+class Findings(NamedTuple):
+    """What a run has shown: per step, and per parameter under its canonical name, whole and unpadded, on CPU."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    tokens: list[dict[int, int]]
+    """Per step: global sample index -> checksum of its token ids and labels."""
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    """Of step 1, before clipping."""
+    weights: dict[str, Tensor]
+    """After the last step."""
+
+
+def checksum(tokens: Tensor, labels: Tensor) -> int:
+    """A number that changes when any token, label or their order does. Both (S,) int64."""
+    both = torch.cat([tokens, labels])
+    return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
+
+
+def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
+    """The whole model with its initial weights, as plain torch; tied weights are one parameter."""
+    made: dict[str, nn.Parameter] = {}
+    for name, _ in list(model.layers.named_parameters(remove_duplicate=False)):
+        canonical = model.canonical(name)
+        if canonical not in made:
+            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype))
+        owner_name, _, attribute = name.rpartition(".")
+        model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
+    return model.layers
+
+
+def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtype) -> Findings:
+    """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is."""
+    global_batch = config.batch.global_batch
+    assert global_batch is not None
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    layers = plain_layers(model, dtype)
+    parameters = dict(layers.named_parameters())  # tied ones once, under the first name
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
+            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=config.optimizer.learning_rate,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        foreach=False,
+    )
+    findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
+    for step in range(steps):
+        checksums: dict[int, int] = {}
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        num_tokens = 0
+        optimizer.zero_grad()
+        for index in range(step * global_batch, (step + 1) * global_batch):
+            tokens, labels, sample_indices = feed.microbatch(index, 0, 1, 1, 1, 0)
+            checksums[index] = checksum(tokens[0], labels[0])
+            model.draw.sample_indices = sample_indices
+            logits = layers(tokens)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED_LABEL, reduction="sum")
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach().double()
+            num_tokens += int((labels != IGNORED_LABEL).sum())
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad /= num_tokens
+        if step == 0:
+            for name, parameter in parameters.items():
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                findings.gradients[name] = gradient.detach().clone()
+        clip = config.optimizer.clip_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
+        optimizer.step()
+        findings.losses.append(float(loss_sum / num_tokens))
+        findings.grad_norms.append(float(norm))
+        findings.tokens.append(checksums)
+    findings.weights.update({name: p.detach().clone() for name, p in parameters.items()})
+    return findings

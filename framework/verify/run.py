@@ -1,0 +1,172 @@
+"""Run the layouts on a pool of ranks, the reference here, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from framework.blueprint import DTYPES, batch_numbers
+from framework.build import Parts, build, open_feeds
+from framework.checkpoint import Kind
+from framework.config import RunConfig, parse
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.parameters import ParameterInfo
+from framework.state import flat_pieces, whole
+from framework.step import take_step
+from framework.verify.compare import BARS, Report, Row, compare, worst
+from framework.verify.feed import VerifyFeed, corpus_sample, random_sample
+from framework.verify.layouts import Layout, layout_config
+from framework.verify.reference import Findings, checksum, run_reference
+
+
+class Pool(Protocol):
+    """Ranks that wait for work; ``launch.pool.RankPool`` is one."""
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = ...) -> list[Any]:
+        """``function(rank, world_size, *args)`` on each rank; the results by rank."""
+
+
+class RankFindings(NamedTuple):
+    """What one rank reports of a run: numbers on rank 0, and the parts of tensors that it stands for."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    tokens: list[dict[int, int]]
+    initial: list[tuple[ParameterInfo, Any]]
+    gradients: list[tuple[ParameterInfo, Any]]
+    weights: list[tuple[ParameterInfo, Any]]
+
+
+def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
+    """The run's own samples, or random ones."""
+    vocab_size = config.model.options.get("vocab_size", 256)
+    length = config.data.sequence_length
+    if random_tokens:
+        return VerifyFeed(random_sample(config.run.seed, int(vocab_size), length))
+    return VerifyFeed(corpus_sample(open_feeds(config)[0], length))
+
+
+def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
+    """One rank of one layout, through the same parts and steps as a training run."""
+    config = parse(config_json)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    parts = build(config, mesh, (open_feed(config, random_tokens), None))
+    findings = RankFindings([], [], [], [], [], [])
+    findings.initial.extend(_weights(parts))
+
+    def keep(parts: Parts, factor: float) -> None:
+        if parts.state.step == 0:
+            findings.gradients.extend(_gradients(parts, factor))
+
+    parts.on_gradients = keep
+    for _ in range(steps):
+        findings.tokens.append(_checksums(parts))
+        stats = take_step(parts)
+        findings.losses.append(stats.loss)
+        findings.grad_norms.append(stats.grad_norm)
+    findings.weights.extend(_weights(parts))
+    return findings
+
+
+def _checksums(parts: Parts) -> dict[int, int]:
+    """Sample index -> checksum of what this rank is about to feed, if it feeds anything."""
+    batch, at = batch_numbers(parts.config), parts.mesh.at
+    found = {}
+    for m in range(batch.chunks):
+        tokens, labels, indices = parts.feed.microbatch(
+            parts.state.samples_seen, at.dp_rank, parts.mesh.grid.dp, batch.micro_batch_size, batch.chunks, m
+        )
+        found.update({int(i): checksum(t, y) for t, y, i in zip(tokens, labels, indices, strict=True)})
+    return found
+
+
+def _weights(parts: Parts) -> list[tuple[ParameterInfo, Any]]:
+    """The weights that this rank stands for: the ones the optimizer steps, in full precision."""
+    found = []
+    for replica in parts.replicas.values():
+        replica.ready_all()
+        for bucket in replica.buckets:
+            if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
+                found += [(p.info, p.tensor.clone()) for p in flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)]
+    return found
+
+
+def _gradients(parts: Parts, factor: float) -> list[tuple[ParameterInfo, Any]]:
+    """The gradients that this rank stands for; gathers over dp."""
+    found = []
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            flat = whole(bucket, bucket.shard_gradient) * factor
+            if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
+                found += [(p.info, p.tensor.clone()) for p in flat_pieces(Kind.WEIGHTS, bucket, flat)]
+    return found
+
+
+def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors out of the ranks' slices; elements that nobody gave are NaN, so that they cannot pass."""
+    whole_tensors: dict[str, Tensor] = {}
+    for info, tensor in parts:
+        full = whole_tensors.setdefault(info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype))
+        if info.slice is None:
+            full.copy_(tensor)
+        else:
+            full.narrow(info.slice.dim, info.slice.start, info.slice.stop - info.slice.start).copy_(tensor)
+    return whole_tensors
+
+
+def merge(ranks: Sequence[RankFindings]) -> Findings:
+    """One layout's findings out of its ranks'."""
+    tokens: list[dict[int, int]] = [{} for _ in ranks[0].tokens]
+    for rank in ranks:
+        for step, checksums in enumerate(rank.tokens):
+            tokens[step].update(checksums)
+    return Findings(
+        ranks[0].losses,
+        ranks[0].grad_norms,
+        tokens,
+        assemble([part for rank in ranks for part in rank.initial]),
+        assemble([part for rank in ranks for part in rank.gradients]),
+        assemble([part for rank in ranks for part in rank.weights]),
+    )
+
+
+def verify(
+    config: RunConfig,
+    layouts: Sequence[Layout],
+    pool: Pool,
+    *,
+    global_batch: int,
+    steps: int = 10,
+    dtype: str = "float64",
+    random_tokens: bool = False,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Run the reference once and each layout twice; compare by the bars of the precision.
+
+    Raises:
+        UserError: a layout that cannot be (its message says why).
+    """
+    plain = layout_config(config, Layout(), global_batch, dtype)
+    expected = run_reference(plain, open_feed(plain, random_tokens), steps, DTYPES[dtype])
+    rounding = None
+    if dtype == "float32":
+        exact = run_reference(plain, open_feed(plain, random_tokens), steps, torch.float64)
+        rounding = worst(expected.weights, exact.weights)
+    rows = []
+    for layout in layouts:
+        text = layout_config(config, layout, global_batch, dtype).model_dump_json()
+        runs = [merge(pool.run(run_layout, layout.size, text, steps, random_tokens)) for _ in range(2)]
+        rows.append(compare(str(layout), runs[0], runs[1], expected, BARS[dtype], rounding))
+        on_row(rows[-1])
+    parameters = sum(tensor.numel() for tensor in expected.initial.values())
+    return Report(
+        f"{config.model.builder}, {parameters:,} parameters, {dtype}, {steps} steps of {global_batch} samples "
+        f"of {config.data.sequence_length} tokens, against one plain process",
+        rows,
+    )
