@@ -1,0 +1,213 @@
+"""The door to megatron.core.datasets: Megatron's ``.bin``/``.idx`` pair, checked whole before it is opened.
+
+    prefix.bin   the tokens of all documents, one after the other, as one plain array
+    prefix.idx   b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, num_sequences n u64, num_document_ends d u64,
+                 lengths i32[n], byte offsets i64[n], document ends i64[d]          (little endian)
+
+megatron-core asserts, or reads past the end, where a file is damaged; :func:`inspect` reads the index by itself first
+and says what is wrong and what to do. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a damaged
+corpus is reported before any rank starts. No other file imports ``megatron.core.datasets``.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framework.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+_SEQUENCES_AT_ONCE = 1 << 20
+_AGAIN = "prepare the corpus again, or copy both files again from where they are whole"
+
+
+class Index(NamedTuple):
+    """What an ``.idx`` says, and the ``.bin`` agrees with."""
+
+    prefix: Path
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+
+
+def bin_path(prefix: Path) -> Path:
+    """``prefix.bin``: appended, not replaced, because a prefix may have dots of its own."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """``prefix.idx``."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smaller of Megatron's two token types that holds the vocabulary (the bound is Megatron's own)."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def inspect(prefix: Path) -> Index:
+    """Check a corpus without opening it through megatron-core; cost: one pass over the index, none over the tokens.
+
+    Raises :class:`DataError`: a missing file, a bad magic or version, a truncated index, sizes that do not match the
+    ``.bin``, a dtype that is no integer, no tokens at all.
+    """
+    _check_present(prefix)
+    index_file, tokens_file = idx_path(prefix), bin_path(prefix)
+    try:
+        index_bytes = index_file.stat().st_size
+        with index_file.open("rb") as stream:
+            head = stream.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            raise DataError(f"{index_file} ends inside its header ({len(head)} of {_HEADER.size} bytes): {_AGAIN}")
+        magic, version, code, num_sequences, num_ends = _HEADER.unpack(head)
+        if magic != _MAGIC or version != 1:
+            raise DataError(
+                f"{index_file} is no index of a Megatron corpus: it starts with {magic!r} version {version}, "
+                f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix"
+            )
+        if code not in _DTYPES:
+            raise DataError(f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {_AGAIN}")
+        dtype = _DTYPES[code]
+        if dtype.kind not in "iu":
+            raise DataError(
+                f"{index_file} says that the corpus holds {dtype.name}: token ids must be integers. "
+                f"Write it again as uint16 (vocabulary below 65500) or int32"
+            )
+        expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_ends
+        if index_bytes == expected_bytes + num_sequences and num_sequences > 0:
+            raise DataError(f"{index_file} is a multimodal index (a mode per sequence): only plain token corpora train")
+        if index_bytes != expected_bytes:
+            raise DataError(
+                f"{index_file} has {index_bytes:,} bytes where {num_sequences:,} sequences and {num_ends:,} document "
+                f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {_AGAIN}"
+            )
+        num_tokens = _check_sequences(index_file, num_sequences, dtype)
+        _check_documents(index_file, num_sequences, num_ends)
+        tokens_bytes = tokens_file.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read the corpus {prefix}: {error}") from error
+    if tokens_bytes != num_tokens * dtype.itemsize:
+        raise DataError(
+            f"{tokens_file} has {tokens_bytes:,} bytes where its index counts {num_tokens:,} {dtype.name} tokens = "
+            f"{num_tokens * dtype.itemsize:,} bytes: the two files do not belong together or a copy was cut short. "
+            f"Next: {_AGAIN}"
+        )
+    if num_tokens == 0:
+        raise DataError(f"the corpus {prefix} is empty: {num_ends - 1} documents, 0 tokens. Prepare it from other text")
+    return Index(prefix, dtype, num_sequences, num_ends - 1, num_tokens)
+
+
+def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> None:
+    """Write a corpus with Megatron's own builder, a sequence per document. Not atomic: write aside and rename."""
+    builder = _megatron_indexed_dataset().IndexedDatasetBuilder(str(bin_path(prefix)), token_dtype(vocab_size).type)
+    for document in documents:
+        assert document.ndim == 1 and 0 <= int(document.min()) <= int(document.max()) < vocab_size
+        builder.add_document(document, [document.size])
+    builder.finalize(str(idx_path(prefix)))
+
+
+class TokenStream:
+    """All tokens of a corpus as one stream, memory-mapped by Megatron's ``IndexedDataset``; read in slices.
+
+    Opened at the first read: who only checks a corpus, or never needs a token of it, does not import megatron-core.
+    """
+
+    def __init__(self, index: Index) -> None:
+        """``index``: of :func:`inspect`, so that what is opened was checked."""
+        self.index = index
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return _megatron_indexed_dataset().IndexedDataset(str(self.index.prefix))
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.index.num_tokens
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens ``[start, start + count)`` as a copy, (count,) int64: no view keeps the mapping open."""
+        assert start >= 0 and start + count <= len(self), (start, count, len(self))
+        offset_bytes = start * self.index.dtype.itemsize
+        raw: NDArray[Any] = self._dataset.bin_reader.read(self.index.dtype.type, count, offset_bytes)
+        return raw.astype(np.int64)
+
+
+def _megatron_indexed_dataset() -> Any:
+    """The module, imported at first use.
+
+    Its import warns four times that optional CUDA packages are missing. Nothing here needs them: exactly that message
+    is silenced, and only during the import.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def _check_present(prefix: Path) -> None:
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if not missing:
+        return
+    if prefix.suffix in (".bin", ".idx") and prefix.is_file():
+        raise DataError(f"{prefix} names one file of the pair: write {prefix.with_suffix('')} (no suffix)")
+    if len(missing) == 1:
+        raise DataError(
+            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {_AGAIN}"
+        )
+    folder = prefix.parent
+    if not folder.is_dir():
+        there = f"the directory {folder} does not exist"
+    else:
+        found = sorted(path.stem for path in folder.glob("*.idx"))
+        there = f"{folder} holds {', '.join(found)}" if found else f"{folder} holds no .idx file"
+    raise DataError(
+        f"there is no corpus at {prefix} (neither {prefix.name}.bin nor {prefix.name}.idx; {there}). Prepare one, or "
+        f"point the config at the path of a .bin/.idx pair without its suffix"
+    )
+
+
+def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any]) -> int:
+    """The sequences lie one after the other without a hole; returns the number of tokens."""
+    next_byte = 0
+    for first in range(0, num_sequences, _SEQUENCES_AT_ONCE):
+        count = min(_SEQUENCES_AT_ONCE, num_sequences - first)
+        lengths = np.fromfile(index_file, np.int32, count, offset=_HEADER.size + 4 * first).astype(np.int64)
+        offsets = np.fromfile(index_file, np.int64, count, offset=_HEADER.size + 4 * num_sequences + 8 * first)
+        ends = next_byte + np.cumsum(lengths) * dtype.itemsize
+        wrong = np.flatnonzero((offsets != ends - lengths * dtype.itemsize) | (lengths < 0))
+        if wrong.size:
+            at = int(wrong[0])
+            raise DataError(
+                f"{index_file}: sequence {first + at} of {num_sequences} has length {lengths[at]} at byte "
+                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {_AGAIN}"
+            )
+        next_byte = int(ends[-1])
+    return next_byte // dtype.itemsize
+
+
+def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> None:
+    ends = np.fromfile(index_file, np.int64, num_ends, offset=_HEADER.size + 12 * num_sequences)
+    if num_ends == 0 or ends[0] != 0 or ends[-1] != num_sequences or bool(np.any(np.diff(ends) < 0)):
+        raise DataError(
+            f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
+            f"the index is damaged. Next: {_AGAIN}"
+        )

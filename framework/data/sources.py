@@ -1,0 +1,166 @@
+"""Where the text comes from: named, hashed documents, one per file, in an order that only the names decide."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from framework.errors import DataError
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+class Document(NamedTuple):
+    """One file of text that was seen to be utf-8 and not empty."""
+
+    name: str
+    """Path relative to the root of the source, with forward slashes: the same on any machine."""
+    path: Path
+    sha256: str
+    num_bytes: int
+
+    def text(self) -> str:
+        """The text, line ends as they are; :class:`DataError` where the file is no longer what was listed."""
+        raw = _read_bytes(self.path)
+        if sha256(raw).hexdigest() != self.sha256:
+            raise DataError(
+                f"{self.path} changed while the corpus was being prepared: run it again when nobody writes there"
+            )
+        return raw.decode("utf-8")
+
+    def place(self) -> float:
+        """A number in [0, 1) that depends on the name alone: documents added later move no other document."""
+        return int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
+
+
+class Source(NamedTuple):
+    """Documents sorted by name, and one line that says what they are."""
+
+    documents: tuple[Document, ...]
+    description: str
+
+    def sha256(self) -> str:
+        """Digest over names and contents."""
+        digest = sha256()
+        for document in self.documents:
+            digest.update(os.fsencode(f"{document.name}\0{document.sha256}\n"))
+        return digest.hexdigest()
+
+
+class Splits(NamedTuple):
+    """Each document is in exactly one."""
+
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+
+
+def stdlib() -> Source:
+    """The ``.py`` files of the running Python's standard library, without its test suites and installed packages.
+
+    Files that are not utf-8 and empty ones (``__init__.py``) are left out: the library keeps a few on purpose.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _NOT_LIBRARY)
+        found += [Path(folder) / name for name in names if name.endswith(".py")]
+    documents = _documents(found, root, skip_other_encodings=True)
+    if not documents:
+        raise DataError(
+            f"no Python source of the standard library under {root}: this Python was installed without it; "
+            f"prepare a corpus from text files of your own instead"
+        )
+    return Source(documents, f"Python {platform.python_version()} standard library, .py files without tests")
+
+
+def files(paths: Sequence[Path], root: Path | None = None) -> Source:
+    """Text files, and all files below folders (hidden ones left out).
+
+    ``root``: what names are relative to; default: the folder that all have in common. A file that is missing or not
+    utf-8 is a :class:`DataError`: it was asked for.
+    """
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found |= {file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))}
+        elif path.is_file():
+            found.add(path)
+        else:
+            raise DataError(f"there is no file or folder {path} to prepare a corpus from")
+    resolved = {path.resolve() for path in found}
+    if not resolved:
+        raise DataError(
+            f"no files to prepare a corpus from in {', '.join(map(str, paths)) or 'an empty list of paths'}"
+        )
+    base = root.resolve() if root else Path(os.path.commonpath([str(path.parent) for path in resolved]))
+    outside = [path for path in resolved if not path.is_relative_to(base)]
+    if outside:
+        raise DataError(
+            f"{outside[0]} is not below the root {base}: names are relative to it, choose a folder above both"
+        )
+    documents = _documents(resolved, base, skip_other_encodings=False)
+    if not documents:
+        raise DataError(f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})")
+    return Source(documents, f"{len(documents)} text files")
+
+
+def split(source: Source, validation_share: float) -> Splits:
+    """Every document into one split, by the hash of its name. A share above 0 gives at least one to validation."""
+    if not 0.0 <= validation_share < 1.0:
+        raise DataError(
+            f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05"
+        )
+    if validation_share == 0.0:
+        return Splits(source.documents, ())
+    if len(source.documents) < 2:
+        raise DataError(
+            f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
+            f"more files, or validation_share=0 for no validation corpus"
+        )
+    by_place = sorted(source.documents, key=lambda document: (document.place(), document.name))
+    num_validation = sum(document.place() < validation_share for document in by_place)
+    num_validation = min(max(num_validation, 1), len(by_place) - 1)
+    chosen = {document.name for document in by_place[:num_validation]}
+    return Splits(
+        tuple(document for document in source.documents if document.name not in chosen),
+        tuple(document for document in source.documents if document.name in chosen),
+    )
+
+
+def texts(documents: Iterable[Document]) -> Iterator[str]:
+    """The texts one at a time: a corpus need not fit in memory."""
+    return (document.text() for document in documents)
+
+
+def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool) -> tuple[Document, ...]:
+    documents = []
+    for path in paths:
+        raw = _read_bytes(path)
+        if not raw:
+            continue
+        try:
+            raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if skip_other_encodings:
+                continue
+            raise DataError(
+                f"{path} is not utf-8 (byte {error.object[error.start]:#04x} at {error.start}): convert or omit it"
+            ) from error
+        documents.append(Document(path.relative_to(root).as_posix(), path, sha256(raw).hexdigest(), len(raw)))
+    return tuple(sorted(documents))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

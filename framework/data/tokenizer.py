@@ -1,0 +1,72 @@
+"""The byte-level BPE tokenizer (Hugging Face ``tokenizers``): train, load, encode with end of document.
+
+Byte level means that any text round-trips and no token is unknown: after the special token come the 256 bytes, the rest
+are merges in the order of their frequency. Training is a function of the texts and of the vocabulary size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from framework.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""256 bytes and the end of document."""
+_TEXTS_AT_ONCE = 64
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn the merges. A small corpus may have fewer pairs to merge: ask ``get_vocab_size()`` afterwards."""
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(
+            f"a vocabulary of {vocab_size} is too small for byte-level BPE: 256 bytes and {END_OF_DOCUMENT} need "
+            f"{SMALLEST_VOCAB}; 4096 is a good size for a few megabytes of text"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load(path: Path) -> Tokenizer:
+    """Read a ``tokenizer.json``, of this project or of any model."""
+    if not path.is_file():
+        raise DataError(f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise DataError(f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again") from error
+
+
+def end_of_document_id(tokenizer: Tokenizer) -> int | None:
+    """The id of ``<|endoftext|>``, or None where the tokenizer has no such token."""
+    found: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
+    return found
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[NDArray[np.int64]]:
+    """Token ids of each text with the end of document appended, (n + 1,) each.
+
+    A text that spells out ``<|endoftext|>`` itself is encoded as those characters: only the appended one ends it.
+    """
+    end = end_of_document_id(tokenizer)
+    assert end is not None
+    tokenizer.encode_special_tokens = True
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _TEXTS_AT_ONCE)):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield np.array([*encoding.ids, end], dtype=np.int64)

@@ -1,0 +1,164 @@
+"""The door to Megatron's indexed datasets: whole corpora open, each kind of damage is named with its file."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from framework.data import indexed
+from framework.data.indexed import TokenStream, inspect
+from framework.errors import DataError
+
+DOCUMENTS = [np.array([5, 6, 7, 0]), np.array([0]), np.arange(100, 120)]
+
+
+def build(
+    prefix: Path, dtype: type = np.uint16, documents: list[np.ndarray] = DOCUMENTS, multimodal: bool = False
+) -> Path:
+    """Write with Megatron's own builder, as its preprocess_data.py does."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, multimodal=multimodal)
+    for document in documents:
+        builder.add_document(document, [document.size], [0] if multimodal else None)
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_reads_what_megatron_wrote(tmp_path: Path, dtype: type) -> None:
+    index = inspect(build(tmp_path / "corpus.v1", dtype))
+    assert (index.dtype, index.num_documents, index.num_sequences, index.num_tokens) == (np.dtype(dtype), 3, 3, 25)
+    stream = TokenStream(index)
+    everything = np.concatenate(DOCUMENTS)
+    assert stream.read(0, 25).dtype == np.int64
+    for start, count in [(0, 25), (3, 2), (24, 1), (5, 20)]:
+        assert stream.read(start, count).tolist() == everything[start : start + count].tolist()
+
+
+def test_megatron_reads_what_we_wrote(tmp_path: Path) -> None:
+    for vocab_size, dtype in [(4096, np.uint16), (128_256, np.int32)]:
+        prefix = tmp_path / str(vocab_size)
+        indexed.write(prefix, DOCUMENTS, vocab_size)
+        dataset = IndexedDataset(str(prefix))
+        assert dataset.index.dtype == dtype
+        assert [dataset[i].tolist() for i in range(3)] == [document.tolist() for document in DOCUMENTS]
+        assert dataset.document_indices.tolist() == [0, 1, 2, 3]
+
+
+def test_documents_of_several_sequences_open(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=np.int32)
+    builder.add_document(np.arange(9), [4, 5])
+    builder.add_document(np.arange(3), [3])
+    builder.finalize(str(tmp_path / "c.idx"))
+    index = inspect(tmp_path / "c")
+    assert (index.num_documents, index.num_sequences, index.num_tokens) == (2, 3, 12)
+
+
+def test_a_large_index_is_checked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "_SEQUENCES_AT_ONCE", 7)
+    rng = np.random.default_rng(0)
+    documents = [np.arange(n) for n in rng.integers(1, 30, 50)]
+    prefix = build(tmp_path / "c", documents=documents)
+    assert inspect(prefix).num_tokens == sum(map(len, documents))
+    patch(indexed.idx_path(prefix), 34 + 4 * 40, struct.pack("<i", documents[40].size + 1))
+    with pytest.raises(DataError, match="sequence 41 of 50"):
+        inspect(prefix)
+
+
+def patch(path: Path, offset: int, raw: bytes) -> None:
+    """Overwrite bytes in the middle of a file."""
+    with path.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(raw)
+
+
+def cut(path: Path, by: int) -> None:
+    """Take bytes off the end of a file."""
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+# This .idx: header 34 bytes, 3 lengths i32 at 34, 3 offsets i64 at 46, 4 document ends i64 at 70; 102 bytes in all.
+DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no .bin": (lambda tokens, index: tokens.unlink(), r"c\.bin is missing.*other half"),
+    "no .idx": (lambda tokens, index: index.unlink(), r"c\.idx is missing.*other half"),
+    "bad magic": (lambda tokens, index: patch(index, 0, b"PK\x03\x04"), r"c\.idx is no index of a Megatron corpus"),
+    "bad version": (lambda tokens, index: patch(index, 9, b"\x02"), "version 2, expected .* version 1"),
+    "empty .idx": (lambda tokens, index: index.write_bytes(b""), r"c\.idx ends inside its header \(0 of 34"),
+    "cut in the header": (lambda tokens, index: cut(index, 80), r"ends inside its header \(22 of 34"),
+    "cut short": (lambda tokens, index: cut(index, 5), r"c\.idx has 97 bytes where 3 sequences.* need 102"),
+    "absurd count": (lambda tokens, index: patch(index, 18, b"\xff" * 8), r"c\.idx has 102 bytes where"),
+    "unknown dtype": (lambda tokens, index: patch(index, 17, b"\x2a"), "unknown dtype code 42"),
+    "float dtype": (lambda tokens, index: patch(index, 17, b"\x07"), r"holds float32: token ids must be integers"),
+    "wrong dtype": (lambda tokens, index: patch(index, 17, b"\x04"), r"c\.idx: sequence 1 of 3 .*does not continue"),
+    "negative length": (lambda tokens, index: patch(index, 34, struct.pack("<i", -4)), "sequence 0 of 3 has length -4"),
+    "wrong offset": (lambda tokens, index: patch(index, 54, struct.pack("<q", 9)), "sequence 1 of 3 .* at byte 9"),
+    "wrong documents": (lambda tokens, index: patch(index, 94, struct.pack("<q", 9)), "document ends do not rise"),
+    "falling documents": (lambda tokens, index: patch(index, 78, struct.pack("<q", 3)), "document ends do not rise"),
+    ".bin cut short": (lambda tokens, index: cut(tokens, 2), r"c\.bin has 48 bytes where .* 25 uint16 tokens = 50"),
+    ".bin of another": (lambda tokens, index: tokens.write_bytes(b"0" * 60), r"c\.bin has 60 bytes .*belong together"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+    prefix = build(tmp_path / "c")
+    spoil, message = DAMAGE[kind]
+    spoil(indexed.bin_path(prefix), indexed.idx_path(prefix))
+    with pytest.raises(DataError, match=message) as caught:
+        inspect(prefix)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_no_documents_is_an_empty_corpus(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"corpus .*c is empty: 0 documents, 0 tokens"):
+        inspect(build(tmp_path / "c", documents=[]))
+
+
+def test_multimodal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="multimodal"):
+        inspect(build(tmp_path / "c", multimodal=True))
+
+
+def test_a_missing_corpus_says_what_is_there(tmp_path: Path) -> None:
+    build(tmp_path / "train")
+    with pytest.raises(DataError, match=r"no corpus at .*trian .*holds train"):
+        inspect(tmp_path / "trian")
+    with pytest.raises(DataError, match=r"the directory .*nowhere does not exist"):
+        inspect(tmp_path / "nowhere" / "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty holds no \.idx file"):
+        inspect(tmp_path / "empty" / "train")
+
+
+def test_a_prefix_with_its_suffix_says_what_to_write(tmp_path: Path) -> None:
+    prefix = build(tmp_path / "train")
+    with pytest.raises(DataError, match=rf"write {prefix} \(no suffix\)"):
+        inspect(tmp_path / "train.bin")
+
+
+def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
+    """A check imports neither torch nor megatron-core; opening does, without a warning of any kind."""
+    prefix = build(tmp_path / "c")
+    code = (
+        "import sys; from pathlib import Path; from framework.data.indexed import TokenStream, inspect\n"
+        f"index = inspect(Path({str(prefix)!r}))\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules)\n"
+        "print(TokenStream(index).read(1, 2).tolist())\n"
+        "import torch; assert not torch.distributed.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[6, 7]\n", "")
+
+
+def test_there_is_one_door() -> None:
+    framework = Path(indexed.__file__).parents[1]
+    doors = [
+        path.name for path in framework.rglob("*.py") if "import indexed_dataset" in path.read_text(encoding="utf-8")
+    ]
+    assert doors == ["indexed.py"]
