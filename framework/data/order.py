@@ -5,7 +5,7 @@
 Every epoch is a permutation of 0..N-1, keyed by (seed, epoch): a Feistel network over the smallest even number of bits
 that holds N, walked until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 Why not a shuffled table: at 10^9 samples it costs 8 GB per rank or a file to share, and minutes at each start; this
-costs some ten microseconds per sample, and a resumed run needs nothing but the index. Pure: no torch and no rank.
+costs two to nine microseconds a sample, and a resumed run needs nothing but the index. Pure: no torch and no rank.
 
       left | right          one round; w bits each side
         |  \\   |            left, right = right, left ^ mix(right + key)
