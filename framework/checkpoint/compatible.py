@@ -1,0 +1,74 @@
+"""May this run go on from that checkpoint? What must not change is refused by name; what may is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from framework.checkpoint.manifest import Manifest
+from framework.errors import CheckpointError
+
+REFUSED = {
+    "model.builder": "it is another model",
+    "model.options": "it is another model",
+    "data.sequence_length": "the samples would be cut elsewhere",
+    "batch.global_batch": "a step would be another number of samples, as the learning rate's schedule does not expect; "
+    "change micro_batch_size or chunks so that it stays, on any number of ranks",
+    "run.seed": "samples and dropout would be drawn anew",
+    "train.dtype": "the numbers would be rounded otherwise than before",
+}
+"""Fields, or sections, that are the run itself; and what would be wrong with a change."""
+
+
+def compatible(
+    manifest: Manifest, config: Mapping[str, Any], data_fingerprint: Mapping[str, str], *, place: str = "the checkpoint"
+) -> list[str]:
+    """The allowed changes between the saved run and this one (layout, learning rate, ...), a line each, to be printed.
+
+    ``config``: the resolved configuration as JSON, ``RunConfig.model_dump(mode="json")``. Raises CheckpointError naming
+    every field whose change is not allowed, with both values. Paths of the corpus may change: its fingerprint may not.
+    """
+    saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
+    problems, differences = [], []
+    for path in sorted(saved.keys() | now.keys()):
+        before, after = saved.get(path, _ABSENT), now.get(path, _ABSENT)
+        if before == after:
+            continue
+        reason = next((why for field, why in REFUSED.items() if path == field or path.startswith(f"{field}.")), None)
+        if reason is None:
+            differences.append(f"{path}: {_show(before)} -> {_show(after)}")
+        else:
+            problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
+    for name in sorted(manifest.data_fingerprint.keys() | data_fingerprint.keys()):
+        before, after = manifest.data_fingerprint.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
+        if before != after:
+            problems.append(
+                f"data fingerprint {name!r} was {_show(before)} and is {_show(after)}: "
+                f"the samples seen so far were others"
+            )
+    if problems:
+        raise CheckpointError(
+            f"{place} (step {manifest.step}) cannot go on as this run:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+            + "\nset these back to go on, or choose another run.name to start anew"
+        )
+    return differences
+
+
+_ABSENT = object()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is _ABSENT else json.dumps(value)

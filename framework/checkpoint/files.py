@@ -1,0 +1,90 @@
+"""Where checkpoints lie, and bytes that are on the disk and not only on their way: write, fsync, hash, rename."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from framework.errors import CheckpointError
+
+Warn = Callable[[str], None]
+
+
+def to_stderr(message: str) -> None:
+    """Where warnings go when nobody else takes them."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def checkpoints_directory(run_directory: Path) -> Path:
+    """The place of checkpoints in a run directory."""
+    return run_directory / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    """Name of the directory of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a CheckpointError that names the place and the errno."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or repair the place; "
+            f"checkpoints already published stand as they were"
+        ) from error
+
+
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Make a new file of the chunks, fsync it, and return its size and the sha256 of what was *meant* to be written.
+
+    The hash is taken from memory on the way out, not by reading back, so that it can witness against the disk.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    with explained(path), path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a synced file whose name is not is lost all the same."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file as it lies on the disk now."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def regular_size(path: Path) -> int | None:
+    """Size in bytes of a regular file; None when there is none or it is something else, a symlink above all."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def remove_directory(path: Path, aside: Path) -> None:
+    """Delete a directory so that no reader ever meets a half of it: first away by one rename, then file by file."""
+    path.rename(aside)
+    sync_directory(aside.parent)
+    shutil.rmtree(aside)

@@ -1,0 +1,44 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from framework.checkpoint.files import Warn, explained, remove_directory, to_stderr
+from framework.checkpoint.read import Candidate, find, open_checkpoint
+from framework.errors import CheckpointError
+
+
+def prune(run_directory: Path, keep_last: int, *, warn: Warn = to_stderr) -> list[Candidate]:
+    """Delete all but the newest ``keep_last`` sound checkpoints and return what was deleted. One rank calls it.
+
+    A damaged checkpoint never counts among those that are kept; what is older than the last one kept goes, damaged or
+    not. Before anything is deleted the newest is read back and its hashes verified; when it fails, a warning says so
+    and all stay.
+    """
+    assert keep_last >= 1, keep_last
+    sound: list[Candidate] = []
+    candidates = find(run_directory)
+    for candidate in candidates:
+        try:
+            open_checkpoint(candidate.path)
+        except CheckpointError as error:
+            warn(f"checkpoint {candidate.path.name} does not count among the {keep_last} to keep: {error}")
+            continue
+        sound.append(candidate)
+        if len(sound) == keep_last:
+            break
+    if len(sound) < keep_last:
+        return []
+    doomed = [candidate for candidate in candidates if candidate.step < sound[-1].step]
+    if not doomed:
+        return []
+    try:
+        open_checkpoint(sound[0].path).verify()
+    except CheckpointError as error:
+        warn(f"older checkpoints are kept, as the newest does not verify: {error}")
+        return []
+    for candidate in doomed:
+        with explained(candidate.path):
+            remove_directory(candidate.path, candidate.path.with_name(f".tmp-{candidate.path.name}-deleted"))
+    return doomed

@@ -1,0 +1,256 @@
+"""The manifest: what a checkpoint says of itself, how it is written down, and what is refused when it is read back.
+
+Everything here works on text and numbers; no tensor is touched. A manifest may come from anywhere, so reading is
+strict: unknown or duplicate keys, numbers that are not whole and non-negative, file names that are more than a plain
+name, tensors that are not covered exactly once by their pieces: all refused before a shard is opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import reprlib
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from framework.errors import CheckpointError
+
+FORMAT: Final = "meshwright-checkpoint"
+VERSION: Final = 1
+MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"
+
+Count = Annotated[int, Field(ge=0, lt=2**60)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
+"""A plain name: no separator, no leading dot, so that no piece can lie outside its checkpoint."""
+
+
+class Kind(StrEnum):
+    """What a tensor is to its parameter. The value is the first part of the tensor's name."""
+
+    WEIGHTS = "weights"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+    def of(self, parameter: str) -> str:
+        """Name of the tensor in manifest and shards."""
+        return f"{self}/{parameter}"
+
+
+class Dtype(StrEnum):
+    """Element types, under the names that safetensors gives them."""
+
+    F64 = "F64"
+    F32 = "F32"
+    F16 = "F16"
+    BF16 = "BF16"
+    I64 = "I64"
+    I32 = "I32"
+    U8 = "U8"
+
+
+class Head(NamedTuple):
+    """What the run knows of a checkpoint besides its tensors. All of it plain JSON."""
+
+    step: int
+    samples_seen: int
+    seed: int
+    config: Mapping[str, Any]
+    """The resolved configuration: ``RunConfig.model_dump(mode="json")``."""
+    data_fingerprint: Mapping[str, str]
+    """What must not change under a resumed run, by name: ``{"train": "...", "tokenizer": "..."}``."""
+    state: Mapping[str, Any]
+    """Scalar state, such as the optimizer's step count."""
+
+
+class Strict(BaseModel):
+    """A frozen part of the JSON: no unknown keys, no number out of text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Part(Strict):
+    """One piece of a tensor: the box ``[offset, offset + shape)`` of it, and where its numbers are."""
+
+    file: FileName
+    key: str
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+
+
+class Entry(Strict):
+    """One tensor of the model: global shape (no padding), dtype, pieces."""
+
+    shape: tuple[Count, ...]
+    dtype: Dtype
+    pieces: tuple[Part, ...]
+
+
+class File(Strict):
+    """One shard on disk."""
+
+    size: Count
+    """Bytes."""
+    sha256: Digest
+
+
+class Manifest(Strict):
+    """The whole manifest. ``version`` rises when an older reader could misunderstand a newer checkpoint."""
+
+    format: Literal["meshwright-checkpoint"]
+    version: Literal[1]
+    step: Count
+    samples_seen: Count
+    seed: Count
+    config: dict[str, Any]
+    data_fingerprint: dict[str, str]
+    versions: dict[str, str]
+    state: dict[str, Any]
+    tensors: dict[str, Entry]
+    files: dict[FileName, File]
+
+
+def render(manifest: Manifest) -> bytes:
+    """JSON with a line per tensor and per file, so that two manifests can be compared with ``diff``."""
+    data = manifest.model_dump(mode="json")
+    lines = []
+    for key, value in data.items():
+        if key in ("tensors", "files") and value:
+            inner = [f"  {_json(name)}: {_json(item)}" for name, item in sorted(value.items())]
+            lines.append(f" {_json(key)}: {{\n" + ",\n".join(inner) + "\n }")
+        else:
+            lines.append(f" {_json(key)}: {_json(value)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def render_sums(manifest_sha256: str, files: Mapping[str, File]) -> bytes:
+    """The text of SHA256SUMS, in the form that ``sha256sum -c`` reads. The manifest stands first: it names the rest."""
+    lines = [f"{manifest_sha256}  {MANIFEST}\n"]
+    lines += [f"{file.sha256}  {name}\n" for name, file in sorted(files.items())]
+    return "".join(lines).encode()
+
+
+def parse(text: bytes, place: str) -> Manifest:
+    """The manifest in ``text``; ``place`` is its path, for messages. Raises CheckpointError with the problems found."""
+    try:
+        raw = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place}: not a manifest: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise CheckpointError(f'{place}: not a manifest: "format" is not "{FORMAT}"')
+    if raw.get("version") != VERSION:
+        raise CheckpointError(
+            f"{place}: format version {raw.get('version')!r}, this meshwright reads version {VERSION}: "
+            f"read it with the meshwright that wrote it ({raw.get('versions')})"
+        )
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        found = [
+            f"{place}: {'.'.join(map(str, e['loc']))}: {e['msg']} (it is {reprlib.repr(e['input'])})"
+            for e in error.errors()[:20]
+        ]
+        raise CheckpointError("\n".join(found)) from error
+    problems = check(manifest)
+    if problems:
+        raise CheckpointError("\n".join(f"{place}: {problem}" for problem in problems[:20]))
+    return manifest
+
+
+def check(manifest: Manifest) -> list[str]:
+    """What is wrong between the parts of a well-formed manifest: names, files, and each tensor covered exactly once."""
+    problems = []
+    kinds = {str(kind) for kind in Kind}
+    used: set[tuple[str, str]] = set()
+    for name, entry in manifest.tensors.items():
+        kind, _, parameter = name.partition("/")
+        if kind not in kinds or not parameter:
+            problems.append(f"tensor {name!r}: the name must be <kind>/<parameter> with a kind of {sorted(kinds)}")
+        for part in entry.pieces:
+            if part.file not in manifest.files:
+                problems.append(f"tensor {name!r}: its file {part.file} has no size and hash in the manifest")
+            if (part.file, part.key) in used:
+                problems.append(f"tensor {name!r}: {part.file} key {part.key!r} is used twice")
+            used.add((part.file, part.key))
+        problem = coverage(entry)
+        if problem:
+            problems.append(f"tensor {name!r}: {problem}")
+    return problems
+
+
+def coverage(entry: Entry) -> str | None:
+    """None when every element of the tensor lies in exactly one piece; otherwise what is wrong.
+
+    Boxes inside the tensor, no two of which overlap, whose sizes add up to the tensor's: that is an exact cover. Pieces
+    cut along one dim (all that tensor parallelism makes) need only their neighbours compared; other boxes are compared
+    pairwise.
+    """
+    rank = len(entry.shape)
+    for part in entry.pieces:
+        if len(part.offset) != rank or len(part.shape) != rank:
+            return f"offset {part.offset} and shape {part.shape} have not the {rank} dims of {list(entry.shape)}"
+        if any(o + n > size for o, n, size in zip(part.offset, part.shape, entry.shape, strict=True)):
+            return f"{_box(part)} reaches beyond the shape {list(entry.shape)}"
+        if 0 in part.shape:
+            return f"{_box(part)} is empty"
+    parts = sorted(entry.pieces, key=lambda part: part.offset)
+    cut_dims = [dim for dim in range(rank) if any(part.shape[dim] != entry.shape[dim] for part in parts)]
+    if len(cut_dims) <= 1:
+        pairs = list(itertools.pairwise(parts))
+    else:
+        pairs = [(a, b) for i, a in enumerate(parts) for b in parts[:i]]
+    for a, b in pairs:
+        if intersection(a.offset, a.shape, b.offset, b.shape) is not None:
+            return f"{_box(a)} and {_box(b)} overlap: the same elements were written twice"
+    held = sum(_numel(part.shape) for part in parts)
+    if held != _numel(entry.shape):
+        return f"the pieces hold {held} of the {_numel(entry.shape)} elements of shape {list(entry.shape)}: " + (
+            ", ".join(map(_box, parts)) or "no piece at all"
+        )
+    return None
+
+
+def intersection(
+    offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
+) -> tuple[tuple[int, int], ...] | None:
+    """``(start, stop)`` per dim of the common part of two boxes, in global coordinates; None when there is none."""
+    common = []
+    for o, n, other_o, other_n in zip(offset, shape, other_offset, other_shape, strict=True):
+        start, stop = max(o, other_o), min(o + n, other_o + other_n)
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _box(part: Part) -> str:
+    ranges = ", ".join(f"{o}:{o + n}" for o, n in zip(part.offset, part.shape, strict=True))
+    return f"[{ranges}] in {part.file}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
+
+
+def _no_constants(text: str) -> Any:
+    raise ValueError(f"{text} is no number that a checkpoint may hold")

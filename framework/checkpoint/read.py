@@ -1,0 +1,221 @@
+"""Find, check and read checkpoints: any layout's slices out of any other's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from framework.checkpoint.files import (
+    Warn,
+    checkpoints_directory,
+    explained,
+    regular_size,
+    sha256_of,
+    step_name,
+    to_stderr,
+)
+from framework.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, intersection, parse, render_sums
+from framework.checkpoint.shard import TORCH_DTYPES, held_box
+from framework.errors import CheckpointError
+from framework.parameters import ParameterInfo
+
+MAX_MANIFEST_BYTES = 2**30
+
+
+class Candidate(NamedTuple):
+    """A directory that has the name of a checkpoint; whether it is a sound one is for ``open_checkpoint`` to say."""
+
+    step: int
+    path: Path
+
+
+def find(run_directory: Path) -> list[Candidate]:
+    """All published checkpoints of a run, newest first, by name alone; temporary and set-aside ones never count."""
+    directory = checkpoints_directory(run_directory)
+    if not directory.is_dir():
+        return []
+    found = []
+    for path in directory.iterdir():
+        match = re.fullmatch(r"step-(\d{8,18})", path.name, flags=re.ASCII)
+        if match and path.name == step_name(int(match[1])) and path.is_dir():
+            found.append(Candidate(int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint whose manifest is sound and whose files are there with their sizes; the hashes are for ``verify``.
+
+    Cheap: reads the manifest and looks at file sizes. Raises CheckpointError with every missing or truncated file.
+    """
+    text = _read_small(path / MANIFEST)
+    sums = _read_small(path / SUMS)
+    digest = hashlib.sha256(text).hexdigest()
+    if not sums.startswith(digest.encode()):
+        raise CheckpointError(f"{path / MANIFEST}: its sha256 is not the one in {SUMS}: one of the two is damaged")
+    manifest = parse(text, str(path / MANIFEST))
+    if sums != render_sums(digest, manifest.files):
+        raise CheckpointError(f"{path / SUMS}: does not hold the hashes that are in the manifest: it is damaged")
+    name = re.fullmatch(r"step-(\d+)", path.name, flags=re.ASCII)
+    if name and int(name[1]) != manifest.step:
+        raise CheckpointError(f"{path}: its manifest is of step {manifest.step}: give the directory back its name")
+    problems = []
+    for file, expected in sorted(manifest.files.items()):
+        size = regular_size(path / file)
+        if size is None:
+            problems.append(f"{path / file}: is missing (or no regular file)")
+        elif size != expected.size:
+            problems.append(f"{path / file}: {size} bytes, the manifest says {expected.size}")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return Checkpoint(path, manifest, digest)
+
+
+def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint | None:
+    """The newest checkpoint that verifies, hashes and all; a warning names the bad file of each one passed over.
+
+    None: the run has no checkpoint yet. Some, but none that verifies: CheckpointError, as a start from fresh weights
+    would throw the run away without a word. Reads every byte of a checkpoint: one rank calls it and tells the others
+    the step, who then use ``open_checkpoint`` and may compare ``digest``.
+    """
+    candidates = find(run_directory)
+    failures = []
+    for candidate in candidates:
+        try:
+            checkpoint = open_checkpoint(candidate.path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            failures.append(str(error))
+            warn(f"checkpoint {candidate.path.name} is passed over: {error}")
+        else:
+            return checkpoint
+    if failures:
+        raise CheckpointError(
+            f"{checkpoints_directory(run_directory)}: none of the {len(candidates)} checkpoints verifies:\n"
+            + "\n".join(failures)
+            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
+        )
+    return None
+
+
+class Checkpoint:
+    """A published checkpoint, open for reading. Holds its shards memory-mapped until ``close``."""
+
+    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.digest = digest
+        """sha256 of the manifest, and so of everything: equal on two ranks, they read the same checkpoint."""
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the shards."""
+        self._open.clear()
+
+    def verify(self) -> None:
+        """Hash every file. Raises CheckpointError naming each one whose bytes are not the ones that were written."""
+        names = sorted(self.manifest.files)
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(self._damage, names))
+        problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]
+        if problems:
+            raise CheckpointError("\n".join(problems))
+
+    def _damage(self, name: str) -> str | None:
+        try:
+            actual = sha256_of(self.path / name)
+        except OSError as error:
+            return f"cannot be read: {error.strerror} (errno {error.errno})"
+        if actual != self.manifest.files[name].sha256:
+            return "its sha256 is not the one in the manifest: the file is damaged"
+        return None
+
+    def parameters(self, kind: Kind) -> list[str]:
+        """Names of the parameters that have a tensor of this kind here, sorted."""
+        prefix = kind.of("")
+        return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
+
+    def shape(self, kind: Kind, parameter: str) -> tuple[int, ...]:
+        """Global shape of a tensor that is here."""
+        return self.manifest.tensors[kind.of(parameter)].shape
+
+    def read(self, kind: Kind, info: ParameterInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+        """What this layout holds of a tensor: ``info.local_shape``, padding zero, on the CPU; a copy.
+
+        Only the intersecting slices are read from disk. ``dtype``: None is as stored. None is returned when the
+        checkpoint has no tensors of this kind at all (a float32 run keeps no master weights); a missing name among
+        others of its kind, or another global shape, is a CheckpointError.
+        """
+        name = kind.of(info.name)
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            known = self.parameters(kind)
+            if not known and kind is not Kind.WEIGHTS:
+                return None
+            raise CheckpointError(
+                f"{self.path}: has no tensor {name!r}, which this model needs with shape {list(info.global_shape)}; "
+                f"it has {len(known)} of that kind ({', '.join(known[:3])}, ...): build the model that was saved, "
+                f"or choose another run.name"
+            )
+        if entry.shape != info.global_shape:
+            raise CheckpointError(
+                f"{self.path}: the tensor {name!r} has shape {list(entry.shape)} in the checkpoint and "
+                f"{list(info.global_shape)} in this model: give model.options the values that were saved, "
+                f"or choose another run.name"
+            )
+        local = torch.zeros(info.local_shape, dtype=TORCH_DTYPES[entry.dtype])
+        inside = info.unpadded(local)
+        offset, shape = held_box(info)
+        for part in entry.pieces:
+            common = intersection(offset, shape, part.offset, part.shape)
+            if common is not None:
+                target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
+                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True))
+                inside[target].copy_(self._numbers(part, entry.dtype, source))
+        return local if dtype is None else local.to(dtype)
+
+    def _numbers(self, part: Part, dtype: str, source: tuple[slice, ...]) -> Tensor:
+        """The box ``source`` (in the piece's own coordinates) of one piece."""
+        place = f"{self.path / part.file}: tensor {part.key!r}"
+        try:
+            found = self._file(part.file).get_slice(part.key)
+            shape, stored = tuple(found.get_shape()), found.get_dtype()
+            if (shape, stored) != (part.shape, dtype):
+                raise CheckpointError(
+                    f"{place} is {stored}{list(shape)} in the file and {dtype}{list(part.shape)} in the manifest: "
+                    f"the two do not belong together; take another checkpoint"
+                )
+            numbers = found[source]
+        except SafetensorError as error:
+            raise CheckpointError(f"{place} cannot be read: {error}; take another checkpoint") from error
+        assert isinstance(numbers, Tensor)
+        return numbers
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
+        return self._open[name]
+
+
+def _read_small(path: Path) -> bytes:
+    size = regular_size(path)
+    if size is None:
+        raise CheckpointError(f"{path}: is missing (or no regular file)")
+    if size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file")
+    with explained(path):
+        return path.read_bytes()

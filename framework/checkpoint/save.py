@@ -1,0 +1,203 @@
+"""From pieces to a published checkpoint.
+
+    rank 0          begin            remove what dead attempts left, make .tmp-step-...
+    all             barrier
+    each writer     write_shard      its files and its report, synced
+    all             barrier          every rank's bytes are on the disk
+    rank 0          publish          merge the reports, check the cover, manifest + SHA256SUMS synced, one rename
+    all             barrier          the checkpoint exists, or the run has failed
+
+Killed at any moment, there is either no ``step-*`` directory of this step or a whole one.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from framework.checkpoint.files import (
+    Warn,
+    checkpoints_directory,
+    explained,
+    regular_size,
+    step_name,
+    sync_directory,
+    to_stderr,
+    write_synced,
+)
+from framework.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    SUMS,
+    VERSION,
+    Entry,
+    File,
+    Head,
+    Manifest,
+    Part,
+    check,
+    render,
+    render_sums,
+)
+from framework.checkpoint.read import open_checkpoint
+from framework.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, ShardReport, write_shard
+from framework.errors import CheckpointError
+
+
+def save(
+    run_directory: Path,
+    head: Head,
+    pieces: Iterable[Piece],
+    *,
+    attempt: str,
+    shard_name: str | None,
+    is_first: bool,
+    barrier: Callable[[], None],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    warn: Warn = to_stderr,
+) -> Path:
+    """Save a checkpoint; called by every rank with the same ``head.step`` and ``attempt``; returns its path. Blocks.
+
+    ``shard_name``: unique to this rank, or None for a rank that writes nothing; its pieces are gone through all the
+    same, as giving them may take collectives. ``is_first``: true on exactly one rank, the one that publishes.
+    ``attempt``: tells this save from dead ones; agreed between the ranks.
+    """
+    temporary, final = temporary_directory(run_directory, head.step, attempt), final_directory(run_directory, head.step)
+    if is_first:
+        begin(run_directory, head.step, attempt, warn=warn)
+    barrier()
+    if shard_name is None:
+        collections.deque(pieces, maxlen=0)
+    else:
+        write_shard(temporary, shard_name, pieces, max_file_bytes=max_file_bytes)
+    barrier()
+    if is_first:
+        publish(temporary, final, head)
+    barrier()
+    return final
+
+
+def final_directory(run_directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return checkpoints_directory(run_directory) / step_name(step)
+
+
+def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
+    """Where an attempt writes: beside the final place, so that one rename on one file system publishes it."""
+    assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
+    return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
+
+
+def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stderr) -> Path:
+    """Make the temporary directory of this attempt. One rank calls it, before the others write.
+
+    Whatever dead attempts left behind is removed. A published checkpoint of this step is never touched: a sound one is
+    an error; a damaged one, which a resume has passed over, is renamed to ``broken-*`` so that the run can go on.
+    """
+    directory = checkpoints_directory(run_directory)
+    with explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        sync_directory(directory.parent)
+    final, temporary = final_directory(run_directory, step), temporary_directory(run_directory, step, attempt)
+    if final.exists():
+        try:
+            with open_checkpoint(final) as found:
+                found.verify()
+        except CheckpointError as error:
+            aside = directory / f"broken-{final.name}-{attempt}"
+            final.rename(aside)
+            warn(f"{final} does not verify and is moved to {aside.name}: {error}")
+        else:
+            raise CheckpointError(
+                f"{final} exists and is sound: a checkpoint is never written into. Resume from it with the same "
+                f"command, or choose another run.name"
+            )
+    with explained(temporary):
+        for leftover in directory.glob(".tmp-*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, final: Path, head: Head) -> Manifest:
+    """Merge the shards' reports, write the manifest and make the checkpoint appear under its name.
+
+    One rank calls it, after all shards are written. Raises CheckpointError, and publishes nothing, when a tensor is not
+    covered exactly once.
+    """
+    manifest = merge(head, read_reports(temporary))
+    problems = check(manifest)
+    for name, file in manifest.files.items():
+        size = regular_size(temporary / name)
+        if size != file.size:
+            problems.append(f"file {name}: {file.size} bytes were written, {size} are there")
+    if problems:
+        raise CheckpointError(
+            "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
+            + f"\nnothing is published; what was written stays in {temporary} until the next save"
+        )
+    text = render(manifest)
+    for report in temporary.glob(f"*{REPORT_SUFFIX}"):
+        report.unlink()
+    write_synced(temporary / MANIFEST, [text])
+    write_synced(temporary / SUMS, [render_sums(hashlib.sha256(text).hexdigest(), manifest.files)])
+    sync_directory(temporary)
+    if final.exists():
+        raise CheckpointError(f"{final} appeared during the save: does another job use this run directory?")
+    with explained(final):
+        temporary.rename(final)
+        sync_directory(final.parent)
+    return manifest
+
+
+def read_reports(temporary: Path) -> list[ShardReport]:
+    """The reports of all shards, by name."""
+    paths = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
+    return [ShardReport.model_validate_json(path.read_bytes()) for path in paths]
+
+
+def merge(head: Head, reports: Sequence[ShardReport]) -> Manifest:
+    """One manifest out of all shards. Raises CheckpointError when two shards tell different things of one tensor."""
+    pieces: dict[str, list[Part]] = {}
+    entries: dict[str, Entry] = {}
+    files: dict[str, File] = {}
+    for report in reports:
+        files.update(report.files)
+        for name, entry in report.tensors.items():
+            first = entries.setdefault(name, entry)
+            if (first.shape, first.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"tensor {name!r}: one rank says {first.dtype}{list(first.shape)}, "
+                    f"another {entry.dtype}{list(entry.shape)}: the ranks did not build the same model"
+                )
+            pieces.setdefault(name, []).extend(entry.pieces)
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=head.step,
+        samples_seen=head.samples_seen,
+        seed=head.seed,
+        config=dict(head.config),
+        data_fingerprint=dict(head.data_fingerprint),
+        versions=versions(),
+        state=dict(head.state),
+        tensors={name: entry.model_copy(update={"pieces": tuple(pieces[name])}) for name, entry in entries.items()},
+        files=files,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What wrote the checkpoint."""
+    try:
+        own = metadata.version("meshwright")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return {"meshwright": own, "python": platform.python_version(), "torch": str(torch.__version__)}

@@ -1,0 +1,142 @@
+"""One rank's part of a checkpoint: an iterator of pieces -> safetensors files and a small report.
+
+Memory stays bounded: pieces are copied to the host as they come and written out when they fill a file, so that no more
+than one file's bytes are held besides the piece in hand. The copy is also what allows the iterator to reuse its buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint.files import sync_directory, write_synced
+from framework.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
+from framework.errors import CheckpointError
+from framework.parameters import ParameterInfo
+
+MAX_FILE_BYTES = 512 * 2**20
+REPORT_SUFFIX = ".shard.json"
+
+TORCH_DTYPES = {
+    Dtype.F64: torch.float64,
+    Dtype.F32: torch.float32,
+    Dtype.F16: torch.float16,
+    Dtype.BF16: torch.bfloat16,
+    Dtype.I64: torch.int64,
+    Dtype.I32: torch.int32,
+    Dtype.U8: torch.uint8,
+}
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Piece(NamedTuple):
+    """What one rank holds of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
+
+    kind: Kind
+    info: ParameterInfo
+    tensor: Tensor
+
+
+class ShardReport(Strict):
+    """What one rank wrote: its part of the manifest."""
+
+    tensors: dict[str, Entry]
+    files: dict[str, File]
+
+
+def held_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``(offset, shape)`` of what this rank holds of the global tensor, padding left out."""
+    offset, shape = [0] * len(info.global_shape), list(info.global_shape)
+    if info.slice is not None:
+        offset[info.slice.dim] = info.slice.start
+        shape[info.slice.dim] = info.slice.stop - info.slice.start
+    return tuple(offset), tuple(shape)
+
+
+def write_shard(
+    temporary: Path, shard_name: str, pieces: Iterable[Piece], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> ShardReport:
+    """Write the pieces as ``<shard_name>-00000.safetensors``, ... and the report beside them; all of it is fsynced.
+
+    Each element of the model must be given by one rank only: a tensor that tp replicates by one of its tp ranks, a tied
+    weight under its canonical name, everything by one of the data-parallel replicas. ``publish`` checks it.
+    """
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
+    tensors: dict[str, Entry] = {}
+    files: dict[str, File] = {}
+    pending: dict[str, Tensor] = {}
+    pending_bytes = 0
+
+    def flush() -> None:
+        nonlocal pending_bytes
+        if pending:
+            name = file_name(shard_name, len(files))
+            size, sha256 = write_safetensors(temporary / name, pending)
+            files[name] = File(size=size, sha256=sha256)
+            pending.clear()
+            pending_bytes = 0
+
+    for piece in pieces:
+        name = piece.kind.of(piece.info.name)
+        offset, shape = held_box(piece.info)
+        assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
+        if name in tensors:
+            raise CheckpointError(
+                f"{temporary}: shard {shard_name} was given the tensor {name!r} twice: tied weights are saved once, "
+                f"under the first name of their tie"
+            )
+        if piece.tensor.dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint")
+        num_bytes = piece.tensor.numel() * piece.tensor.element_size()
+        if pending_bytes + num_bytes > max_file_bytes:
+            flush()
+        parts: tuple[Part, ...] = ()
+        if num_bytes:
+            parts = (Part(file=file_name(shard_name, len(files)), key=name, offset=offset, shape=shape),)
+            pending[name] = torch.empty(shape, dtype=piece.tensor.dtype).copy_(piece.tensor.detach())
+            pending_bytes += num_bytes
+        tensors[name] = Entry(shape=piece.info.global_shape, dtype=DTYPES[piece.tensor.dtype], pieces=parts)
+    flush()
+    report = ShardReport(tensors=tensors, files=files)
+    write_synced(temporary / f"{shard_name}{REPORT_SUFFIX}", [report.model_dump_json().encode()])
+    sync_directory(temporary)
+    return report
+
+
+def file_name(shard_name: str, index: int) -> str:
+    """Name of the ``index``-th file of a shard."""
+    return f"{shard_name}-{index:05d}.safetensors"
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+    """Write contiguous host tensors as one safetensors file -> (size in bytes, sha256). Blocks until it is on the disk.
+
+        | u64: length of the header | JSON header, padded with spaces to 8 bytes | bytes of the tensors, end to end |
+
+    Written here, and not by ``safetensors.save_file``, so that the bytes are hashed on their way out and synced. Wide
+    elements come first, as the library does it: every tensor is then aligned to its own element size.
+    """
+    assert sys.byteorder == "little", "safetensors holds little-endian numbers"
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {}
+    start = 0
+    for name, tensor in ordered:
+        stop = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for _, tensor in ordered:
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+
+    return write_synced(path, chunks())

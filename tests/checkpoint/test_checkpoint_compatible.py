@@ -1,0 +1,112 @@
+"""May a run go on from a checkpoint: what is refused is named with both values, what is allowed is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint import Head, Kind, Manifest, Piece, begin, compatible, open_checkpoint, publish, write_shard
+from framework.checkpoint.compatible import REFUSED
+from framework.checkpoint.save import final_directory
+from framework.config.schema import RunConfig
+from framework.errors import CheckpointError
+from framework.parameters import ParameterInfo
+
+CONFIG = RunConfig.model_validate(
+    {
+        "model": {"builder": "models.gpt2:build", "options": {"hidden": 64, "dropout": 0.1}},
+        "data": {"train": "a/corpus", "sequence_length": 128},
+        "batch": {"micro_batch_size": 2, "chunks": 4, "global_batch": 16},
+        "parallel": {"dp": 2},
+    }
+)
+PRINT = {"train": "aa", "tokenizer": "bb"}
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    """A saved one, read back: the configuration has been through the file."""
+    import torch
+
+    head = Head(7, 112, 1234, CONFIG.model_dump(mode="json"), PRINT, {})
+    temporary, final = begin(tmp_path, 7, "a1"), final_directory(tmp_path, 7)
+    write_shard(temporary, "only", [Piece(Kind.WEIGHTS, ParameterInfo("w", (1,)), torch.ones(1))])
+    publish(temporary, final, head)
+    return open_checkpoint(final).manifest
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    config = CONFIG.model_dump(mode="json")
+    *sections, key = path.split(".")
+    inner = config
+    for section in sections:
+        inner = inner[section]
+    inner[key] = value
+    return config
+
+
+def test_the_same_run_goes_on_without_a_word(manifest: Manifest) -> None:
+    assert compatible(manifest, CONFIG.model_dump(mode="json"), PRINT) == []
+    assert compatible(manifest, CONFIG.model_dump(), PRINT) == []  # tuples for lists: the same configuration
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("optimizer.learning_rate", 1e-4, "optimizer.learning_rate: 0.0003 -> 0.0001"),
+        ("tracking.log_every", 10, "tracking.log_every: 1 -> 10"),
+        ("parallel.tp", 4, "parallel.tp: 1 -> 4"),
+        ("pipeline.schedule", "gpipe", 'pipeline.schedule: "1f1b" -> "gpipe"'),
+        ("batch.chunks", 2, "batch.chunks: 4 -> 2"),
+        ("data.train", "b/corpus", 'data.train: "a/corpus" -> "b/corpus"'),
+        ("run.new_field", True, "run.new_field: not set -> true"),
+    ],
+)
+def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, line: str) -> None:
+    assert compatible(manifest, changed(path, value), PRINT) == [line]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            "model.builder",
+            "models.llama:build",
+            r'model\.builder was "models\.gpt2:build" and is "models\.llama:build"',
+        ),
+        ("model.options.hidden", 128, r"model\.options\.hidden was 64 and is 128: it is another model"),
+        ("model.options.layers", 3, r"model\.options\.layers was not set and is 3"),
+        ("data.sequence_length", 64, r"data\.sequence_length was 128 and is 64"),
+        ("batch.global_batch", 32, r"batch\.global_batch was 16 and is 32: .*micro_batch_size or chunks"),
+        ("run.seed", 1, r"run\.seed was 1234 and is 1"),
+        ("train.dtype", "bfloat16", r'train\.dtype was "float32" and is "bfloat16"'),
+    ],
+)
+def test_refused_changes_are_named(manifest: Manifest, path: str, value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        compatible(manifest, changed(path, value), PRINT)
+    assert "run.name" in str(caught.value) and "step 7" in str(caught.value)
+
+
+def test_every_refused_field_is_one_of_the_configuration() -> None:
+    config = CONFIG.model_dump()
+    for field in REFUSED:
+        section, key = field.split(".")
+        assert key in config[section], field
+
+
+def test_all_problems_come_at_once(manifest: Manifest) -> None:
+    config = changed("run.seed", 5)
+    config["train"]["dtype"] = "float64"
+    with pytest.raises(
+        CheckpointError, match=r"run\.seed(.|\n)*train\.dtype(.|\n)*'tokenizer' was \"bb\" and is \"cc\""
+    ):
+        compatible(manifest, config, PRINT | {"tokenizer": "cc"})
+
+
+@pytest.mark.parametrize("now", [{"train": "zz", "tokenizer": "bb"}, {"tokenizer": "bb"}])
+def test_another_corpus_is_refused(manifest: Manifest, now: dict[str, str]) -> None:
+    with pytest.raises(CheckpointError, match="data fingerprint 'train' was \"aa\" and is"):
+        compatible(manifest, CONFIG.model_dump(mode="json"), now)
