@@ -1,0 +1,184 @@
+"""The words of the command line: every command with its options, its help and an example."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from launch import commands
+
+WIDTH = 100
+
+Command = Callable[[argparse.Namespace, list[str]], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands, each with an example."""
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="3D-parallel training of transformers: one model, any layout, the same numbers.",
+        epilog="`meshwright COMMAND --help` tells more of each, with an example.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"meshwright {_version()}")
+    added = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+
+    train = _command(
+        added,
+        "train",
+        commands.train,
+        "train, or go on where the same command stopped",
+        "Starts the ranks of this machine by itself; under torchrun or srun it is one of their ranks. Any key of the "
+        "configuration can be given after the file. The same command again resumes.",
+        "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
+        "  torchrun --nproc-per-node=8 -m launch train configs/demo.toml\n"
+        "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
+        takes_overrides=True,
+    )
+    _config(train)
+
+    mesh = _command(
+        added,
+        "mesh",
+        commands.mesh,
+        "draw where the ranks stand on nodes",
+        "Needs no GPU, no torch and no cluster: for planning. Refuses a tensor-parallel group that straddles nodes.",
+        "meshwright mesh configs/llama3-70b.toml --nodes 4 --devices-per-node 8",
+        takes_overrides=True,
+    )
+    _config(mesh)
+    mesh.add_argument("--nodes", type=_count, metavar="N", help="number of nodes (default: what the degrees need)")
+    mesh.add_argument("--devices-per-node", type=_count, default=8, metavar="M", help="ranks on each (default: 8)")
+
+    verify = _command(
+        added,
+        "verify",
+        commands.verify,
+        "prove that layouts give the numbers of one process",
+        "Trains the model in one plain process and in each layout, in float64, and compares losses, gradients and "
+        "weights. Exit code 1 when a bar is missed.",
+        "meshwright verify configs/demo.toml --layouts dp2,pp2,tp2 pp4,gpipe tp2,sequence",
+        takes_overrides=True,
+    )
+    _config(verify)
+    verify.add_argument(
+        "--layouts", nargs="+", metavar="LAYOUT", help="such as dp2,pp2,tp2 (default: the file's own and a spread)"
+    )
+    verify.add_argument("--steps", type=_count, default=10, metavar="N", help="optimizer steps (default: 10)")
+    verify.add_argument("--whole", action="store_true", help="the model at its full size; otherwise it is shrunk")
+
+    data = _command(
+        added,
+        "data",
+        None,
+        "turn text into tokens",
+        "Trains a byte-level BPE tokenizer and writes Megatron .bin/.idx pairs for training and validation.",
+        "meshwright data stdlib --out runs/data/stdlib --vocab-size 4096",
+    )
+    _data_commands(data)
+
+    sample = _command(
+        added,
+        "sample",
+        commands.sample,
+        "let a trained model write",
+        "Loads the newest checkpoint of a run into one process and continues the prompt.",
+        "meshwright sample runs/demo --prompt 'def read(' --tokens 100",
+    )
+    sample.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
+    sample.add_argument("--prompt", required=True, metavar="TEXT", help="what it should continue")
+    sample.add_argument("--tokens", type=_count, default=100, metavar="N", help="tokens to write (default: 100)")
+    sample.add_argument(
+        "--temperature", type=_temperature, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
+    )
+
+    plot = _command(
+        added,
+        "plot",
+        commands.plot,
+        "draw the loss curve of a run",
+        "Reads metrics.jsonl and writes a PNG beside it.",
+        "meshwright plot runs/demo",
+    )
+    plot.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
+    plot.add_argument("--out", type=Path, metavar="PNG", help="default: loss.png in the run directory")
+    return parser
+
+
+def _command(
+    added: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Command | None,
+    summary: str,
+    description: str,
+    example: str,
+    *,
+    takes_overrides: bool = False,
+) -> argparse.ArgumentParser:
+    parser = added.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(description, WIDTH),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, takes_overrides=takes_overrides)
+    return parser
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
+    parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
+
+
+def _data_commands(data: argparse.ArgumentParser) -> None:
+    sources = data.add_subparsers(title="sources", dest="source", metavar="SOURCE", required=True)
+    stdlib = _command(
+        sources,
+        "stdlib",
+        commands.data_stdlib,
+        "the source text of this Python's own library: no download",
+        "Prepares the .py files of the running Python's standard library.",
+        "meshwright data stdlib --out runs/data/stdlib --vocab-size 4096",
+    )
+    files = _command(
+        sources,
+        "files",
+        commands.data_files,
+        "text files and folders of them",
+        "A document per file; a folder stands for all files below it.",
+        "meshwright data files notes/ book.txt --out runs/data/notes --vocab-size 8192",
+    )
+    files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or folders of them")
+    for parser in (stdlib, files):
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus is written")
+        parser.add_argument("--vocab-size", type=_count, default=4096, metavar="N", help="default: 4096")
+        parser.add_argument(
+            "--validation-share", type=float, default=0.05, metavar="X", help="of the documents (default: 0.05)"
+        )
+        parser.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0.0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
+    return number
+
+
+def _version() -> str:
+    try:
+        return metadata.version("meshwright")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,58 @@
+"""The command line: what a user can cause ends with one message on stderr and exit code 2, Ctrl-C with 130."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from framework.errors import UserError
+from launch.arguments import Command, build_parser
+from launch.commands import say
+
+OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code and never raises for what a user can cause."""
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    try:
+        options = parser.parse_args(words)
+        if overrides and not options.takes_overrides:
+            parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
+    except SystemExit as leaving:  # argparse has printed its message
+        return int(leaving.code or 0)
+    run: Command = options.run
+    try:
+        return run(options, overrides)
+    except UserError as error:
+        return say(error, error.exit_code)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `meshwright ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(what argparse reads, ``--section.key=value`` and ``--section.key value`` in their order)."""
+    words: list[str] = []
+    overrides: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return words + rest, overrides
+        if not OVERRIDE.fullmatch(word):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and rest and (not rest[0].startswith("--")):
+            overrides.append(rest.pop(0))
+    return words, overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main())

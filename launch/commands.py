@@ -1,0 +1,203 @@
+"""What each command does. Every import of weight is inside its command: ``mesh`` never loads torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from framework.config import RunConfig
+    from launch.environment import Launcher
+
+MOST_RANKS = 8
+"""Ranks that verify runs on this machine."""
+SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
+"""What verify trains a shrunk model on."""
+
+
+def train(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.config import default_world_size, load
+    from launch import local
+    from launch.environment import Launcher, launch_environment
+    from launch.failure import RankFailed
+
+    config = load(options.config, overrides)
+    launcher = launch_environment()
+    if launcher is not Launcher.NONE:
+        return _train_as_rank(config, launcher)
+    if config.launch.processes != 1:
+        local.warm_up(config)
+    from framework.train import check, work
+
+    checked, _ = check(config, default_world_size(config, local.num_devices(config)))
+    try:
+        local.launch(work, checked)
+    except (RankFailed, local.Interrupted) as error:
+        return say(error, error.exit_code)
+    return 0
+
+
+def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
+    """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
+    from launch import local
+    from launch.environment import Launcher, check_port, place, torch_variables
+    from launch.failure import describe
+
+    if launcher is Launcher.SLURM:
+        os.environ.update(torch_variables())
+    at = place()
+    if launcher is Launcher.SLURM and at.rank == 0:
+        check_port(os.environ["MASTER_PORT"])
+    local.set_threads(config.launch.threads)
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from framework.train import check, work
+
+    try:
+        checked, _ = check(config, at.world_size)
+    except UserError as error:
+        # What one rank finds all find: one of each node says it.
+        return say(error, error.exit_code) if at.local_rank == 0 else error.exit_code
+    try:
+        work(checked)
+    except KeyboardInterrupt:
+        local.leave(130)
+    except BaseException as error:
+        get_error_handler().record_exception(error)  # for torchrun's own summary
+        failure = describe(error, at.rank)
+        say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
+        local.leave(failure.exit_code, local.HOLD_S if failure.lost_peer else 0.0)
+    return 0
+
+
+def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.config import default_world_size, load, resolve
+    from framework.mesh.grid import Grid, check_placement, nodes_of
+    from framework.mesh.view import draw
+
+    config, per_node = load(options.config, overrides), options.devices_per_node
+    if options.nodes:
+        nodes = nodes_of(options.nodes, per_node)
+    else:
+        num_ranks = default_world_size(config, 0)
+        nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
+    parallel = resolve(config, len(nodes)).parallel
+    assert isinstance(parallel.dp, int)
+    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+    check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes)
+    print(draw(grid, nodes))
+    return 0
+
+
+def verify(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.config import load
+    from launch.pool import RankPool
+
+    config = load(options.config, overrides)
+    with RankPool(MOST_RANKS) as pool:
+        from framework.model import build_model
+        from framework.verify import default_layouts, parse_layout, shrink, verify
+
+        layouts = [parse_layout(text) for text in options.layouts or []]
+        global_batch = config.batch.global_batch if options.whole else None
+        if not options.whole:
+            small = shrink(config.model.options)
+            config = config.model_copy(
+                update={
+                    "model": config.model.model_copy(update={"options": small}),
+                    "data": config.data.model_copy(
+                        update={"sequence_length": min(config.data.sequence_length, SMALL_SEQUENCE_LENGTH)}
+                    ),
+                }
+            )
+        global_batch = global_batch or SMALL_GLOBAL_BATCH
+        if not layouts:
+            model = build_model(config.model.builder, config.model.options, config.run.seed)
+            layouts = default_layouts(config, len(model.layers), global_batch, MOST_RANKS)
+        largest = max(layout.size for layout in layouts)
+        if largest > MOST_RANKS:
+            raise ConfigError(
+                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}"
+            )
+        report = verify(
+            config,
+            layouts,
+            pool,
+            global_batch=global_batch,
+            steps=options.steps,
+            random_tokens=not options.whole,
+            on_row=lambda row: print(f"  {row.layout}: {'same numbers' if row.passed else 'DIFFERENT'}", flush=True),
+        )
+    print(report.table())
+    return 0 if report.passed else 1
+
+
+def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.data.prepare import prepare_stdlib
+
+    return _prepared(
+        prepare_stdlib(
+            options.out, options.vocab_size, options.validation_share, replace=options.replace, say=_tell_progress
+        )
+    )
+
+
+def data_files(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.data.prepare import prepare_files
+
+    return _prepared(
+        prepare_files(
+            options.paths,
+            options.out,
+            options.vocab_size,
+            options.validation_share,
+            replace=options.replace,
+            say=_tell_progress,
+        )
+    )
+
+
+def _prepared(summary: object) -> int:
+    print(summary)
+    return 0
+
+
+def sample(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.sample import sample
+
+    print(sample(options.directory, options.prompt, options.tokens, options.temperature))
+    return 0
+
+
+def plot(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.config import parse
+    from framework.data.fingerprint import read
+    from framework.tracking.plot import loss_curve
+
+    resolved = options.directory / "resolved.json"
+    unigram_entropy = None
+    if resolved.is_file():
+        data = parse(resolved.read_text(), str(resolved)).data
+        corpus = Path(data.validation or data.train)
+        fingerprint = read(corpus.parent)
+        split = fingerprint.splits.get(corpus.name) if fingerprint else None
+        unigram_entropy = split.unigram_entropy_nats if split else None
+    picture = options.out or options.directory / "loss.png"
+    loss_curve(options.directory / "metrics.jsonl", picture, unigram_entropy)
+    print(picture)
+    return 0
+
+
+def say(error: object, exit_code: int) -> int:
+    print(f"meshwright: error: {error}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _tell_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,164 @@
+"""Who started this process: nobody, torchrun or srun; and what torch wants to find in the environment of a rank.
+
+started by        tells                                  becomes
+torchrun          RANK WORLD_SIZE LOCAL_RANK MASTER_*    (as it is)
+srun              SLURM_PROCID SLURM_STEP_NUM_TASKS ...  RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+nobody            nothing                                the launcher starts the ranks itself (local.py)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from framework.errors import MeshError
+
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""
+STEPS_PER_JOB = 16
+
+
+class Launcher(StrEnum):
+    """Who starts the ranks."""
+
+    NONE = "none"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+
+
+class Place(NamedTuple):
+    """A rank among all, and on its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    """Ranks on each node; 0 when the nodes differ or nobody tells."""
+
+
+def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
+    """Who started this process.
+
+    ``SLURM_*`` alone is not enough: a batch script and ``salloc``'s shell have SLURM_PROCID = 0 and the job's number of
+    tasks too. Only srun sets SLURM_STEP_ID.
+
+    Raises:
+        MeshError: one of RANK and WORLD_SIZE is there without the other.
+    """
+    found = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if len(found) == 2:
+        return Launcher.TORCHRUN
+    if found:
+        raise MeshError(
+            f"the environment has {found[0]} = {env[found[0]]!r} alone: torchrun sets RANK and WORLD_SIZE together. "
+            f"Unset it to start the ranks of this machine, or start with torchrun or srun"
+        )
+    if env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID") and _slurm_tasks(env) > 1:
+        return Launcher.SLURM
+    return Launcher.NONE
+
+
+def place(env: Mapping[str, str] = os.environ) -> Place:
+    """Where this rank stands, from the variables that torchrun sets (under srun: see :func:`torch_variables`)."""
+    numbers = {name: env.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise MeshError(
+                f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun"
+            )
+    at = Place(*map(int, numbers.values()))
+    if at.rank >= at.world_size:
+        raise MeshError(f"the environment has RANK = {at.rank} and WORLD_SIZE = {at.world_size}: ranks count from 0")
+    return at
+
+
+def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a rank under srun must add to its environment so that torch finds the others.
+
+    A MASTER_ADDR or MASTER_PORT that the user has set stays.
+    """
+    variables = {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": str(_slurm_tasks(env)),
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(_tasks_of_each_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"])),
+    }
+    return variables
+
+
+def port_of_job(job: str, step: str) -> int:
+    """The port at which the ranks of a job step meet: all of them know it without a word, and no other step has it."""
+    number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
+    return FIRST_PORT + number % NUM_PORTS
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Slurm's short form of host names, written out.
+
+    >>> expand_hosts("login,n[08-10,20],r[1-2]c[1-2]-ib")
+    ['login', 'n08', 'n09', 'n10', 'n20', 'r1c1-ib', 'r1c2-ib', 'r2c1-ib', 'r2c2-ib']
+    """
+    hosts: list[str] = []
+    for name in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+        parts = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", name)]
+        hosts += ["".join(combined) for combined in itertools.product(*parts)]
+    return hosts
+
+
+def check_port(text: str) -> int:
+    """The number in MASTER_PORT, if somebody can listen there; without this torch waits for minutes.
+
+    Raises:
+        MeshError: it is no port, or another process holds it.
+    """
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise MeshError(f"MASTER_PORT = {text!r} is not a port: set it to a free one (1024 to 65535), or unset it")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(text)))
+        except OSError as error:
+            raise MeshError(
+                f"the ranks cannot meet at port {text} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a free "
+                f"port, or end the process that holds it (`ss -ltnp` names it)"
+            ) from None
+    return int(text)
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    text = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
+    return int(text) if text.isdecimal() else 1
+
+
+def _tasks_of_each_node(text: str) -> int:
+    """``"4(x2)"`` -> 4; ``"4(x2),1"`` -> 0: the nodes differ."""
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    return int(found[1]) if found else 0
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    """The node of task 0: the first of the step's own nodes, which may be fewer than the job's."""
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    hosts = expand_hosts(nodelist)
+    if not hosts:
+        raise MeshError(
+            "srun started this rank, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST names its nodes: set "
+            "MASTER_ADDR to the host of rank 0"
+        )
+    return hosts[0]
+
+
+def _numbers(text: str) -> list[str]:
+    """``"08-10,20"`` -> 08 09 10 20: as many digits as the first has."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return numbers

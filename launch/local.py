@@ -1,0 +1,246 @@
+"""The ranks of one machine, started by torch's elastic launcher from a server that has torch imported.
+
+    meshwright train --- elastic agent ---- rank 0   console
+          |                  |        +---- rank 1   runs/NAME/logs/rank-1.log
+          | pipe             | watches      ...
+    fork server  ------------+-- forks them: 0.1 s each instead of an import of torch each
+
+A rank that fails writes down when and why. One that fails because it lost a peer lingers, so that the agent first
+notices the peer: what is shown is the cause and not its echo. No rank outlives the launcher: each watches a pipe that
+the launcher holds, and dies with the fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from framework.config import RunConfig
+from framework.errors import ConfigError, MeshError
+from launch.environment import check_port
+from launch.failure import LOG_HEAD, describe, read_notes, told, write_down
+from launch.forking import die_with, loopback
+
+HOLD_S = 3.0
+"""How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
+SHUTDOWN_S = 10
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+Work = Callable[[RunConfig], None]
+
+
+class Interrupted(Exception):
+    """The launcher was told to end by a signal, and has ended its ranks."""
+
+    def __init__(self, signum: int) -> None:
+        self.exit_code = 128 + signum
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+
+
+def num_devices(config: RunConfig) -> int:
+    """The accelerators of this machine that the run may use; 0 on CPU."""
+    if config.train.device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def warm_up(config: RunConfig) -> None:
+    """Start the server from which the ranks will be forked; returns at once, while it imports.
+
+    Call it before this process imports torch, so that both import at the same time. On a machine with a GPU the server
+    imports torch alone: a library that asks for devices while it is imported would make CUDA useless in the ranks.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
+    modules = ["torch", "torch.distributed.device_mesh"]
+    if config.train.device == "cpu" or not Path("/dev/nvidiactl").exists():
+        modules.append("framework.train")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
+    # directory; and Ctrl-C, which the terminal sends to all, is for this process to handle.
+    path = os.pathsep.join(filter(None, sys.path))
+    with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"), _signal_handler(signal.SIGINT, signal.SIG_IGN):
+        multiprocessing.forkserver.ensure_running()
+
+
+def launch(work: Work, config: RunConfig) -> None:
+    """Run ``work(config)`` in ``config.launch.processes`` ranks of this machine; blocks until all have ended.
+
+    ``config`` is resolved. ``work`` is sent by its name. One rank needs no launcher and runs in this process.
+
+    Raises:
+        MeshError: the port in MASTER_PORT is taken, or the launcher cannot reach its own machine.
+        ConfigError: the log directory cannot be written.
+        RankFailed: a rank raised or died: its message, and those of the others after it.
+        Interrupted: by SIGINT, SIGTERM or SIGHUP.
+    """
+    num_ranks = config.launch.processes
+    assert isinstance(num_ranks, int), "resolve the configuration first"
+    if num_ranks == 1:
+        set_threads(config.launch.threads)
+        work(config)
+        return
+    logs = Path(config.run.directory) / config.run.name / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the logs of this run cannot be written to {logs}: {error.strerror}; choose another run.directory or "
+            f"run.name"
+        ) from None
+    port = _meeting_port()
+    warm_up(config)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as notes:
+        _elastic(work, config, num_ranks, port, logs, Path(notes))
+
+
+def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Path, notes: Path) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"{config.run.name}-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        local_addr="127.0.0.1",  # otherwise the launcher asks what its host name resolves to
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        signals_to_handle=",".join(each.name for each in SIGNALS),
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet_torch())
+        for each in SIGNALS:  # the agent installs its own handlers and leaves them
+            stack.enter_context(_signal_handler(each, signal.getsignal(each)))
+        try:
+            elastic_launch(settings, run_rank)(work, config, str(logs), str(notes))
+        except ChildFailedError as error:
+            noticed, found = error.get_first_failure()
+            raise told(noticed, found.exitcode, read_notes(notes), logs) from None
+        except SignalException as error:
+            raise Interrupted(error.sigval) from None
+        except RendezvousError as error:
+            raise MeshError(
+                f"the launcher cannot listen at localhost, port {port or 'any'}: {error.__cause__ or error}. Set "
+                f"MASTER_PORT to a free port"
+            ) from None
+
+
+def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
+    """The life of one rank, in its own process."""
+    _die_with_launcher()
+    for each in SIGNALS:  # the launcher decides; a handler in Python would not run while a collective blocks
+        signal.signal(each, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    if rank != 0:
+        _redirect(Path(logs) / f"rank-{rank}.log")
+    faulthandler.enable()
+    try:
+        set_threads(config.launch.threads)
+        work(config)
+    except BaseException as error:
+        failure = describe(error, rank)
+        if rank != 0:
+            print(failure.trace or failure.message, file=sys.stderr)
+        write_down(failure, Path(notes))
+        leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
+
+
+def leave(exit_code: int, after_s: float = 0.0) -> None:
+    """End this process at once: the interpreter's own way out may wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(after_s)
+    os._exit(exit_code)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of this rank, also when torch was imported before OMP_NUM_THREADS could be set."""
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def _meeting_port() -> int:
+    """The port in MASTER_PORT if the user has set one, else 0: any free one."""
+    text = os.environ.get("MASTER_PORT", "")
+    return check_port(text) if text else 0
+
+
+def _die_with_launcher() -> None:
+    die_with(os.getppid())  # the fork server
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
+
+
+def _redirect(log: Path) -> None:
+    """Send everything that this process prints, also from C++, to the end of a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    print(f"{LOG_HEAD}{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} ===", flush=True)
+
+
+@contextlib.contextmanager
+def _variables(**variables: str) -> Iterator[None]:
+    """Environment variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signal_handler(signum: int, handler: signal._HANDLER) -> Iterator[None]:
+    """A handler for a while; afterwards the one that was there, whoever else changed it."""
+    before = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """The agent logs each failure with its own traceback; the one message for people is made here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

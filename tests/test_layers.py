@@ -1,0 +1,260 @@
+"""Who may know whom: the plan of the house as a table, held against every import in the source.
+
+A room is a folder or a file right below ``framework``, or ``models``, or ``launch``. All imports count, also those
+inside functions and those that are only for types.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("framework", "models", "launch")
+
+GROUND = {"errors"}
+AXES = {"tensor_parallel", "pipeline", "data_parallel"}
+SERVICES = {"data", "checkpoint", "tracking"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": GROUND,
+    "parameters": GROUND,
+    "seeding": GROUND,
+    "model": GROUND | {"seeding"},
+    "mesh": GROUND,
+    "schedule": GROUND,
+    "optimizer": GROUND | {"config", "parameters", "mesh"},
+    "tensor_parallel": GROUND | {"mesh", "parameters", "seeding"},
+    "pipeline": GROUND | {"mesh", "parameters", "seeding", "schedule"},
+    "data_parallel": GROUND | {"mesh", "parameters", "seeding"},
+    "data": GROUND | {"config", "parameters", "seeding"},
+    "checkpoint": GROUND | {"config", "parameters", "seeding"},
+    "tracking": GROUND | {"config", "parameters", "seeding"},
+}
+"""Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
+
+JOINING = [
+    "blueprint",
+    "materialise",
+    "build",
+    "state",
+    "step",
+    "resume",
+    "summary",
+    "throughput",
+    "train",
+    "verify",
+    "sample",
+]
+"""They put rooms together and may import any of framework; those of the table may import none of these."""
+
+ON_TOP = {"train", "verify", "sample"}
+"""Nobody in framework imports them: they are what the command line calls."""
+
+PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
+"""No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
+PURE += ("framework.errors", "framework.config")
+
+MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the three packages: dotted name -> file. A package goes by its folder's name."""
+    found: dict[str, Path] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    """framework.mesh.grid -> mesh; models.gpt2 -> models."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "framework" and len(parts) > 1 else parts[0]
+
+
+def below(module: str, *tops: str) -> bool:
+    """Whether a module is one of these or lies inside one."""
+    return any(module == top or module.startswith(top + ".") for top in tops)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Everything that a module imports or names: ``from a import b`` counts as a.b, ``torch.distributed.x`` too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and isinstance(node.value, ast.Name):
+            if node.value.id == "torch":
+                yield "torch.distributed"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What a module imports and may not, each with the rule."""
+    package, room, found = module.split(".")[0], room_of(module), []
+    for name in sorted(set(imports(ast.parse(source), module, is_package))):
+        other = room_of(name)
+        if below(name, "torch.distributed") and not below(module, "framework.mesh", "launch"):
+            found.append(f"{module} says {name}: only framework/mesh may")
+        if below(name, "torch") and below(module, *PURE):
+            found.append(f"{module} imports {name}: it is pure, and must run where there is no torch")
+        if below(name, "megatron") and module not in MEGATRON_DOORS:
+            found.append(f"{module} imports {name}: only {' and '.join(MEGATRON_DOORS)} may")
+        if package == "framework" and below(name, "models", "launch"):
+            found.append(f"{module} imports {name}: framework knows neither models nor launch")
+        if package == "models" and below(name, "framework", "launch"):
+            found.append(f"{module} imports {name}: models are plain torch")
+        if package == "framework" and below(name, "framework") and other != room:
+            if other in ON_TOP:
+                found.append(f"{module} imports {name}: {other} is on top")
+            elif other != "framework" and room in MAY_IMPORT and other not in MAY_IMPORT[room]:
+                allowed = ", ".join(sorted(MAY_IMPORT[room])) or "nothing of framework"
+                found.append(f"{module} imports {name}: {room} may import {allowed}")
+    return found
+
+
+def at_import(tree: ast.Module) -> ast.Module:
+    """The tree without what runs later or never: functions, and blocks that are only for types."""
+
+    class Later(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return ast.fix_missing_locations(Later().visit(tree))
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """One cycle as a list that ends where it starts, or None."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        for other in sorted(graph.get(node, ())):
+            found = walk(other, [*path, node])
+            if found:
+                return found
+        done.add(node)
+        return None
+
+    return next(filter(None, (walk(node, []) for node in sorted(graph))), None)
+
+
+def known(name: str, names: dict[str, Path]) -> str | None:
+    """The module that an imported name is, or is in; None when it is not one of ours."""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def test_every_import_keeps_to_the_table() -> None:
+    found = [
+        line
+        for module, path in modules().items()
+        for line in violations(module, path.read_text(), path.name == "__init__.py")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_table_keeps_axes_and_services_apart() -> None:
+    for axis in AXES:
+        assert not MAY_IMPORT[axis] & (AXES | SERVICES)
+    for service in SERVICES:
+        assert not MAY_IMPORT[service] & (AXES | SERVICES | {"schedule", "mesh"})
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room_of(module) for module in modules() if below(module, "framework")} - {"framework"}
+    assert rooms <= MAY_IMPORT.keys() | set(JOINING), (
+        f"a room without a rule: {rooms - MAY_IMPORT.keys() - set(JOINING)}; add it to MAY_IMPORT or JOINING"
+    )
+
+
+def test_no_import_cycles_between_modules() -> None:
+    names = modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in names.items():
+        tree = at_import(ast.parse(path.read_text()))
+        found = {known(name, names) for name in imports(tree, module, path.name == "__init__.py")}
+        graph[module] = {name for name in found if name and name != module}
+    assert cycle(graph) is None
+
+
+def test_no_import_cycles_between_rooms() -> None:
+    names = modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in names.items():
+        found = {
+            known(name, names) for name in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
+        }
+        rooms = {room_of(name) for name in found if name} - {room_of(module), "framework"}
+        graph.setdefault(room_of(module), set()).update(rooms)
+    assert cycle(graph) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "said"),
+    [
+        ("framework.pipeline.stage", "import torch.distributed as dist", "only framework/mesh"),
+        ("framework.step", "from torch import distributed", "only framework/mesh"),
+        ("framework.step", "import torch\ntorch.distributed.barrier()", "only framework/mesh"),
+        ("models.gpt2", "from torch.distributed import get_rank", "only framework/mesh"),
+        ("framework.schedule.build", "def f():\n    import torch", "it is pure"),
+        ("framework.mesh.grid", "from torch import Tensor", "it is pure"),
+        ("framework.train", "import models.gpt2", "neither models nor launch"),
+        ("framework.train", "import importlib\nimportlib.import_module('launch.pool')", "neither models nor launch"),
+        ("models.gpt2", "from framework.errors import ModelError", "plain torch"),
+        ("framework.pipeline.stage", "from framework.tensor_parallel import plan", "pipeline may import"),
+        ("framework.pipeline.stage", "from framework import data_parallel", "pipeline may import"),
+        ("framework.pipeline.stage", "from ..data_parallel import buckets", "pipeline may import"),
+        ("framework.tensor_parallel", "from ..pipeline import stage", "tensor_parallel may import"),
+        ("framework.checkpoint.save", "from framework.data_parallel.buckets import Bucket", "checkpoint may import"),
+        ("framework.data.samples", "from framework.build import Parts", "data may import"),
+        ("framework.resume", "from framework.train import work", "train is on top"),
+        ("framework.data.samples", "from megatron.core.datasets import indexed_dataset", "only framework.tensor"),
+        ("launch.cli", "import megatron.core", "only framework.tensor"),
+    ],
+)
+def test_a_broken_rule_is_found(module: str, source: str, said: str) -> None:
+    is_package = module.count(".") == 1 and module.startswith("framework.") and room_of(module) in MAY_IMPORT
+    assert any(said in line for line in violations(module, source, is_package))
+
+
+def test_what_is_allowed_passes() -> None:
+    assert not violations(
+        "framework.mesh.mesh", "import torch.distributed as dist\nfrom framework.errors import MeshError"
+    )
+    assert not violations("framework.train", "from framework.pipeline import stage\nfrom framework.data import order")
+    assert not violations("framework.tensor_parallel.core", "from megatron.core import tensor_parallel")
+    assert not violations("launch.pool", "import torch.distributed")
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    later = ast.parse(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\ndef f():\n    import b\nimport c"
+    )
+    assert list(imports(at_import(later), "m", False)) == ["typing.TYPE_CHECKING", "c"]
