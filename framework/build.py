@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,8 @@ from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.config import RunConfig
 from framework.data.order import OnceInOrder, SampleOrder
 from framework.data.samples import Corpus, Feed, validation_steps
+from framework.data.tokenizer import end_of_document_id
+from framework.data.tokenizer import load as load_tokenizer
 from framework.data_parallel.replica import StageReplica
 from framework.errors import MeshError, ModelError
 from framework.materialise import materialise, stage_members, tied_groups
@@ -49,6 +53,8 @@ class Parts:
     feed: Source
     validation: Source | None
     state: TrainState = field(default_factory=TrainState)
+    data_s: float = 0.0
+    """Seconds of the current step that went into reading samples."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
     in the buckets. For whoever wants to look: verify does."""
@@ -68,11 +74,16 @@ def open_feeds(config: RunConfig) -> tuple[Feed, Feed | None]:
     data = config.data
     vocab_size = config.model.options.get("vocab_size")
     vocab_size = vocab_size if isinstance(vocab_size, int) else None
-    corpus = Corpus(data.train, data.sequence_length, vocab_size, eod_mask_loss=data.eod_mask_loss)
+    eod_id = None if data.tokenizer is None else end_of_document_id(load_tokenizer(Path(data.tokenizer)))
+
+    def corpus_at(prefix: str) -> Corpus:
+        return Corpus(prefix, data.sequence_length, vocab_size, eod_id, data.eod_mask_loss)
+
+    corpus = corpus_at(data.train)
     training = Feed(corpus, SampleOrder(corpus.num_samples, config.run.seed))
     if data.validation is None:
         return training, None
-    held_out = Corpus(data.validation, data.sequence_length, vocab_size, eod_mask_loss=data.eod_mask_loss)
+    held_out = corpus_at(data.validation)
     return training, Feed(held_out, OnceInOrder(held_out.num_samples))
 
 
@@ -193,7 +204,9 @@ def feed_of(parts: Parts, feed: Source, samples_seen: int) -> Callable[[int], Mi
     micro_batch_size, chunks, _ = batch_numbers(parts.config)
 
     def microbatch(m: int) -> Microbatch:
+        start_s = time.perf_counter()
         found = feed.microbatch(samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
+        parts.data_s += time.perf_counter() - start_s
         return Microbatch(*(tensor.to(mesh.device, non_blocking=True) for tensor in found))
 
     return microbatch

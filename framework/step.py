@@ -32,6 +32,7 @@ class StepStats(NamedTuple):
 def take_step(parts: Parts) -> StepStats:
     """One optimizer step on the next global batch."""
     found: list[StepStats] = []
+    parts.data_s = 0.0
     for replica in parts.replicas.values():
         replica.begin_step()
     parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))

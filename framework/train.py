@@ -20,7 +20,10 @@ from framework.resume import resume, save
 from framework.step import StepStats, take_step, validate
 from framework.summary import summarise
 from framework.throughput import peak_flops, peak_memory_bytes
-from framework.tracking import StepRecord, Tracker, open_tracker
+from framework.tracking.build import build_tracker
+from framework.tracking.record import StepRecord
+from framework.tracking.tracker import Tracker
+from framework.tracking.wandb import WandbMode
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -61,16 +64,24 @@ def work(config: RunConfig) -> None:
     mesh.world.barrier()
     say(summarise(parts.blueprint, mesh.nodes))
     resume(parts, directory, say)
-    tracker = open_tracker(config, directory, resumed_step=parts.state.step) if mesh.rank == 0 else None
-    try:
+    tracker = build_tracker(
+        directory,
+        is_writer=mesh.rank == 0,
+        name=config.run.name,
+        config=config.model_dump(mode="json"),
+        total_steps=config.train.steps,
+        resumed_step=parts.state.step,
+        log_every=config.tracking.log_every,
+        console=config.tracking.console,
+        wandb=WandbMode(config.tracking.wandb),
+        project=config.tracking.project,
+    )
+    with tracker:
         train(parts, directory, tracker, say)
-    finally:
-        if tracker is not None:
-            tracker.close()
     close_mesh(mesh)
 
 
-def train(parts: Parts, directory: Path, tracker: Tracker | None, say: Callable[[str], None]) -> None:
+def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
     """Step until ``train.steps``; record, validate and save on the way."""
     config, state = parts.config, parts.state
     if state.step >= config.train.steps:
@@ -84,9 +95,7 @@ def train(parts: Parts, directory: Path, tracker: Tracker | None, say: Callable[
         validation_loss = None
         if parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             validation_loss = validate(parts)
-        if tracker is not None and (
-            _is_due(state.step, config.tracking.log_every, last) or validation_loss is not None
-        ):
+        if _is_due(state.step, config.tracking.log_every, last) or validation_loss is not None:
             tracker.write(record(parts, stats, step_s, validation_loss))
         if _is_due(state.step, config.checkpoint.every, last):
             save(parts, directory, say)
@@ -105,6 +114,7 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         grad_norm=stats.grad_norm,
         learning_rate=stats.learning_rate,
         step_s=step_s,
+        data_s=parts.data_s,
         tokens_per_s=batch_numbers(config).global_batch * config.data.sequence_length / step_s,
         num_devices=world_size,
         tflops_per_device=flops_per_s / 1e12,

@@ -14,9 +14,9 @@ costs two to nine microseconds a sample, and a resumed run needs nothing but the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
 
 NUM_ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
@@ -55,7 +55,8 @@ def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
             return value
 
 
-class SampleOrder(NamedTuple):
+@dataclass(frozen=True)
+class SampleOrder:
     """Training: shuffled anew in each epoch, endless."""
 
     num_samples: int
@@ -67,7 +68,8 @@ class SampleOrder(NamedTuple):
         return permute(place, self.num_samples, round_keys(self.seed, epoch))
 
 
-class OnceInOrder(NamedTuple):
+@dataclass(frozen=True)
+class OnceInOrder:
     """Validation: samples 0, 1, 2, ... once each; past the last there is none, so that no sample is counted twice."""
 
     num_samples: int

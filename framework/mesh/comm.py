@@ -22,6 +22,10 @@ from framework.errors import CommunicationError
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+# torch 2.13 renames both and warns of the old names, which are all that 2.11 and 2.12 have
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 WIRE_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -146,7 +150,7 @@ class Group:
                 out.copy_(part.view_as(out))
             return Handle([], "")
         self.count("all_gather", tensor_bytes(out))
-        work = dist.all_gather_into_tensor(out, part, group=self.process_group, async_op=True)
+        work = _all_gather(out, part, group=self.process_group, async_op=True)
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
@@ -156,7 +160,7 @@ class Group:
                 part.copy_(whole.view_as(part))
             return Handle([], "")
         self.count("reduce_scatter", tensor_bytes(whole))
-        work = dist.reduce_scatter_tensor(part, whole, group=self.process_group, async_op=True)
+        work = _reduce_scatter(part, whole, group=self.process_group, async_op=True)
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Handle:

@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv by themselves, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check bench verify-all clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# train a GPT on Python's own source text over dp=2 x pp=2 x tp=2, draw its loss, let it write
+demo: $(VENV)/installed
+	$(BIN)/meshwright data stdlib --out runs/data/stdlib --vocab-size 4096
+	$(BIN)/meshwright train configs/demo.toml
+	$(BIN)/meshwright plot runs/demo
+	$(BIN)/meshwright sample runs/demo --prompt "def " --tokens 80
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+# before every commit
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow" -x
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/side_by_side.py
+
+# every combination of layouts, models, schedules: long
+verify-all: $(VENV)/installed
+	$(BIN)/python -m pytest -m all_layouts
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
