@@ -1,0 +1,137 @@
+"""What the eye follows: a live bar on a terminal, plain lines everywhere else (a log file, CI, srun)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from framework.tracking.record import GIB, StepRecord, perplexity
+
+SMOOTHING = 0.9
+"""How much of the time per step, from which the time left is told, comes from the steps before."""
+
+
+def count(value: float) -> str:
+    """Three digits and a letter: 12,345 -> ``12.3k``. Counts of tokens, so k is a thousand."""
+    if not math.isfinite(value):
+        return str(value)
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """``m:ss``, ``h:mm:ss``, or days in front."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def memory(num_bytes: int) -> str:
+    """In GiB, or MiB below one."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
+    """The step in one plain line."""
+    width = len(str(total_steps))
+    return " | ".join([f"step {record.step:>{width}}/{total_steps}", *_numbers(record), f"{duration(left_s)} left"])
+
+
+def validation_line(record: StepRecord) -> str:
+    """The validation after the record's step. The record has one."""
+    loss = record.validation_loss
+    assert loss is not None
+    return f"validation at step {record.step}: loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
+
+
+def _numbers(record: StepRecord) -> list[str]:
+    return [
+        f"loss {record.loss:.4f}",
+        f"grad norm {record.grad_norm:.3g}",
+        f"lr {record.learning_rate:.2e}",
+        f"{count(record.tokens_per_s)} tokens/s",
+        f"{record.step_s:.3g} s/step",
+        memory(record.memory_bytes),
+    ]
+
+
+class _Bar(Progress):
+    """The bar, and the numbers on a line below: both fit into 80 columns."""
+
+    def __init__(self, console: Console) -> None:
+        self.numbers = ""
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:.0f} %"),
+            TextColumn("{task.fields[left]} left"),
+        )
+        super().__init__(*columns, console=console, expand=True, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.numbers)
+
+
+class ConsoleSink:
+    """A bar when the console is a terminal (validations stay above it), else a line every ``log_every`` steps, for the
+    first step of this process and for the last of the run."""
+
+    def __init__(self, total_steps: int, log_every: int = 1, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.log_every = log_every
+        self._console = console or Console()
+        self._bar: _Bar | None = None
+        self._task = TaskID(0)
+        self._num_steps = 0
+        self._step_s = 0.0
+
+    def open(self) -> None:
+        """Nothing is shown before the first record: until then the screen belongs to others."""
+
+    def write(self, record: StepRecord) -> None:
+        left_s = self._left_s(record)
+        if self._console.is_terminal:
+            self._draw(record, left_s)
+        elif self._num_steps == 1 or record.step % self.log_every == 0 or record.step >= self.total_steps:
+            self._say(step_line(record, self.total_steps, left_s))
+        if record.validation_loss is not None:
+            self._say(validation_line(record))
+
+    def close(self, failed: bool = False) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self, record: StepRecord, left_s: float) -> None:
+        if self._bar is None:
+            self._bar = _Bar(self._console)
+            self._task = self._bar.add_task("", total=self.total_steps, left="")
+            self._bar.start()
+        self._bar.numbers = "  ".join(_numbers(record))
+        self._bar.update(self._task, completed=record.step, left=duration(left_s))
+
+    def _say(self, line: str) -> None:
+        """One whole line, never wrapped or coloured, and out at once."""
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.file.flush()
+
+    def _left_s(self, record: StepRecord) -> float:
+        """From a running mean of the time per step, which forgets the first step here: that one also warms up."""
+        self._num_steps += 1
+        if self._num_steps <= 2:
+            self._step_s = record.step_s
+        else:
+            self._step_s = SMOOTHING * self._step_s + (1 - SMOOTHING) * record.step_s
+        return self._step_s * max(0, self.total_steps - record.step)

@@ -1,0 +1,147 @@
+"""What a step tells, and the names under which people know it.
+
+One table, :data:`METRICS`, joins the fields of :class:`StepRecord` to metric names; every sink goes through it, so
+``metrics.jsonl``, wandb and the plots speak the same words.
+
+A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly: Python writes the shortest decimal that
+reads back as the same float, and ``train/loss_hex`` says the loss bit by bit for whoever compares runs with other
+tools. JSON knows no NaN or infinity: they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
+which ``float()`` in Python and ``Number()`` in JavaScript take back. ``null`` is not used: it could not tell a diverged
+loss from one that was never measured. What was not measured is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GIB = 2**30
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step of the whole mesh, unless a field says "per device". ``None``: not measured."""
+
+    step: int
+    """Steps done, this one included: the first record of a run says 1."""
+    samples_seen: int
+    tokens: int
+    """Tokens trained on since the run began, over all replicas."""
+    loss: float
+    """Mean over the tokens of the global batch, in nats."""
+    grad_norm: float
+    """L2 norm of the whole model's gradient, before clipping."""
+    learning_rate: float
+    step_s: float
+    """Wall time of the step, waiting for data included."""
+    data_s: float
+    """The part of ``step_s`` spent waiting for data."""
+    tokens_per_s: float
+    """Over all devices."""
+    num_devices: int
+    memory_bytes: int
+    """Peak of the device (CUDA: allocated by torch; CPU: resident set of the process)."""
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0..1: the model's own FLOPs over what the device could do."""
+    bubble_share: float | None = None
+    """Share of the step, 0..1, in which the pipeline ranks waited."""
+    validation_loss: float | None = None
+    """Mean over the validation tokens in nats, on the weights after this step."""
+
+
+class Metric(NamedTuple):
+    """A number under the name that people know it by, its unit, and how it comes from a record."""
+
+    name: str
+    unit: str
+    value: Callable[[StepRecord], Number | None]
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``; infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("train/loss", "nats/token", lambda r: r.loss),
+    Metric("train/grad_norm", "", lambda r: r.grad_norm),
+    Metric("train/lr", "", lambda r: r.learning_rate),
+    Metric("train/tokens", "tokens", lambda r: r.tokens),
+    Metric("train/samples", "samples", lambda r: r.samples_seen),
+    Metric("perf/step_s", "s", lambda r: r.step_s),
+    Metric("perf/data_s", "s", lambda r: r.data_s),
+    Metric("perf/tokens_per_sec", "tokens/s", lambda r: r.tokens_per_s),
+    Metric("perf/tokens_per_sec_per_device", "tokens/s", lambda r: r.tokens_per_s / r.num_devices),
+    Metric("perf/devices", "", lambda r: r.num_devices),
+    Metric("perf/tflops_per_device", "TFLOP/s", lambda r: r.tflops_per_device),
+    Metric("perf/mfu", "share", lambda r: r.mfu),
+    Metric("perf/bubble_share", "share", lambda r: r.bubble_share),
+    Metric("memory/peak_gib", "GiB", lambda r: r.memory_bytes / GIB),
+    Metric("validation/loss", "nats/token", lambda r: r.validation_loss),
+    Metric("validation/perplexity", "", lambda r: None if r.validation_loss is None else perplexity(r.validation_loss)),
+)
+
+
+def metrics(record: StepRecord) -> dict[str, Number]:
+    """The record under the names of :data:`METRICS`; what was not measured is left out. The step is not among them."""
+    values = {metric.name: metric.value(record) for metric in METRICS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_json(record: StepRecord) -> str:
+    """One line of ``metrics.jsonl``, without the newline."""
+    line: dict[str, Number | str] = {"step": record.step}
+    for name, value in metrics(record).items():
+        line[name] = _encode(value)
+        if name == "train/loss":
+            line["train/loss_hex"] = float(value).hex()
+    return json.dumps(line, allow_nan=False)
+
+
+def from_json(line: str) -> StepRecord:
+    """Inverse of :func:`to_json`: equal to the last bit. Raises ValueError for what is not such a line."""
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"a line of metrics is a JSON object, not {type(found).__name__}")
+    try:
+        return _from_metrics(found)
+    except (KeyError, TypeError) as missing:
+        raise ValueError(f"not a whole record: {missing}") from missing
+
+
+def _encode(value: Number) -> Number | str:
+    if isinstance(value, int) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _from_metrics(found: Mapping[str, Number | str]) -> StepRecord:
+    def optional(name: str) -> float | None:
+        return None if name not in found else float(found[name])
+
+    return StepRecord(
+        step=int(found["step"]),
+        samples_seen=int(found["train/samples"]),
+        tokens=int(found["train/tokens"]),
+        loss=float(found["train/loss"]),
+        grad_norm=float(found["train/grad_norm"]),
+        learning_rate=float(found["train/lr"]),
+        step_s=float(found["perf/step_s"]),
+        data_s=float(found["perf/data_s"]),
+        tokens_per_s=float(found["perf/tokens_per_sec"]),
+        num_devices=int(found["perf/devices"]),
+        memory_bytes=round(float(found["memory/peak_gib"]) * GIB),
+        tflops_per_device=optional("perf/tflops_per_device"),
+        mfu=optional("perf/mfu"),
+        bubble_share=optional("perf/bubble_share"),
+        validation_loss=optional("validation/loss"),
+    )

@@ -1,0 +1,279 @@
+"""wandb, in a process of its own.
+
+The run never imports wandb: its exit hooks, its wait for uploads and its network live in a child (``wandb_child.py``)
+that gets the records through a pipe and can be killed. So a dead network or a stuck service costs this process one
+thread that waits, and nothing at exit. wandb logs every run to disk first; what could not be uploaded in time is sent
+later with ``wandb sync <run directory>/wandb/<run>``.
+
+    this process, the sink's thread                          the child
+    hello: id, project, mode, directory, config   ------->   wandb.init, within a time limit
+                                      "ready"     <-------   (or "failed: why": it is started again, offline)
+    step and metrics, a JSON line each            ------->   run.log
+    finish                                        ------->   run.finish; the pipe's end without it marks the run failed
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import json
+import netrc
+import os
+import secrets
+import socket
+import string
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from framework.errors import UserError
+from framework.tracking.record import StepRecord, metrics
+from framework.tracking.tracker import quietly, warn_on_stderr
+
+CHILD = Path(__file__).with_name("wandb_child.py")
+PUBLIC_SERVER = "https://api.wandb.ai"
+CONNECT_LIMIT_S = 2.0
+OFFLINE_LIMIT_S = 60.0
+"""For a start without network: how long a slow disk may take."""
+
+
+class WandbMode(StrEnum):
+    """What the configuration says; auto becomes one of the others."""
+
+    AUTO = "auto"
+    ONLINE = "online"
+    OFFLINE = "offline"
+    OFF = "off"
+
+
+def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[WandbMode, str | None]:
+    """The mode to use, and why it is offline if nobody asked for that.
+
+    auto: online with a key and a server that answers within two seconds, otherwise offline; ``WANDB_MODE`` may say
+    offline or disabled. online: offline only without a key. Nothing is ever asked on the terminal.
+    """
+    if wanted in (WandbMode.OFF, WandbMode.OFFLINE):
+        return wanted, None
+    asked = environment.get("WANDB_MODE", "").lower()
+    if wanted is WandbMode.AUTO and asked in ("disabled", "offline", "dryrun"):
+        return (WandbMode.OFF if asked == "disabled" else WandbMode.OFFLINE), None
+    server = base_url(environment)
+    if not has_key(server, environment):
+        return WandbMode.OFFLINE, f"no key for {server}: log in with `wandb login` or set WANDB_API_KEY"
+    if wanted is WandbMode.AUTO and not is_reachable(server):
+        return WandbMode.OFFLINE, f"{server} did not answer within {CONNECT_LIMIT_S:g} s"
+    return WandbMode.ONLINE, None
+
+
+def base_url(environment: Mapping[str, str]) -> str:
+    """The server: ``WANDB_BASE_URL``, else what `wandb login --host` has saved, else the public one."""
+    if url := environment.get("WANDB_BASE_URL"):
+        return url.rstrip("/")
+    saved = configparser.ConfigParser()
+    directory = Path(environment.get("WANDB_CONFIG_DIR") or Path("~/.config/wandb").expanduser())
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+        saved.read(directory / "settings")
+    return saved.get("default", "base_url", fallback=PUBLIC_SERVER).rstrip("/")
+
+
+def has_key(server: str, environment: Mapping[str, str]) -> bool:
+    """Whether wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. The key itself goes nowhere."""
+    if environment.get("WANDB_API_KEY"):
+        return True
+    path = environment.get("NETRC")
+    places = [Path(path)] if path else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
+    for place in places:
+        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if urlsplit(server).hostname in netrc.netrc(str(place)).hosts:
+                return True
+    return False
+
+
+def is_reachable(server: str, limit_s: float = CONNECT_LIMIT_S) -> bool:
+    """Whether something listens there, or at the proxy on the way. On a thread: looking up a name has no time limit."""
+    url = urlsplit(server)
+    scheme = url.scheme or "https"
+    proxy = urllib.request.getproxies().get(scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else "//" + proxy)
+    answered = threading.Event()
+
+    def connect() -> None:
+        address = (url.hostname or "", url.port or (80 if scheme == "http" else 443))
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=limit_s):
+            answered.set()
+
+    thread = threading.Thread(target=connect, name="wandb reachable", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answered.is_set()
+
+
+def run_id(run_directory: Path) -> str:
+    """The id kept in ``<run directory>/wandb_run_id``; made and written at the first call."""
+    path = run_directory / "wandb_run_id"
+    with contextlib.suppress(FileNotFoundError):
+        if kept := path.read_text(encoding="utf-8").strip():
+            return kept
+    made = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+    run_directory.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(made + "\n", encoding="utf-8")
+    aside.replace(path)
+    return made
+
+
+class WandbSink:
+    """Logs each record at its step, under the id kept with the run: a resumed run goes on under the same one.
+
+    ``config`` is uploaded as it is; no environment variable, command line, host name or code is. ``init_limit_s``
+    bounds the start online, after which it is tried offline; ``finish_limit_s`` bounds the end.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        mode: WandbMode = WandbMode.AUTO,
+        init_limit_s: float = 30.0,
+        finish_limit_s: float = 10.0,
+        warn: Callable[[str], None] = warn_on_stderr,
+    ) -> None:
+        self.run_directory = run_directory
+        self.project = project
+        self.name = name
+        self.config = config
+        self.mode = mode
+        self.init_limit_s = init_limit_s
+        self.finish_limit_s = finish_limit_s
+        self._warn = warn
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        """Start the child and wait until wandb is ready. Raises UserError where even offline does not start."""
+        self.mode, why = choose_mode(self.mode, os.environ)
+        if why:
+            quietly(self._warn, f"wandb writes offline ({why})")
+        if self.mode is WandbMode.OFF:
+            return
+        failure = self._start(self.mode)
+        if failure and self.mode is WandbMode.ONLINE:
+            quietly(self._warn, f"wandb writes offline ({failure})")
+            self.mode = WandbMode.OFFLINE
+            failure = self._start(self.mode)
+        if failure:
+            raise UserError(f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.')
+
+    def write(self, record: StepRecord) -> None:
+        """Hand the record on; blocks while the child does not read. Raises UserError when the child has died."""
+        if self._child is None:
+            return
+        try:
+            self._send({"step": record.step, "metrics": metrics(record)})
+        except BrokenPipeError as error:
+            raise UserError(
+                f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb"
+            ) from error
+
+    def close(self, failed: bool = False) -> None:
+        """Let wandb finish, then see that the child is gone: after ``finish_limit_s`` it is killed. What it had not
+        uploaded stays on disk for ``wandb sync``."""
+        child = self._child
+        if child is None:
+            return
+        with _killed_after(child, self.finish_limit_s) as is_late:
+            with contextlib.suppress(BrokenPipeError):
+                self._send({"finish": {"failed": failed}})
+            child.wait()
+        self._stop()
+        if is_late():
+            message = f"wandb did not finish within {self.finish_limit_s:g} s; send the rest with `wandb sync`"
+            quietly(self._warn, f"{message} {self.run_directory / 'wandb'}/*run-*")
+
+    def _start(self, mode: WandbMode) -> str | None:
+        """Start a child in this mode; what went wrong, or None when it is ready."""
+        self.run_directory.mkdir(parents=True, exist_ok=True)
+        limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
+        hello = {
+            "id": run_id(self.run_directory),
+            "project": self.project,
+            "name": self.name,
+            "mode": str(mode),
+            "directory": str(self.run_directory.resolve()),
+            "config": self.config,
+            "init_limit_s": limit_s,
+            "finish_limit_s": self.finish_limit_s,
+        }
+        # -P: the child's directory stays out of its import path, where this file would hide the real wandb.
+        child = self._child = subprocess.Popen(
+            [sys.executable, "-P", str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_child_environment(self.run_directory),
+            start_new_session=True,  # Ctrl-C is for the run; the child ends with the pipe
+        )
+        assert child.stdout is not None
+        with _killed_after(child, limit_s) as is_late:
+            with contextlib.suppress(BrokenPipeError):
+                self._send(hello)
+            answer = child.stdout.readline().decode(errors="replace").strip()
+        if answer == "ready" and not is_late():
+            return None
+        self._stop()
+        return f"no answer within {limit_s:g} s" if is_late() else answer or "its process ended"
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """Blocks while the pipe is full. Raises BrokenPipeError when the child has died."""
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+        self._child.stdin.flush()
+
+    def _stop(self) -> None:
+        """Kill and reap the child, if it still lives. wandb's service ends when the child is gone."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Callable[[], bool]]:
+    """Whatever blocks on the child in here (a pipe, a wait) is set free by killing it; the yielded function says
+    whether that was needed."""
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        child.kill()
+
+    timer = threading.Timer(limit_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late.is_set
+    finally:
+        timer.cancel()
+
+
+def _child_environment(run_directory: Path) -> dict[str, str]:
+    """Handed to the child, written nowhere: it needs the key and the proxies. A service started by somebody else is
+    left alone, and what wandb would put into the home directory goes into the run's."""
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    environment.setdefault("WANDB_CACHE_DIR", str((run_directory / "wandb" / "cache").resolve()))
+    environment.setdefault("WANDB_ERROR_REPORTING", "false")
+    return environment

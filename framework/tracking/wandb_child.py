@@ -1,0 +1,111 @@
+"""The process that talks to wandb. Run as a file by ``wandb.py``, which tells the protocol; knows nothing but wandb.
+
+Ends by itself when its parent is gone, however that died, and never outlives it by more than the time limit to finish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+PARENT_CHECK_S = 1.0
+QUIET: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "x_disable_stats": True,
+    "x_disable_meta": True,  # would tell the host, the command line and the SLURM_* variables
+    "x_disable_machine_info": True,
+}
+
+
+def main() -> None:
+    """Start wandb, say so, log until told to finish."""
+    parent = os.getppid()
+    commands, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
+    _close_to_others()
+    lines = read_lines(commands, parent)
+    hello = next(lines, None)
+    if hello is None:
+        return
+    threading.Thread(target=_leave_with, args=(parent, hello["finish_limit_s"]), daemon=True).start()
+    try:
+        run = start(hello)
+    except BaseException as error:
+        answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
+        os._exit(1)
+    answers.write(b"ready\n")
+    finish: dict[str, Any] = {"failed": True}  # unless told otherwise: the parent died
+    for message in lines:
+        if "finish" in message:
+            finish = message["finish"]
+            break
+        run.log(message["metrics"], step=message["step"])
+    _leave_after(hello["finish_limit_s"])
+    run.finish(exit_code=int(finish["failed"]))
+
+
+def start(hello: dict[str, Any]) -> Any:
+    """``wandb.init``, silent and without anything of the machine."""
+    import wandb
+
+    known = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
+    return wandb.init(
+        id=hello["id"],
+        resume="allow",
+        project=hello["project"],
+        name=hello["name"],
+        mode=hello["mode"],
+        dir=hello["directory"],
+        config=hello["config"],
+        settings=wandb.Settings(init_timeout=hello["init_limit_s"], **known),
+    )
+
+
+def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
+    """The messages, until the pipe ends. It does not end while somebody forked by the parent still holds it, so the
+    parent is looked for as well."""
+    buffer = b""
+    while True:
+        if not select.select([commands], [], [], PARENT_CHECK_S)[0]:
+            if os.getppid() != parent:
+                return
+            continue
+        part = os.read(commands.fileno(), 65536)
+        if not part:
+            return
+        *whole, buffer = (buffer + part).split(b"\n")
+        for line in whole:
+            yield json.loads(line)
+
+
+def _close_to_others() -> None:
+    """What wandb and its service print or read goes nowhere: the pipes are ours alone."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _leave_with(parent: int, limit_s: float) -> None:
+    """On a thread: when the parent is gone, leave even if wandb holds the main thread."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    _leave_after(limit_s)
+
+
+def _leave_after(limit_s: float) -> None:
+    """From now on at most ``limit_s``, exit hooks included. The log on disk is complete without them."""
+    timer = threading.Timer(limit_s, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The names that people know, and a line that brings back every bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from framework.tracking.record import METRICS, StepRecord, from_json, metrics, to_json
+
+NAMES = [
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/tokens",
+    "train/samples",
+    "perf/step_s",
+    "perf/data_s",
+    "perf/tokens_per_sec",
+    "perf/tokens_per_sec_per_device",
+    "perf/devices",
+    "perf/tflops_per_device",
+    "perf/mfu",
+    "perf/bubble_share",
+    "memory/peak_gib",
+    "validation/loss",
+    "validation/perplexity",
+]
+
+anything = st.floats(allow_nan=True, allow_infinity=True)
+whole = st.integers(min_value=0, max_value=2**62)
+
+
+def test_names_are_the_ones_people_know(record) -> None:
+    whole_record = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0)
+    found = metrics(whole_record)
+    assert list(found) == NAMES == [metric.name for metric in METRICS]
+    assert found["train/loss"] == whole_record.loss
+    assert found["train/lr"] == 3e-4
+    assert found["train/tokens"] == 6144
+    assert found["train/samples"] == 48
+    assert found["perf/tokens_per_sec"] == 4096
+    assert found["perf/tokens_per_sec_per_device"] == 512
+    assert found["perf/mfu"] == 0.25
+    assert found["memory/peak_gib"] == 1.5
+    assert found["validation/perplexity"] == pytest.approx(math.e**2)
+
+
+def test_every_field_reaches_a_metric(record) -> None:
+    """A field that no metric reads would be measured for nobody."""
+    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0)
+    for field in dataclasses.fields(StepRecord):
+        other = dataclasses.replace(plain, **{field.name: getattr(plain, field.name) + 7})
+        assert to_json(other) != to_json(plain), field.name
+
+
+def test_what_was_not_measured_is_left_out(record) -> None:
+    assert not {"perf/mfu", "perf/tflops_per_device", "validation/loss", "validation/perplexity"} & set(
+        metrics(record(1))
+    )
+
+
+@given(loss=anything, norm=anything, validation=st.none() | anything, mfu=st.none() | anything, tokens=whole)
+def test_a_line_brings_every_bit_back(loss, norm, validation, mfu, tokens) -> None:
+    before = StepRecord(7, 1, tokens, loss, norm, 1e-3, 0.1, 0.0, 5.0, 2, 123_456_789, None, mfu, None, validation)
+    line = to_json(before)
+    after = from_json(line)
+    assert repr(after) == repr(before)  # repr: NaN equals itself, and -0.0 is not 0.0
+    found = json.loads(line)
+    assert repr(float.fromhex(found["train/loss_hex"])) == repr(loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "written"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (1.5, 1.5)]
+)
+def test_a_line_is_strict_json(record, loss, written) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = to_json(record(1, loss=loss, validation_loss=loss))
+    found = json.loads(line, parse_constant=refuse)
+    assert found["train/loss"] == found["validation/loss"] == written
+    assert "\n" not in line
+
+
+def test_perplexity_of_a_huge_loss_is_infinite(record) -> None:
+    assert metrics(record(1, validation_loss=1e6))["validation/perplexity"] == math.inf
+
+
+@pytest.mark.parametrize("line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', ""])
+def test_what_is_no_record_is_refused(line) -> None:
+    with pytest.raises(ValueError):
+        from_json(line)

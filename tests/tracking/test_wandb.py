@@ -1,0 +1,298 @@
+"""wandb for real: its process, its files. Nothing here reaches a network beyond this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from framework.tracking.build import build_tracker
+from framework.tracking.record import metrics, to_json
+from framework.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
+
+pytestmark = pytest.mark.usefixtures("no_account")
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+def wandb_records(path: Path) -> Iterator:
+    """The protobuf records of a .wandb file: a LevelDB log (blocks of 32 KiB, records cut into FULL, FIRST, MIDDLE and
+    LAST pieces with a 7-byte head: CRC, length, type) after a 7-byte head of the file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    at, message = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(message)
+            message = b""
+
+
+def read_back(path: Path) -> tuple[dict, dict[int, dict], int | None]:
+    """Config, step -> metrics, and the exit code of a .wandb file."""
+    config: dict = {}
+    history: dict[int, dict] = {}
+    exit_code = None
+    for found in wandb_records(path):
+        if found.HasField("run"):
+            config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in found.run.config.update}
+        if found.HasField("history"):
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in found.history.item}
+            history[row["_step"]] = row
+        if found.HasField("exit"):
+            exit_code = found.exit.exit_code
+    return config, history, exit_code
+
+
+def offline_files(run_directory: Path) -> list[Path]:
+    return sorted(run_directory.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def processes_of(run_directory: Path) -> list[str]:
+    """Command lines of living processes that were started for this run: they carry its cache directory."""
+    mark = f"WANDB_CACHE_DIR={run_directory.resolve()}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(run_directory: Path) -> None:
+    deadline = time.monotonic() + 30
+    while processes := processes_of(run_directory):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.05)
+
+
+def sink(run_directory: Path, mode: WandbMode, warnings: list[str], **limits: float) -> WandbSink:
+    config = {"parallel": {"tp": 4}, "run": {"seed": 7}}
+    return WandbSink(run_directory, project="p", name="n", config=config, mode=mode, warn=warnings.append, **limits)
+
+
+def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None:
+    monkeypatch.setenv("A_SECRET", "not-for-the-record")
+    monkeypatch.setenv("SLURM_JOB_ID", "not-for-the-record")
+    warnings: list[str] = []
+    records = [record(step, mfu=0.25, validation_loss=2.5 if step == 3 else None) for step in (1, 2, 3)]
+    tracker = build_tracker(
+        tmp_path,
+        is_writer=True,
+        name="n",
+        config={"parallel": {"tp": 4}, "run": {"seed": 7}},
+        total_steps=3,
+        console=False,
+        wandb=WandbMode.OFFLINE,
+        warn=warnings.append,
+    )
+    with tracker:
+        assert "wandb" not in sys.modules
+        for each in records:
+            tracker.write(each)
+    wait_until_gone(tmp_path)
+
+    [path] = offline_files(tmp_path)
+    config, history, exit_code = read_back(path)
+    assert config["parallel"] == {"tp": 4} and config["run"] == {"seed": 7}
+    assert sorted(history) == [1, 2, 3]
+    for each in records:
+        row = {name: value for name, value in history[each.step].items() if not name.startswith("_")}
+        assert row == metrics(each)
+    assert exit_code == 0
+    assert warnings == [] and capfd.readouterr() == ("", "")
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or b"not-for-the-record" not in file.read_bytes(), file
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path, record) -> None:
+    warnings: list[str] = []
+    for steps in ((1, 2), (3,)):
+        part = sink(tmp_path, WandbMode.OFFLINE, warnings)
+        part.open()
+        for step in steps:
+            part.write(record(step))
+        part.close()
+    kept = (tmp_path / "wandb_run_id").read_text().strip()
+    files = offline_files(tmp_path)
+    assert [path.name for path in files] == [f"run-{kept}.wandb"] * len(files)
+    seen = [set(read_back(path)[1]) for path in files]
+    assert set().union(*seen) == {1, 2, 3}
+    assert warnings == []
+
+
+def test_non_finite_values_do_not_break_it(tmp_path, record) -> None:
+    broken = sink(tmp_path, WandbMode.OFFLINE, [])
+    broken.open()
+    broken.write(record(1, loss=math.nan, grad_norm=math.inf))
+    broken.write(record(2))
+    broken.close()
+    history = read_back(offline_files(tmp_path)[0])[1]
+    assert math.isnan(float(history[1]["train/loss"]))
+    assert float(history[1]["train/grad_norm"]) == math.inf
+    assert history[2]["train/loss"] == record(2).loss
+
+
+def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkeypatch) -> None:
+    """A server that takes the connection and never answers."""
+    warnings: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        silent = sink(tmp_path, WandbMode.AUTO, warnings, init_limit_s=2.0)
+        silent.open()
+        assert silent.mode is WandbMode.OFFLINE
+        silent.write(record(1))
+        silent.close()
+    assert len(warnings) == 1 and "offline" in warnings[0]
+    assert read_back(offline_files(tmp_path)[-1])[1][1]["train/loss"] == record(1).loss
+    wait_until_gone(tmp_path)
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+def test_a_server_that_refuses_the_key_ends_offline(tmp_path, record, monkeypatch) -> None:
+    warnings: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        refused = sink(tmp_path, WandbMode.ONLINE, warnings, init_limit_s=60.0)
+        refused.open()
+        server.shutdown()
+    assert refused.mode is WandbMode.OFFLINE
+    refused.write(record(1))
+    refused.close()
+    assert len(warnings) == 1 and "offline" in warnings[0] and KEY not in warnings[0]
+    assert "no answer" not in warnings[0]  # it said why
+    assert read_back(offline_files(tmp_path)[-1])[1][1]["train/loss"] == record(1).loss
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Every key is wrong."""
+
+    def do_POST(self) -> None:
+        self.send_error(401)
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_killed_run_leaves_its_steps_and_no_process(tmp_path, record) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), to_json(record(1))],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    wait_until_gone(tmp_path)
+    _, history, exit_code = read_back(offline_files(tmp_path)[0])
+    assert sorted(history) == [1, 2]
+    assert exit_code == 1
+
+
+KILLED = """
+import dataclasses, os, signal, sys
+from pathlib import Path
+from framework.tracking.record import from_json
+from framework.tracking.wandb import WandbMode, WandbSink
+sink = WandbSink(Path(sys.argv[1]), project="p", name="n", config={}, mode=WandbMode.OFFLINE)
+sink.open()
+for step in (1, 2):
+    sink.write(dataclasses.replace(from_json(sys.argv[2]), step=step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_child_that_does_not_finish_is_killed(tmp_path, record) -> None:
+    warnings: list[str] = []
+    stuck = sink(tmp_path, WandbMode.OFFLINE, warnings, finish_limit_s=0.5)
+    stuck.open()
+    stuck.write(record(1))
+    assert stuck._child is not None and processes_of(tmp_path)
+    os.kill(stuck._child.pid, signal.SIGSTOP)
+    stuck.close()
+    assert len(warnings) == 1 and "wandb sync" in warnings[0]
+    wait_until_gone(tmp_path)
+
+
+def test_a_child_that_dies_is_told(tmp_path, record) -> None:
+    warnings: list[str] = []
+    dead = sink(tmp_path, WandbMode.OFFLINE, warnings)
+    dead.open()
+    assert dead._child is not None
+    dead._child.kill()
+    dead._child.wait()
+    with pytest.raises(Exception, match=r"ended before step 1"):
+        dead.write(record(1))
+    dead.close()
+    wait_until_gone(tmp_path)
+
+
+def test_off_starts_nothing(tmp_path, record) -> None:
+    off = sink(tmp_path, WandbMode.OFF, [])
+    off.open()
+    off.write(record(1))
+    off.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_needs_a_key_and_a_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"http://127.0.0.1:{server.getsockname()[1]}"
+        online = {"WANDB_BASE_URL": there, "WANDB_API_KEY": KEY}
+        assert choose_mode(WandbMode.AUTO, online) == (WandbMode.ONLINE, None)
+        assert choose_mode(WandbMode.AUTO, online | {"WANDB_MODE": "offline"})[0] is WandbMode.OFFLINE
+        assert choose_mode(WandbMode.AUTO, online | {"WANDB_MODE": "disabled"})[0] is WandbMode.OFF
+        assert choose_mode(WandbMode.OFFLINE, online) == (WandbMode.OFFLINE, None)
+        mode, why = choose_mode(WandbMode.AUTO, {"WANDB_BASE_URL": there, "NETRC": os.environ["NETRC"]})
+        assert mode is WandbMode.OFFLINE and why is not None and "wandb login" in why
+    mode, why = choose_mode(WandbMode.AUTO, online)
+    assert mode is WandbMode.OFFLINE and why is not None and "did not answer" in why
+    assert choose_mode(WandbMode.ONLINE, online) == (WandbMode.ONLINE, None)
+
+
+def test_a_key_is_found_in_netrc(tmp_path) -> None:
+    place = tmp_path / "netrc"
+    place.write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
+    assert has_key(PUBLIC_SERVER, {"NETRC": str(place)})
+    assert not has_key("https://wandb.example.org", {"NETRC": str(place)})
+    assert not has_key(PUBLIC_SERVER, {"NETRC": str(tmp_path / "none")})
+
+
+def test_the_server_is_the_one_logged_into(tmp_path) -> None:
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://wandb.example.org/\n")
+    saved = {"WANDB_CONFIG_DIR": str(tmp_path)}
+    assert base_url(saved) == "https://wandb.example.org"
+    assert base_url(saved | {"WANDB_BASE_URL": "https://other.org"}) == "https://other.org"
+    assert base_url({"WANDB_CONFIG_DIR": str(tmp_path / "none")}) == PUBLIC_SERVER
+
+
+def test_a_proxy_is_asked_instead_of_the_server(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        assert is_reachable("https://nowhere.invalid", limit_s=5)
+    assert not is_reachable("https://nowhere.invalid", limit_s=5)
