@@ -1,8 +1,6 @@
-"""What a device could do, and how much memory it has taken."""
+"""What a device could do at best: the denominator of model-FLOPs utilisation."""
 
 from __future__ import annotations
-
-import resource
 
 import torch
 
@@ -25,10 +23,3 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         if key in name:
             return BF16_PEAKS[key]
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held: allocated on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

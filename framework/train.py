@@ -14,13 +14,15 @@ from pathlib import Path
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build, open_feeds
 from framework.config import RunConfig, dump, resolve
+from framework.data.samples import Feed, unigram_entropy
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
 from framework.resume import resume, save
 from framework.step import StepStats, take_step, validate
 from framework.summary import summarise
-from framework.throughput import peak_flops, peak_memory_bytes
+from framework.throughput import peak_flops
 from framework.tracking.build import build_tracker
+from framework.tracking.memory import peak_memory_bytes
 from framework.tracking.record import StepRecord
 from framework.tracking.tracker import Tracker
 from framework.tracking.wandb import WandbMode
@@ -99,6 +101,8 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
             tracker.write(record(parts, stats, step_s, validation_loss))
         if _is_due(state.step, config.checkpoint.every, last):
             save(parts, directory, say)
+        if last and validation_loss is not None:
+            say(_against_unigrams(parts, validation_loss))
 
 
 def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float | None) -> StepRecord:
@@ -120,9 +124,19 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         tflops_per_device=flops_per_s / 1e12,
         mfu=flops_per_s / peak if peak else None,
         bubble_share=stats.bubble_share,
-        memory_bytes=peak_memory_bytes(parts.mesh.device),
+        memory_bytes=peak_memory_bytes(parts.mesh.device.type),
         validation_loss=validation_loss,
     )
+
+
+def _against_unigrams(parts: Parts, validation_loss: float) -> str:
+    """The last validation loss beside what token frequencies alone would give, where the corpus knows that."""
+    said = f"validation loss {validation_loss:.4f} nats per token"
+    feed = parts.validation
+    if isinstance(feed, Feed) and feed.corpus.known:
+        nats = unigram_entropy(feed.corpus).nats
+        said += f"; unigram entropy of the same text {nats:.4f} (a model that knows token frequencies and nothing else)"
+    return said
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:

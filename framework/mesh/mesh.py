@@ -133,6 +133,9 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
         process_group = torch_mesh.get_group(str(axis)) if len(ranks) > 1 else None
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic)
     world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic)
+    if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
+        for group in groups.values():
+            group.barrier()
     nodes = world.gather_objects(socket.gethostname())
     check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
     return Mesh(grid, rank, chosen, groups[Axis.PP], groups[Axis.DP], groups[Axis.TP], world, traffic, nodes)

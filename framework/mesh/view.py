@@ -158,4 +158,4 @@ def _path(grid: Grid, nodes: Sequence[str], dp_rank: int) -> str:
     for pp_rank in range(grid.pp):
         ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0)))
         stops.append(f"{nodes[ranks[0]]} [{_span(ranks)}]")
-    return f"dp{_padded(dp_rank, grid.dp)}  {' → '.join(_elided(stops, MOST_STAGES, 'pipeline ranks'))}"
+    return f"dp{_padded(dp_rank, grid.dp)}  {' → '.join(_elided(stops, MOST_STAGES, 'on the way'))}"
