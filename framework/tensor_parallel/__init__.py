@@ -1,0 +1,1 @@
+"""Tensor parallelism: a sharding plan applied to plain modules, sequence parallelism, vocab-parallel cross-entropy."""

@@ -1,0 +1,211 @@
+"""The words of a sharding plan, and whether it fits a model: decided before any process group exists.
+
+The plan is checked in full also where tp is 1: a typing error in a pattern shows in every layout.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from framework.errors import ModelError
+
+
+class Kind(StrEnum):
+    """What the plan may say of a module."""
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCAB = "vocab"
+    SEQUENCE = "sequence"
+    HEADS = "heads"
+    REPLICATE = "replicate"
+
+
+SPLITTING = (Kind.COLUMN, Kind.ROW, Kind.VOCAB)
+
+
+class Placement(NamedTuple):
+    """A module that the plan speaks of, and the pattern that named it."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind} by sharding_plan[{self.pattern!r}])"
+
+
+def check_sequence_length(sequence_length: int, tp: int) -> None:
+    """Under sequence parallelism each rank holds an equal part of the sequence.
+
+    Raises:
+        ModelError: with the numbers and the two nearest lengths that would do.
+    """
+    if sequence_length % tp:
+        below = sequence_length // tp * tp
+        lengths = " or ".join(str(length) for length in (below, below + tp) if length)
+        raise ModelError(
+            f"parallel.sequence cuts the sequence into parallel.tp = {tp} equal parts, and data.sequence_length = "
+            f"{sequence_length} is not divisible by {tp}: use {lengths}, or parallel.sequence = false"
+        )
+
+
+def check(
+    model: nn.Sequential,
+    plan: Mapping[str, str],
+    tied: Sequence[tuple[str, ...]],
+    tp: int,
+    sequence: bool,
+    divisible: Mapping[str, int],
+) -> dict[str, Placement]:
+    """The planned modules of the plain model by name, once the plan is known to fit it. Needs no process group.
+
+    Raises:
+        ModelError: every problem found, each with its pattern, module, numbers and next move.
+    """
+    problems: list[str] = []
+    placements = _match(model, plan, problems)
+    problems += [problem for placement in placements.values() for problem in _misfits(placement, tp)]
+    problems += _indivisible(model, divisible, tp)
+    if tp > 1 and not problems:
+        problems += _missing(placements, tp, sequence)
+        problems += _uneven_ties(placements, tied)
+    if problems:
+        raise ModelError("\n".join(problems))
+    return placements
+
+
+def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -> dict[str, Placement]:
+    """Which module each pattern names; what is wrong with the plan itself goes to ``problems``."""
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    placements: dict[str, Placement] = {}
+    for pattern, word in plan.items():
+        if word not in set(Kind):
+            problems.append(
+                f"sharding_plan[{pattern!r}] = {word!r} is no kind{_close(str(word), [str(kind) for kind in Kind])}: "
+                f"use one of {', '.join(Kind)}"
+            )
+            continue
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            problems.append(
+                f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{_nearest(pattern, modules)}"
+            )
+        for name in names:
+            placement = Placement(name, modules[name], Kind(word), pattern)
+            other = placements.setdefault(name, placement)
+            if other.kind is not placement.kind:
+                problems.append(
+                    f"module {name} is {other.kind} by sharding_plan[{other.pattern!r}] and {word} by "
+                    f"sharding_plan[{pattern!r}]: make one of the patterns narrower"
+                )
+    return placements
+
+
+def _misfits(placement: Placement, tp: int) -> Iterator[str]:
+    """Is the module of a type, and of a size, that its kind can split?"""
+    module, kind = placement.module, placement.kind
+    wanted = {Kind.COLUMN: (nn.Linear,), Kind.ROW: (nn.Linear,), Kind.VOCAB: (nn.Embedding, nn.Linear)}.get(kind)
+    if wanted is None:
+        return
+    if type(module) not in wanted:
+        names = " or ".join(f"nn.{type_.__name__}" for type_ in wanted)
+        yield (
+            f"{placement} is of type {type(module).__name__}, and kind {kind} splits only a plain {names}: name the "
+            f"linear inside it, or leave it out of the plan"
+        )
+        return
+    if isinstance(module, nn.Embedding):
+        unsupported = [
+            name
+            for name, is_set in (
+                ("max_norm", module.max_norm is not None),
+                ("scale_grad_by_freq", module.scale_grad_by_freq),
+                ("sparse", module.sparse),
+            )
+            if is_set
+        ]
+        if unsupported and tp > 1:
+            yield (
+                f"{placement} has {' and '.join(unsupported)} set, which needs all rows in one place: build it "
+                f"without, or use parallel.tp = 1"
+            )
+    elif kind is not Kind.VOCAB:
+        assert isinstance(module, nn.Linear)
+        what, length = ("rows", module.out_features) if kind is Kind.COLUMN else ("columns", module.in_features)
+        if length % tp:
+            yield (
+                f"{placement} has a weight of {module.out_features} x {module.in_features}, and its {length} {what} "
+                f"cannot be split over parallel.tp = {tp}: choose a tp that divides {length}, or another width"
+            )
+
+
+def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) -> Iterator[str]:
+    """Units that must not be cut (heads, groups of kv heads): tp must divide their number."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for pattern, units in divisible.items():
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            yield f"divisible[{pattern!r}] = {units} names no module of the model{_nearest(pattern, names)}"
+        elif units % tp:
+            degrees = ", ".join(str(degree) for degree in range(1, units + 1) if units % degree == 0)
+            yield (
+                f"{found[0]} (divisible[{pattern!r}]) has {units} units (heads or groups of heads) that must stay "
+                f"whole, and parallel.tp = {tp} does not divide {units}: use a tp of {degrees}"
+            )
+
+
+def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> Iterator[str]:
+    """Plans that would do nothing, or with which sequence parallelism has no way in or out."""
+    found = list(placements.values())
+    if not any(placement.kind in SPLITTING for placement in found):
+        yield (
+            f"parallel.tp = {tp}, but the model's sharding_plan splits nothing: all {tp} ranks would compute the same. "
+            f"Give the model a sharding_plan (column, row, vocab), or use parallel.tp = 1"
+        )
+        return
+    if not sequence:
+        return
+    cuts = [
+        p for p in found if p.kind is Kind.SEQUENCE or (p.kind is Kind.VOCAB and isinstance(p.module, nn.Embedding))
+    ]
+    if not cuts:
+        yield (
+            "parallel.sequence = true, but no module of the sharding_plan cuts the sequence: give the token embedding "
+            'the kind "vocab" (or "sequence"), or use parallel.sequence = false'
+        )
+    if not any(p.kind is Kind.VOCAB and isinstance(p.module, nn.Linear) for p in found):
+        yield (
+            "parallel.sequence = true, but no module of the sharding_plan puts the sequence together for the loss: "
+            'give the nn.Linear that makes the logits the kind "vocab", or use parallel.sequence = false'
+        )
+
+
+def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Tied weights are one weight: all their modules must split it alike."""
+    for names in tied:
+        how = {}
+        for name in names:
+            placement = placements.get(name.rpartition(".")[0])
+            how[name] = placement.kind if placement is not None and placement.kind in SPLITTING else Kind.REPLICATE
+        if len(set(how.values())) > 1:
+            ways = ", ".join(f"{name} is {kind}" for name, kind in how.items())
+            yield f"tied weights must be split alike, but {ways}: give their modules the same kind in the sharding_plan"
+
+
+def _close(word: str, possible: list[str]) -> str:
+    close = difflib.get_close_matches(word, possible, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    """A hint at the end of "names no module": the name most like the pattern."""
+    close = difflib.get_close_matches(pattern.replace("*", "0"), list(names), 1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; its modules are {', '.join(list(names)[:8])}, ..."

@@ -1,0 +1,64 @@
+"""The one door to megatron.core.tensor_parallel: nothing else in the project imports ``megatron``.
+
+Its autograd regions are handed on as they are. They work on the *first* dim, take a bare process group, and have a trap
+(an all-reduce of a non-contiguous tensor is lost without an error): ``regions.py`` is the face that callers use.
+The import takes seconds, so it happens at the first communication and never with tp = 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Mapping = Callable[..., Tensor]
+
+
+class Mappings(NamedTuple):
+    """megatron-core's regions: (tensor, group=process group) -> tensor."""
+
+    copy_to: Mapping
+    """Identity; backward all-reduces the gradient in place, and loses the sum when it is not contiguous."""
+    reduce_from: Mapping
+    """All-reduces in place, and loses the sum when the input is not contiguous; backward is the identity."""
+    gather_sequence: Mapping
+    """(S/tp, ...) -> (S, ...); backward reduce-scatters."""
+    reduce_scatter_sequence: Mapping
+    """(S, ...) partial sums -> (S/tp, ...); backward all-gathers."""
+    scatter_sequence: Mapping
+    """(S, ...) -> my (S/tp, ...), no communication; backward all-gathers."""
+
+
+def mappings(device: torch.device) -> Mappings:
+    """megatron-core's mappings for tensors on ``device``.
+
+    They allocate results on ``torch.cuda.current_device()``. A process that computes on CPU, mostly because there is no
+    CUDA, is given the CPU as the answer: the one line of patching that they need.
+    """
+    if device.type == "cpu":
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    if "megatron.core.tensor_parallel" not in sys.modules:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Transformer Engine and Apex are not installed", category=UserWarning
+            )
+            import megatron.core.tensor_parallel  # noqa: F401
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+
+    return Mappings(
+        copy_to=copy_to_tensor_model_parallel_region,
+        reduce_from=reduce_from_tensor_model_parallel_region,
+        gather_sequence=gather_from_sequence_parallel_region,
+        reduce_scatter_sequence=reduce_scatter_to_sequence_parallel_region,
+        scatter_sequence=scatter_to_sequence_parallel_region,
+    )

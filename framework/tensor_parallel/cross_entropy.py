@@ -1,0 +1,126 @@
+"""Cross-entropy of logits that are split over the vocabulary: no rank ever holds a whole row of them.
+
+With x the logits of one token, m the largest of them over all ranks, and t its label:
+
+    loss = log(sum over V of exp(x - m)) - (x[t] - m)          d loss / d x[v] = exp(x[v] - m) / sum - (v == t)
+
+    rank 0   max |            | sum exp, x[t] - m if t is mine |            | loss
+             --- |-all-reduce-| ------------------------------ |-all-reduce-| ---- the same on all ranks
+    rank 1   max |    max     | sum exp, 0                     |    sum     | loss
+
+What is kept for backward is the logits themselves, as they came, and two numbers per token; the caller must not
+overwrite them before backward (autograd would notice). megatron-core's function is the oracle in the tests and not
+used: it computes in float32 whatever the input, overwrites float32 logits, knows no padding and reads a global group.
+
+Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank, the last of which may be padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from framework.mesh.comm import Group
+from framework.tensor_parallel.layers import vocab_slice
+
+CHUNK_ELEMENTS = 2**22
+"""Logits converted and exponentiated at a time: bounds the memory besides logits and gradient (16 MiB in float32)."""
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: Group, vocab_size: int, ignore: int = -100
+) -> Tensor:
+    """Per-token losses (B, S), the same on all ranks: float64 for float64 logits, else float32; 0 where ignored.
+
+    ``logits`` (B, S, L) are this rank's columns; a model whose head is not split over the vocabulary gives (B, S, V)
+    on every rank. ``labels`` (B, S) int64 are in [0, V) or ``ignore``. All ranks of the group call this together; it
+    blocks for two all-reduces of (B, S) and (2, B, S) in forward and says nothing in backward. Logits are never
+    overwritten.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if logits.is_meta:
+        return logits.new_empty(labels.shape, dtype=dtype)
+    if group.size == 1 or logits.shape[-1] == vocab_size:
+        assert logits.shape[-1] == vocab_size, (tuple(logits.shape), vocab_size)
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).to(dtype), labels.flatten(), ignore_index=ignore, reduction="none"
+        )
+        return losses.view(labels.shape)
+    rows = vocab_slice(vocab_size, group.rank, group.size)
+    assert logits.shape == (*labels.shape, rows.padded), (tuple(logits.shape), tuple(labels.shape), rows)
+    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.flatten(0, -2), labels.flatten(), group, rows.start, rows.stop, ignore, dtype
+    )
+    return losses.view(labels.shape)  # type: ignore[no-any-return]
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices of tokens that hold about CHUNK_ELEMENTS logits each."""
+    tokens, columns = logits.shape
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """On tokens in one row: logits (B*S, L), labels (B*S,) -> losses (B*S,). My columns are [start, stop) of V."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: Group,
+        start: int,
+        stop: int,
+        ignore: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        count = stop - start
+        tokens = len(labels)
+        largest = logits.new_full((tokens,), -torch.inf, dtype=dtype)
+        if count:
+            largest = logits[:, :count].amax(-1).to(dtype)
+        group.all_reduce(largest, "max").wait()
+
+        mine = (labels >= start) & (labels < stop)
+        target = (labels - start).masked_fill_(~mine, 0)
+        sums = logits.new_zeros((2, tokens), dtype=dtype)  # of exp(x - m); x[t] - m: one message
+        if count:
+            for part in _chunks(logits):
+                shifted = logits[part, :count].to(dtype) - largest[part, None]
+                picked = shifted.gather(1, target[part, None]).squeeze(1)
+                sums[1, part] = picked.masked_fill_(~mine[part], 0)
+                sums[0, part] = shifted.exp_().sum(-1)
+        group.all_reduce(sums).wait()
+
+        log_sum = sums[0].log_()
+        ctx.save_for_backward(logits, labels, largest, log_sum)  # their sum would round m's digits away
+        ctx.start, ctx.stop, ctx.ignore = start, stop, ignore
+        return (log_sum - sums[1]).masked_fill_(labels == ignore, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, largest, log_sum = ctx.saved_tensors
+        count = ctx.stop - ctx.start
+        gradient = gradient.masked_fill(labels == ctx.ignore, 0)
+        mine = (labels >= ctx.start) & (labels < ctx.stop)
+        target = (labels - ctx.start).masked_fill_(~mine, 0)
+        at_target = gradient.masked_fill(~mine, 0)
+        result = torch.empty_like(logits)
+        result[:, count:] = 0
+        if count:
+            for part in _chunks(logits):
+                share = logits[part, :count].to(largest.dtype) - largest[part, None]
+                share = share.sub_(log_sum[part, None]).exp_()
+                share *= gradient[part, None]
+                index = target[part, None]
+                share.scatter_(1, index, share.gather(1, index) - at_target[part, None])
+                result[part, :count] = share
+        return result, None, None, None, None, None, None

@@ -1,0 +1,147 @@
+"""Plain linears and embeddings, split over tp: same parameter names, this rank's slice of each weight.
+
+    column   weight (O/tp, I)   y = x W^T + b        input whole, output split along the features
+    row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
+    vocab    weight (V/tp, D)   an embedding looks up what it holds and sums; a head is a column, its logits stay split
+
+Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
+embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
+them padding:
+
+    V=9 tp=4:   0 1 2 | 3 4 5 | 6 7 8 | - - -      V=9 tp=8:   0 1 | 2 3 | 4 5 | 6 7 | 8 - | - - | - - | - -
+
+Padding rows are zero; no id finds them and cross_entropy.py leaves their logits out, so their gradient is exactly zero.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.mesh.comm import Group
+from framework.parameters import ParameterInfo, Slice
+from framework.tensor_parallel.regather import gathered_linear
+from framework.tensor_parallel.regions import copy_in, reduce_out, reduce_scatter_sequence
+
+
+def even_slice(dim: int, length: int, rank: int, tp: int) -> Slice:
+    """Part ``rank`` of ``length`` rows or columns that tp divides."""
+    assert length % tp == 0, (length, tp)
+    part = length // tp
+    return Slice(dim, rank * part, (rank + 1) * part, part)
+
+
+def vocab_slice(vocab_size: int, rank: int, tp: int) -> Slice:
+    """The rows of the vocabulary of part ``rank``: ceil(V/tp) in memory, of which some or all may be padding."""
+    padded = -(-vocab_size // tp)
+    start = min(rank * padded, vocab_size)
+    return Slice(0, start, min(start + padded, vocab_size), padded)
+
+
+def _local(whole: Tensor, part: Slice | None) -> nn.Parameter:
+    """The slice of a whole parameter (meta or real), as a parameter of its own."""
+    return nn.Parameter(ParameterInfo("", tuple(whole.shape), part).take(whole.detach()), whole.requires_grad)
+
+
+class ColumnLinear(nn.Module):
+    """An nn.Linear of which this rank holds a contiguous block of output rows.
+
+    (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: nothing, or all-gather; backward:
+    all-reduce, or all-gather and reduce-scatter. ``in_features`` and ``out_features`` are those of the local weight.
+    """
+
+    def __init__(self, plain: nn.Linear, group: Group, sequence: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence = sequence
+        self.slices: dict[str, Slice | None] = dict.fromkeys(
+            ["weight"] if plain.bias is None else ["weight", "bias"], self.slice_of(plain, group)
+        )
+        self.weight = _local(plain.weight, self.slices["weight"])
+        self.bias = None if plain.bias is None else _local(plain.bias, self.slices["bias"])
+        self.out_features, self.in_features = self.weight.shape
+
+    @staticmethod
+    def slice_of(plain: nn.Linear, group: Group) -> Slice:
+        """The output rows that this rank holds."""
+        return even_slice(0, plain.out_features, group.rank, group.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sequence:
+            return gathered_linear(x, self.weight, self.bias, self.group)
+        return F.linear(copy_in(x, self.group, fresh=True), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
+
+
+class VocabHead(ColumnLinear):
+    """A column linear whose rows are the vocabulary: logits (B, S, ceil(V/tp)), padding columns at the end."""
+
+    @staticmethod
+    def slice_of(plain: nn.Linear, group: Group) -> Slice:
+        """The rows of the vocabulary that this rank holds."""
+        return vocab_slice(plain.out_features, group.rank, group.size)
+
+
+class RowLinear(nn.Module):
+    """An nn.Linear of which this rank holds a contiguous block of input columns.
+
+    (B, S, I/tp) -> (B, S, O), under sequence parallelism (B, S/tp, O). Forward: all-reduce, or reduce-scatter;
+    backward: nothing, or all-gather. The bias is whole on each rank, the same Parameter as in the plain module; under
+    sequence parallelism its gradient is a partial sum.
+    """
+
+    def __init__(self, plain: nn.Linear, group: Group, sequence: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence = sequence
+        self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.in_features, group.rank, group.size)}
+        self.weight = _local(plain.weight, self.slices["weight"])
+        self.bias = None
+        if plain.bias is not None:
+            self.slices["bias"] = None
+            self.bias = plain.bias
+        self.out_features, self.in_features = self.weight.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = F.linear(x, self.weight)
+        if self.sequence:
+            y = reduce_scatter_sequence(partial, self.group)
+        else:
+            y = reduce_out(partial, self.group, fresh=True)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
+
+
+class VocabEmbedding(nn.Module):
+    """An nn.Embedding of which this rank holds a contiguous block of rows.
+
+    ids (B, S) int64 -> (B, S, D), under sequence parallelism (B, S/tp, D). Ids of other ranks' rows give zeros here;
+    the sum over the group is the row. Forward: all-reduce, or reduce-scatter; backward: nothing, or all-gather.
+    """
+
+    def __init__(self, plain: nn.Embedding, group: Group, sequence: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence = sequence
+        self.rows = vocab_slice(plain.num_embeddings, group.rank, group.size)
+        self.slices: dict[str, Slice | None] = {"weight": self.rows}
+        self.weight = _local(plain.weight, self.rows)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.padding_idx = None
+        if plain.padding_idx is not None and self.rows.start <= plain.padding_idx < self.rows.stop:
+            self.padding_idx = plain.padding_idx - self.rows.start
+
+    def forward(self, ids: Tensor) -> Tensor:
+        elsewhere = (ids < self.rows.start) | (ids >= self.rows.stop)
+        mine = (ids - self.rows.start).masked_fill_(elsewhere, 0)
+        y = F.embedding(mine, self.weight, self.padding_idx).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        if self.sequence:
+            return reduce_scatter_sequence(y, self.group)
+        return reduce_out(y, self.group, fresh=True)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} x {self.embedding_dim} here, {self.rows}, sequence={self.sequence}"

@@ -1,0 +1,125 @@
+"""Where activations enter and leave the tensor-parallel part of a model: megatron-core's regions, batch first.
+
+    plain (B, S, D)   --copy_in-->                 column ... row   --reduce_out-->                 (B, S, D)
+    cut (B, S/tp, D)  --gather_sequence--> (B, S, D) column ... row --reduce_scatter_sequence-->    (B, S/tp, D)
+
+    forward                   on the wire       backward         on the wire
+    copy_in                   -                 sum              all-reduce
+    reduce_out                all-reduce        -                -
+    gather_sequence           all-gather        sum and cut      reduce-scatter
+    reduce_scatter_sequence   reduce-scatter    put together     all-gather
+    split_sequence            -                 put together     all-gather
+
+All ranks of the tp group call them, in the same order; they block (on CUDA: the stream). Each counts its message in the
+group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is said to anyone.
+
+Shapes: B micro-batch, S sequence, D features; dim 1 is the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from framework.mesh.comm import Group, tensor_bytes
+from framework.tensor_parallel import core
+
+SEQUENCE_DIM = 1
+
+
+def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
+    """Identity; its gradient is summed over the group. ``fresh``: the gradient that arrives is nobody else's (a matrix
+    product has just made it), so it may be summed in place; otherwise the sum is made in a copy.
+    """
+    if group.size == 1 or x.is_meta:
+        return x
+    y = core.mappings(x.device).copy_to(x, group=group.process_group)
+    return _watch_gradient(y, group, "all_reduce", 1, own=not fresh)
+
+
+def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
+    """Sum over the group; the gradient passes as it is. ``fresh``: nobody else reads ``x``, so it may be summed in
+    place (autograd would not notice that a tensor it has kept was overwritten); otherwise the sum is made in a copy.
+    """
+    if group.size == 1 or x.is_meta:
+        return x
+    x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    group.count("all_reduce", tensor_bytes(x))
+    return core.mappings(x.device).reduce_from(x, group=group.process_group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """(B, S/tp, D) -> (B, S, D) for a computation that is split over the group; the gradient is summed, then cut."""
+    if group.size == 1:
+        return x
+    if x.is_meta:
+        return torch.cat([x] * group.size, SEQUENCE_DIM)
+    x_first = x.transpose(0, 1).contiguous()
+    group.count("all_gather", tensor_bytes(x) * group.size)
+    y_first = core.mappings(x.device).gather_sequence(x_first, group=group.process_group)
+    return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """(B, S, D) partial sums -> my (B, S/tp, D) of their sum; the gradients are put together."""
+    if group.size == 1:
+        return x
+    if x.is_meta:
+        return _my_part(x, group)
+    x_first = x.transpose(0, 1).contiguous()
+    group.count("reduce_scatter", tensor_bytes(x))
+    y_first = core.mappings(x.device).reduce_scatter_sequence(x_first, group=group.process_group)
+    return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
+
+
+def split_sequence(x: Tensor, group: Group) -> Tensor:
+    """(B, S, D), the same on all ranks -> my (B, S/tp, D); the gradients are put together, so that all ranks have the
+    whole one again.
+    """
+    if group.size == 1:
+        return x
+    if x.is_meta:
+        return _my_part(x, group)
+    y_first = core.mappings(x.device).scatter_sequence(x.transpose(0, 1), group=group.process_group)
+    return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
+
+
+def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
+    """My part of ``x`` along ``dim``, without any communication: the gradient of what made ``x`` stays partial."""
+    length = x.shape[dim]
+    assert length % group.size == 0, (tuple(x.shape), dim, group.size)
+    return x.narrow(dim, group.rank * (length // group.size), length // group.size)
+
+
+def _my_part(x: Tensor, group: Group) -> Tensor:
+    return cut_sequence(x, group, SEQUENCE_DIM).contiguous()
+
+
+class _WatchGradient(torch.autograd.Function):
+    """Identity that looks at the gradient before a mapping does: counts its message, makes it contiguous.
+
+    megatron-core sums ``gradient.contiguous()`` and returns ``gradient``: a non-contiguous one comes back unsummed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, operation: str, parts: int, own: bool) -> Tensor:
+        ctx.group, ctx.operation, ctx.parts, ctx.own = group, operation, parts, own
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.group.count(ctx.operation, tensor_bytes(gradient) * ctx.parts)
+        if ctx.own or not gradient.is_contiguous():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        return gradient, None, None, None, None
+
+
+def _watch_gradient(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
+    """``parts``: how many gradients like y's make up the message. ``own``: hand on a copy, which may be written."""
+    if not y.requires_grad:
+        return y
+    return _WatchGradient.apply(y, group, operation, parts, own)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,9 @@
+"""megatron-core is imported while the tests are collected: ranks are forked afterwards and need not import it each."""
+
+from __future__ import annotations
+
+import torch
+
+from framework.tensor_parallel import core
+
+core.mappings(torch.device("cpu"))
