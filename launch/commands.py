@@ -32,7 +32,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     if launcher is not Launcher.NONE:
         return _train_as_rank(config, launcher)
     if config.launch.processes != 1:
-        local.warm_up(config)
+        local.warm_up(config, "framework.train")
     from framework.train import check, work
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))

@@ -80,10 +80,9 @@ def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) 
     if all(failure.rank != noticed for failure in failures):  # it could not write: killed, or crashed in C++
         return RankFailed("\n".join([_unwritten(noticed, exit_code, logs), *_then(failures)]), noticed)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
-    if len(failures) > 1 and not rest and not first.trace:  # every rank says the same to the user: say it once
+    if not first.trace:  # most often every rank would say it, and some were ended before they could
         return RankFailed(first.message, first.rank, first.exit_code)
-    lines = [f"rank {first.rank}: {first.message}", *filter(None, [first.trace]), *_then(rest)]
-    return RankFailed("\n".join(lines), first.rank, first.exit_code)
+    return RankFailed("\n".join([f"rank {first.rank}: {first.message}", first.trace, *_then(rest)]), first.rank)
 
 
 def _then(failures: Sequence[Failure]) -> list[str]:

@@ -57,16 +57,16 @@ def num_devices(config: RunConfig) -> int:
     return torch.cuda.device_count()
 
 
-def warm_up(config: RunConfig) -> None:
-    """Start the server from which the ranks will be forked; returns at once, while it imports.
+def warm_up(config: RunConfig, module: str) -> None:
+    """Start the server from which the ranks will be forked; returns at once, while it imports torch and ``module``.
 
-    Call it before this process imports torch, so that both import at the same time. On a machine with a GPU the server
+    Call it before this process imports them, so that both import at the same time. On a machine with a GPU the server
     imports torch alone: a library that asks for devices while it is imported would make CUDA useless in the ranks.
     """
     os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
     modules = ["torch", "torch.distributed.device_mesh"]
     if config.train.device == "cpu" or not Path("/dev/nvidiactl").exists():
-        modules.append("framework.train")
+        modules.append(module)
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
     # directory; and Ctrl-C, which the terminal sends to all, is for this process to handle.
@@ -101,9 +101,14 @@ def launch(work: Work, config: RunConfig) -> None:
             f"run.name"
         ) from None
     port = _meeting_port()
-    warm_up(config)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as notes:
-        _elastic(work, config, num_ranks, port, logs, Path(notes))
+    with contextlib.ExitStack() as stack:
+        for each in SIGNALS:  # the agent installs its own, later, and leaves them
+            stack.enter_context(_signal_handler(each, _interrupt))
+        notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-")))
+        stack.callback(_kill_children, but=multiprocessing.active_children())
+        stack.enter_context(_quiet_torch())
+        warm_up(config, work.__module__)
+        _elastic(work, config, num_ranks, port, logs, notes)
 
 
 def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Path, notes: Path) -> None:
@@ -126,22 +131,18 @@ def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Pat
         signals_to_handle=",".join(each.name for each in SIGNALS),
         shutdown_timeout=SHUTDOWN_S,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet_torch())
-        for each in SIGNALS:  # the agent installs its own handlers and leaves them
-            stack.enter_context(_signal_handler(each, signal.getsignal(each)))
-        try:
-            elastic_launch(settings, run_rank)(work, config, str(logs), str(notes))
-        except ChildFailedError as error:
-            noticed, found = error.get_first_failure()
-            raise told(noticed, found.exitcode, read_notes(notes), logs) from None
-        except SignalException as error:
-            raise Interrupted(error.sigval) from None
-        except RendezvousError as error:
-            raise MeshError(
-                f"the launcher cannot listen at localhost, port {port or 'any'}: {error.__cause__ or error}. Set "
-                f"MASTER_PORT to a free port"
-            ) from None
+    try:
+        elastic_launch(settings, run_rank)(work, config, str(logs), str(notes))
+    except ChildFailedError as error:
+        noticed, found = error.get_first_failure()
+        raise told(noticed, found.exitcode, read_notes(notes), logs) from None
+    except SignalException as error:
+        raise Interrupted(error.sigval) from None
+    except RendezvousError as error:
+        raise MeshError(
+            f"the launcher cannot listen at localhost, port {port or 'any'}: {error.__cause__ or error}. Set "
+            f"MASTER_PORT to a free port"
+        ) from None
 
 
 def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
@@ -185,6 +186,18 @@ def _meeting_port() -> int:
     """The port in MASTER_PORT if the user has set one, else 0: any free one."""
     text = os.environ.get("MASTER_PORT", "")
     return check_port(text) if text else 0
+
+
+def _interrupt(signum: int, _: object) -> None:
+    raise Interrupted(signum)
+
+
+def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
+    """The agent forgets those that it was just starting when a signal came; the interpreter would wait for them."""
+    for child in multiprocessing.active_children():
+        if child not in but:
+            child.kill()
+            child.join()
 
 
 def _die_with_launcher() -> None:

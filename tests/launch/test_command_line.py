@@ -1,0 +1,113 @@
+"""The command line: quick where it should be quick, and plain where a user erred."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main, split_overrides
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = """
+[data]
+train = "corpus/train"
+[batch]
+micro_batch_size = 1
+chunks = 2
+[parallel]
+dp = 2
+pp = 2
+tp = 2
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A configuration of 8 ranks."""
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words", "overrides"),
+    [
+        (["train", "c", "--a.b=1"], ["train", "c"], ["--a.b=1"]),
+        (["train", "--a.b", "4", "c"], ["train", "c"], ["--a.b", "4"]),
+        (["train", "c", "--a.b", "-1", "--c.d"], ["train", "c"], ["--a.b", "-1", "--c.d"]),
+        (["mesh", "c", "--nodes", "2", "--a.b"], ["mesh", "c", "--nodes", "2"], ["--a.b"]),
+        (["train", "c", "--a.b.c=x=y z\nw"], ["train", "c"], ["--a.b.c=x=y z\nw"]),
+        (["sample", "runs/a.b", "--prompt=--x"], ["sample", "runs/a.b", "--prompt=--x"], []),
+        (["sample", "r", "--prompt", "--", "--a.b=1"], ["sample", "r", "--prompt", "--a.b=1"], []),
+    ],
+)
+def test_keys_of_the_configuration_are_told_from_options(
+    argv: list[str], words: list[str], overrides: list[str]
+) -> None:
+    assert split_overrides(argv) == (words, overrides)
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["mesh"], ["verify"], ["data"], ["data", "files"], ["sample"], ["plot"]]
+)
+def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert not command or f"example:\n  meshwright {' '.join(command)}" in shown
+
+
+def test_the_mesh_is_drawn_without_torch(small: str) -> None:
+    script = f"""
+import sys
+from launch.cli import main
+code = main(["mesh", {small!r}, "--nodes", "2", "--devices-per-node", "4"])
+heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
+assert not heavy, heavy
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "│ pp1 dp0  tp  4 5 │" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["mesh", "nowhere.toml"], "nowhere.toml"),
+        (["mesh", "{small}", "--parallel.tpp=2"], "parallel.tp"),
+        (["mesh", "{small}", "--nodes", "3", "--devices-per-node", "4"], "12"),
+        (
+            ["mesh", "{small}", "--parallel.tp=4", "--nodes=8", "--devices-per-node=2"],
+            "straddles the nodes node0, node1",
+        ),
+        (["plot", "{directory}"], "metrics.jsonl"),
+        (["train", "{small}", "--launch.threads=0"], "launch.threads"),
+    ],
+)
+def test_errors_are_one_message(
+    argv: list[str], said: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.format(small=small, directory=tmp_path) for word in argv]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.startswith("meshwright: error: ") and "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["fly"], ["mesh"], ["mesh", "{small}", "--nodes=0"], ["train", "{small}", "--fast"], ["plot", "x", "--a.b=1"]],
+)
+def test_words_that_are_none_are_refused(argv: list[str], small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word.format(small=small) for word in argv]) == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", small]) == 0
+    assert "8 ranks on 1 node of 8" in capsys.readouterr().out
+    assert main(["mesh", small, "--parallel.tp", "4", "--parallel.tp_across_nodes", "--devices-per-node=2"]) == 0
+    assert "ACROSS up to 2 nodes" in capsys.readouterr().out

@@ -1,0 +1,202 @@
+"""Local ranks: they meet, their failures are told with the cause first, and none outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.config import Data, Launch, Run, RunConfig
+from framework.errors import ConfigError, DataError, MeshError
+from launch.failure import RankFailed
+from launch.local import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    """A run of three local ranks."""
+    return config(tmp_path, 3)
+
+
+def config(directory: Path, num_ranks: int) -> RunConfig:
+    return RunConfig(
+        run=Run(directory=str(directory)), data=Data(train="none"), launch=Launch(processes=num_ranks, threads=2)
+    )
+
+
+def notes(run: RunConfig) -> Path:
+    return Path(run.run.directory) / run.run.name
+
+
+def join() -> int:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return dist.get_rank()
+
+
+def meet(run: RunConfig) -> None:
+    rank = join()
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    found = [*(os.environ[name] for name in names), str(torch.get_num_threads()), str(value.item())]
+    (notes(run) / f"{rank}.txt").write_text(" ".join(found))
+    print(f"rank {rank} was here", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def alone(run: RunConfig) -> None:
+    (notes(run) / "alone.txt").write_text(str(os.getpid()))
+
+
+def raise_in_last(run: RunConfig) -> None:
+    """The last rank leaves its peers while it cleans up: they see a lost connection before it has told anything."""
+    rank = join()
+    try:
+        if rank == 2:
+            raise LookupError("the cause")
+        dist.barrier()
+    finally:
+        if rank == 2:
+            dist.destroy_process_group()
+            time.sleep(0.5)
+
+
+def refuse_in_one(run: RunConfig) -> None:
+    if join() == 1:
+        raise DataError("corpus.idx: damaged")
+    dist.barrier()
+
+
+def refuse_in_all(run: RunConfig) -> None:
+    raise DataError("corpus.idx: damaged")
+
+
+def vanish_in_one(run: RunConfig) -> None:
+    if join() == 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang(run: RunConfig) -> None:
+    (notes(run) / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    join()
+    dist.barrier()
+    signal.pause()
+
+
+def test_ranks_meet_and_print_where_they_should(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(meet, run)
+    for rank in range(3):
+        assert (notes(run) / f"{rank}.txt").read_text() == f"{rank} 3 {rank} 2 2 3.0"
+    assert not (notes(run) / "logs/rank-0.log").exists()
+    assert "rank 2 was here" in (notes(run) / "logs/rank-2.log").read_text()
+    assert "rank 2 was here" not in capfd.readouterr().out
+
+
+def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:
+    run = config(tmp_path, 1)
+    notes(run).mkdir()
+    threads = torch.get_num_threads()
+    try:
+        launch(alone, run)
+    finally:
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = "1"
+    assert (notes(run) / "alone.txt").read_text() == str(os.getpid())
+
+
+def test_the_cause_is_told_before_its_echoes(run: RunConfig) -> None:
+    with pytest.raises(RankFailed) as caught:
+        launch(raise_in_last, run)
+    assert (caught.value.rank, caught.value.exit_code) == (2, 1)
+    message = str(caught.value)
+    assert message.startswith("rank 2: LookupError: the cause\nTraceback") and "in raise_in_last" in message
+    assert message.splitlines()[-1].startswith("then lost a peer: rank")  # one, or both, before the agent ends them
+
+
+def test_what_the_user_can_mend_comes_without_a_traceback(run: RunConfig) -> None:
+    for refuse in (refuse_in_one, refuse_in_all):
+        with pytest.raises(RankFailed, match=r"\Acorpus.idx: damaged\Z") as caught:
+            launch(refuse, run)
+        assert caught.value.exit_code == 2
+
+
+def test_a_killed_rank_is_named_with_its_last_words(run: RunConfig) -> None:
+    with pytest.raises(RankFailed, match=r"\Arank 1 was ended by SIGKILL[\s\S]*rank-1.log:\n  last words"):
+        launch(vanish_in_one, run)
+
+
+def test_what_is_known_before_the_start(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        monkeypatch.setenv("MASTER_PORT", str(holder.getsockname()[1]))
+        with pytest.raises(MeshError, match="MASTER_PORT"):
+            launch(meet, run)
+    monkeypatch.delenv("MASTER_PORT")
+    notes(run).rename(notes(run).with_name("moved"))
+    notes(run).write_text("a file where the run directory should be")
+    with pytest.raises(ConfigError, match=r"run\.directory"):
+        launch(meet, run)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from launch.local import Interrupted, launch
+from tests.launch.test_local import config, hang
+if __name__ == "__main__":
+    try:
+        launch(hang, config(Path({str(tmp_path)!r}), 3))
+    except Interrupted as error:
+        sys.exit(error.exit_code)
+"""
+    file = tmp_path / "start.py"
+    file.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(file)], env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        pids = wait_for_pids(notes(config(tmp_path, 3)), 3)
+        launcher.send_signal(signum)
+        assert launcher.wait(60) == exit_code
+        deadline_s = time.monotonic() + 60
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline_s, f"of {pids} some live on"
+            time.sleep(0.05)
+        assert launcher.stderr is not None
+        assert not re.search("Traceback", launcher.stderr.read())
+
+
+def wait_for_pids(directory: Path, count: int) -> list[int]:
+    deadline_s = time.monotonic() + 120
+    while True:
+        found = [file.read_text() for file in directory.glob("pid-*")]
+        if len(found) == count and all(found):
+            return [int(text) for text in found]
+        assert time.monotonic() < deadline_s, "the ranks did not start"
+        time.sleep(0.1)
