@@ -72,7 +72,7 @@ def check(
     """
     problems: list[str] = []
     placements = _match(model, plan, problems)
-    problems += [problem for placement in placements.values() for problem in _misfits(placement, tp)]
+    problems += _first_misfits(placements, tp)
     problems += _indivisible(model, divisible, tp)
     if tp > 1 and not problems:
         problems += _missing(placements, tp, sequence)
@@ -107,6 +107,17 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
                     f"sharding_plan[{pattern!r}]: make one of the patterns narrower"
                 )
     return placements
+
+
+def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str]:
+    """One problem for each pattern and type of module: the blocks of a deep model all have the same one."""
+    found: dict[tuple[str, type[nn.Module]], list[str]] = {}
+    for placement in placements.values():
+        for problem in _misfits(placement, tp):
+            found.setdefault((placement.pattern, type(placement.module)), []).append(problem)
+    for problems in found.values():
+        more = f" (and {len(problems) - 1} more modules of this pattern)" if len(problems) > 1 else ""
+        yield problems[0] + more
 
 
 def _misfits(placement: Placement, tp: int) -> Iterator[str]:

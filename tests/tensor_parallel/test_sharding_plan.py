@@ -149,7 +149,7 @@ MISFITS: dict[str, Case] = {
     ),
     "rows": (
         build, PLAN, TIED, 5, False, {},
-        ["block1.up (column by sharding_plan['block*.up'])", "24 x 16", "24 rows", "parallel.tp = 5"],
+        ["block0.up (column by sharding_plan['block*.up'])", "24 x 16", "24 rows", "parallel.tp = 5", "(and 1 more"],
     ),
     "columns": (build, PLAN, TIED, 5, False, {}, ["block0.down", "16 x 24", "24 columns"]),
     "units": (
