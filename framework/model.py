@@ -2,7 +2,7 @@
 
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
-    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | "sequence" | "heads" | "replicate"}
+    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | "sequence" | "heads" | "features"}
     tied_weights    [(canonical parameter name, other name, ...), ...]
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}

@@ -78,7 +78,7 @@ class SeededDropout(nn.Module):
         whole = list(shape)
         start = [0] * len(shape)
         if self.shard is not None:
-            dim, index, count = self.shard
+            dim, index, count = self.shard  # dim may be -1, the last
             start[dim] = index * shape[dim]
             whole[dim] = shape[dim] * count
         position = torch.zeros((), dtype=torch.int64, device=device)
@@ -107,5 +107,5 @@ def seed_dropouts(model: nn.Module, seed: int) -> Draw:
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
                 full_name = f"{name}.{child_name}" if name else child_name
-                setattr(module, child_name, SeededDropout(child.p, seed, full_name, draw))
+                setattr(module, child_name, SeededDropout(child.p, seed, full_name, draw).train(child.training))
     return draw

@@ -24,6 +24,7 @@ class Kind(StrEnum):
     VOCAB = "vocab"
     SEQUENCE = "sequence"
     HEADS = "heads"
+    FEATURES = "features"
     REPLICATE = "replicate"
 
 
@@ -123,6 +124,11 @@ def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str
 def _misfits(placement: Placement, tp: int) -> Iterator[str]:
     """Is the module of a type, and of a size, that its kind can split?"""
     module, kind = placement.module, placement.kind
+    if kind is Kind.FEATURES and any(True for _ in module.parameters()):
+        yield (
+            f"{placement} has parameters, and kind {kind} is for dropouts on activations whose last dim is split: "
+            f"split its parameters with column or row, or leave it out of the plan"
+        )
     wanted = {Kind.COLUMN: (nn.Linear,), Kind.ROW: (nn.Linear,), Kind.VOCAB: (nn.Embedding, nn.Linear)}.get(kind)
     if wanted is None:
         return

@@ -8,6 +8,8 @@
     "*.position"       sequence    output cut under sequence parallelism          positions -> whole
     "*.drop_scores"    heads       parameters see some of the heads, dropouts     (B, H/tp, ...)
                                    draw their part of the mask along dim 1
+    "*.drop_hidden"    features    dropouts draw their part of the mask along      (B, S, F/tp)
+                                   the last dim
     all else           replicate   the same on all ranks
 
 "Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
@@ -63,6 +65,8 @@ def apply(
         if isinstance(module, SeededDropout):
             split = kind is Kind.HEADS or (sequence and kind is not Kind.SEQUENCE)  # a cut comes after what it cuts
             module.shard = (1, group.rank, group.size) if split else None
+            if kind is Kind.FEATURES:
+                module.shard = (-1, group.rank, group.size)
     infos = {}
     for name, shape in shapes.items():
         part = slices.get(name)

@@ -111,6 +111,17 @@ def test_a_dropout_before_the_cut_of_a_sequence_module_sees_all_positions() -> N
     assert inner(torch.arange(LENGTH)).shape == (LENGTH // 2, DIM)
 
 
+def test_a_dropout_between_column_and_row_sees_its_part_of_the_features() -> None:
+    model = nn.Sequential(nn.Linear(DIM, 8), nn.Dropout(0.5), nn.Linear(8, DIM))
+    draw = seed_dropouts(model, 0)
+    draw.sample_indices = torch.arange(2)
+    whole = model[1].mask(torch.Size([2, 3, 8]), torch.device("cpu"))
+    apply(model, {"0": "column", "1": "features", "2": "row"}, [], lonely_group(1, 2), False, {})
+    assert torch.equal(model[1].mask(torch.Size([2, 3, 4]), torch.device("cpu")), whole[..., 4:])
+    with pytest.raises(ModelError, match="has parameters"):
+        apply(nn.Sequential(nn.Linear(4, 4)), {"0": "features"}, [], lonely_group(0, 2), False, {})
+
+
 def test_one_rank_swaps_nothing_but_still_reads_the_plan() -> None:
     model, infos = infos_of(0, 1, True)
     assert {type(module) for module in model.modules()}.isdisjoint({VocabHead, VocabEmbedding, RowLinear})
