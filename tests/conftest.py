@@ -18,3 +18,13 @@ def pool() -> Iterator[RankPool]:
     """Eight ranks that live as long as the test session; see ``RankPool.run``."""
     with RankPool(8) as ranks:
         yield ranks
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``all_layouts`` takes an hour: only who names the mark on the command line gets it."""
+    if "all_layouts" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_layouts")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("all_layouts")]

@@ -43,10 +43,10 @@ def checksum(tokens: Tensor, labels: Tensor) -> int:
 def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
     """The whole model with its initial weights, as plain torch; tied weights are one parameter."""
     made: dict[str, nn.Parameter] = {}
-    for name, _ in list(model.layers.named_parameters(remove_duplicate=False)):
+    for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)
         if canonical not in made:
-            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype))
+            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype), requires_grad=outline.requires_grad)
         owner_name, _, attribute = name.rpartition(".")
         model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
     return model.layers
@@ -58,7 +58,7 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
     assert global_batch is not None
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     layers = plain_layers(model, dtype)
-    parameters = dict(layers.named_parameters())  # tied ones once, under the first name
+    parameters = {model.canonical(name): p for name, p in layers.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},

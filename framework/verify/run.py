@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from framework.blueprint import DTYPES, batch_numbers
-from framework.build import Parts, build, open_feeds
+from framework.blueprint import DTYPES
+from framework.build import Parts, Source, build, open_feeds
 from framework.checkpoint import Kind
 from framework.config import RunConfig, parse
 from framework.mesh.grid import Grid
@@ -50,13 +51,31 @@ def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
     return VerifyFeed(corpus_sample(open_feeds(config)[0], length))
 
 
+@dataclass
+class Recorder:
+    """A source that remembers what it was asked for: what this rank has trained on, not what it should have."""
+
+    source: Source
+    seen: dict[int, int] = field(default_factory=dict)
+    """Global sample index -> checksum of its token ids and labels."""
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As the source gives it."""
+        tokens, labels, indices = self.source.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
+        self.seen.update({int(i): checksum(t, y) for t, y, i in zip(tokens, labels, indices, strict=True)})
+        return tokens, labels, indices
+
+
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
     """One rank of one layout, through the same parts and steps as a training run."""
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    parts = build(config, mesh, (open_feed(config, random_tokens), None))
+    recorder = Recorder(open_feed(config, random_tokens))
+    parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [])
     findings.initial.extend(_weights(parts))
 
@@ -66,24 +85,13 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
 
     parts.on_gradients = keep
     for _ in range(steps):
-        findings.tokens.append(_checksums(parts))
+        recorder.seen = {}
         stats = take_step(parts)
+        findings.tokens.append(recorder.seen)
         findings.losses.append(stats.loss)
         findings.grad_norms.append(stats.grad_norm)
     findings.weights.extend(_weights(parts))
     return findings
-
-
-def _checksums(parts: Parts) -> dict[int, int]:
-    """Sample index -> checksum of what this rank is about to feed, if it feeds anything."""
-    batch, at = batch_numbers(parts.config), parts.mesh.at
-    found = {}
-    for m in range(batch.chunks):
-        tokens, labels, indices = parts.feed.microbatch(
-            parts.state.samples_seen, at.dp_rank, parts.mesh.grid.dp, batch.micro_batch_size, batch.chunks, m
-        )
-        found.update({int(i): checksum(t, y) for t, y, i in zip(tokens, labels, indices, strict=True)})
-    return found
 
 
 def _weights(parts: Parts) -> list[tuple[ParameterInfo, Any]]:

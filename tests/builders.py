@@ -1,0 +1,209 @@
+"""Models as users write them, in plain torch: small ones that work, and one for each way to break the contract.
+
+Named in a config as ``tests.builders:plain``. None of them knows of a rank, and most carry no attribute at all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
+    """What a newcomer would type: numbered layers, activations as layers of their own, no attribute at all."""
+    middle: list[nn.Module] = []
+    for _ in range(depth):
+        middle += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(nn.Embedding(vocab_size, width), *middle, nn.Linear(width, vocab_size))
+
+
+class Begin(nn.Module):
+    """Token ids -> a dict of the hidden state, the ids themselves and a mask of floats that needs no gradient."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"x": self.tokens(ids), "ids": ids, "mask": (ids % 3 != 0).double()[..., None]}
+
+
+class Middle(nn.Module):
+    """Works on the hidden state, passes the rest on, and hands its input's square past the layers that follow."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = value["x"] + torch.tanh(self.linear(value["x"])) * value["mask"].to(value["x"].dtype)
+        skipped = value.get("skipped", value["x"].square())
+        return {"x": x, "ids": value["ids"], "mask": value["mask"], "skipped": skipped}
+
+
+class Pack(nn.Module):
+    """Dict -> tuple: the kinds of values may change on the way."""
+
+    def forward(self, value: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return value["x"] * 2.0, (value["ids"], value["skipped"])
+
+
+class End(nn.Module):
+    """Logits of the hidden state, the value that skipped the middle, and a second embedding of the ids."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        self.again = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, value: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
+        x, (ids, skipped) = value
+        return self.head(x + skipped + self.again(ids))
+
+
+def carrying(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
+    """Dicts and tuples between the layers, with integers, tensors without gradient, and one that skips layers."""
+    layers: dict[str, nn.Module] = {"begin": Begin(vocab_size, width)}
+    for i in range(depth):
+        layers[f"middle{i}"] = Middle(width)
+    return nn.Sequential(OrderedDict(layers, pack=Pack(), end=End(vocab_size, width)))
+
+
+def tied_to_the_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A tie whose canonical name is that of the *later* layer."""
+    model = nn.Sequential(
+        OrderedDict(
+            embedding=nn.Embedding(vocab_size, width),
+            middle=nn.Linear(width, width),
+            head=nn.Linear(width, vocab_size, bias=False),
+        )
+    )
+    model.embedding.weight = model.head.weight
+    model.tied_weights = [("head.weight", "embedding.weight")]
+    return model
+
+
+def frozen(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """The embedding is not trained: no gradient at all goes back over the first border."""
+    model = plain(vocab_size, width)
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+# ----------------------------------------------------------------------------------------- against the contract
+
+
+def not_a_sequential(vocab_size: int = 17) -> nn.Module:
+    """A module that cannot be cut."""
+    return nn.Linear(vocab_size, vocab_size)
+
+
+def empty() -> nn.Sequential:
+    """Nothing."""
+    return nn.Sequential()
+
+
+def without_parameters() -> nn.Sequential:
+    """Nothing to train."""
+    return nn.Sequential(nn.Identity(), nn.ReLU())
+
+
+def undeclared_tie(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """One parameter under two names, and tied_weights does not say so."""
+    model = nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(vocab_size, width), head=nn.Linear(width, vocab_size, bias=False))
+    )
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def tie_to_nothing(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """tied_weights with a typing error."""
+    model = undeclared_tie(vocab_size, width)
+    model.tied_weights = [("embedding.weight", "haed.weight")]
+    return model
+
+
+class Scale(nn.Module):
+    """A parameter that was given its value in __init__: nobody can draw it again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def without_reset(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A module of the user's own that has no reset_parameters."""
+    return nn.Sequential(nn.Embedding(vocab_size, width), Scale(width), nn.Linear(width, vocab_size))
+
+
+def with_initialise(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """The same, with an ``initialise`` that knows."""
+    model = without_reset(vocab_size, width)
+
+    def initialise(name: str, tensor: Tensor) -> None:
+        nn.init.uniform_(tensor, 0.5 if name == "1.factor" else -0.5, 1.0)
+
+    model.initialise = initialise
+    return model
+
+
+def wrong_width(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """The middle layer is wider than what comes in."""
+    return nn.Sequential(
+        OrderedDict(
+            embedding=nn.Embedding(vocab_size, width),
+            middle=nn.Linear(width + 1, width),
+            head=nn.Linear(width, vocab_size),
+        )
+    )
+
+
+class Pooled(nn.Module):
+    """(B, S, D) -> (B, D): a classifier's ending."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def flat_logits(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """Logits of a sequence instead of logits of each token."""
+    return nn.Sequential(nn.Embedding(vocab_size, width), Pooled(), nn.Linear(width, vocab_size))
+
+
+class Counted(nn.Module):
+    """Hands on a number beside the tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x, 3
+
+
+class Uncounted(nn.Module):
+    """Takes it again."""
+
+    def forward(self, value: tuple[Tensor, int]) -> Tensor:
+        return value[0] * value[1]
+
+
+def hands_on_a_number(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A value between layers that is no tensor: no other process can be sent it."""
+    return nn.Sequential(nn.Embedding(vocab_size, width), Counted(), Uncounted(), nn.Linear(width, vocab_size))
+
+
+def fails(vocab_size: int = 17) -> nn.Sequential:
+    """A builder that checks its options."""
+    raise ValueError(f"vocab_size={vocab_size} is unlucky")
+
+
+def needs_much(vocab_size: int, width: int, **more: Any) -> nn.Sequential:
+    """Two options without a default, and any other."""
+    return plain(vocab_size, width)
+
+
+not_callable = 3

@@ -1,0 +1,155 @@
+"""Small models whose heads, lengths and batches fit a layout, references computed once, and a pairwise selection."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from framework.blueprint import DTYPES
+from framework.config import RunConfig
+from framework.verify import Layout, layout_config, run_reference
+from framework.verify.compare import BARS, Row, compare, worst
+from framework.verify.reference import Findings
+from framework.verify.run import merge, open_feed, run_layout
+from launch.pool import RankPool
+
+MODELS = ("gpt2", "llama")
+VOCAB_SIZE = 61
+"""No degree but 1 divides it."""
+
+
+class Case(NamedTuple):
+    """One row of the table: a model, a layout, a precision."""
+
+    model: str
+    layout: Layout
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.layout}-{self.dtype}"
+
+
+class Size(NamedTuple):
+    """Heads that tp divides, a sequence that tp divides, a batch that dp divides, a layer for each stage."""
+
+    heads: int
+    sequence_length: int
+    num_blocks: int
+    global_batch: int
+
+
+HEADS = {1: 8, 3: 6, 5: 5, 7: 7}
+"""By the odd factor of the number of ranks."""
+
+SEQUENCE_LENGTHS = {1: 8, 3: 12, 5: 10, 7: 14}
+
+
+def size_for(layout: Layout) -> Size:
+    """The smallest model and batch that a layout fits: more than four ranks of tp are slow on two cores."""
+    odd = next((odd for odd in (3, 5, 7) if layout.size % odd == 0), 1)
+    num_blocks = max(2, layout.pp - 3)  # embedding, norm and head are layers too
+    chunks = 4 if layout.tp < 5 else 2
+    return Size(HEADS[odd], SEQUENCE_LENGTHS[odd], num_blocks, chunks * layout.dp * layout.micro_batch_size)
+
+
+def config_of(builder: str, options: dict[str, Any], sequence_length: int, **sections: Any) -> RunConfig:
+    """A config for verify: what it trains is random tokens."""
+    return RunConfig.model_validate(
+        {
+            "model": {"builder": builder, "options": options},
+            "data": {"train": "random", "sequence_length": sequence_length},
+            "optimizer": {"warmup_steps": 2},
+            "train": {"steps": 10},
+            **sections,
+        }
+    )
+
+
+def model_config(model: str, size: Size, **options: Any) -> RunConfig:
+    """GPT-2 with dropout and a tie, or Llama with two query heads to each key-value head."""
+    common = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
+    if model == "gpt2":
+        own = {"hidden_size": 4 * size.heads, "num_heads": size.heads, "dropout": 0.1}
+    else:
+        own = {"hidden_size": 4 * size.heads, "num_heads": 2 * size.heads, "num_kv_heads": size.heads}
+        own["ffn_size"] = 6 * size.heads
+    return config_of(f"models.{model}:build", common | own | options, size.sequence_length)
+
+
+class References:
+    """What one plain process finds, computed once for each question."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, int, str], tuple[Findings, dict[str, float] | None]] = {}
+
+    def expected(
+        self, config: RunConfig, global_batch: int, steps: int, dtype: str
+    ) -> tuple[Findings, dict[str, float] | None]:
+        """The reference's findings, and how far rounding alone has carried its weights (float32 only)."""
+        key = (config.model_dump_json(), global_batch, steps, dtype)
+        if key not in self._found:
+            plain = layout_config(config, Layout(), global_batch, dtype)
+            found = run_reference(plain, open_feed(plain, True), steps, DTYPES[dtype])
+            rounding = None
+            if dtype == "float32":
+                exact = run_reference(plain, open_feed(plain, True), steps, torch.float64)
+                rounding = worst(found.weights, exact.weights)
+            self._found[key] = (found, rounding)
+        return self._found[key]
+
+
+def prove(
+    config: RunConfig,
+    layout: Layout,
+    pool: RankPool,
+    references: References,
+    *,
+    global_batch: int,
+    steps: int,
+    dtype: str = "float64",
+) -> Row:
+    """What ``verify`` does for one layout, with the reference remembered."""
+    expected, rounding = references.expected(config, global_batch, steps, dtype)
+    text = layout_config(config, layout, global_batch, dtype).model_dump_json()
+    found, again = (merge(pool.run(run_layout, layout.size, text, steps, True)) for _ in range(2))
+    return compare(str(layout), found, again, expected, BARS[dtype], rounding)
+
+
+def every_layout() -> list[Layout]:
+    """All that differ: degrees with a product of at most 8, and what can be chosen besides where it has an effect."""
+    degrees = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]
+    return [
+        Layout(dp, pp, tp, schedule, zero, sequence, micro_batch_size)
+        for dp, pp, tp in degrees
+        for schedule in ("1f1b", "gpipe")
+        for zero in ((0, 1) if dp > 1 else (1,))
+        for sequence in ((False, True) if tp > 1 else (False,))
+        for micro_batch_size in (1, 2)
+    ]
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Every two of the choices that a case makes."""
+    chosen = {"model": case.model, **case.layout._asdict()}
+    if case.layout.dp == 1:
+        del chosen["zero"]  # it has no effect there
+    return set(itertools.combinations(sorted(chosen.items()), 2))
+
+
+def pairwise(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, such that any two choices that occur together in some case do so in one of the few.
+
+    Greedy: again and again the case with most pairs not yet seen, of those the one with fewest ranks, of those the
+    first.
+    """
+    missing = {case: pairs(case) for case in sorted(cases, key=lambda case: case.layout.size)}
+    selected: list[Case] = []
+    while missing:
+        best = max(missing, key=lambda case: len(missing[case]))
+        selected.append(best)
+        seen = missing.pop(best)
+        missing = {case: rest for case, left in missing.items() if (rest := left - seen)}
+    return selected

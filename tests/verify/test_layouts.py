@@ -1,0 +1,61 @@
+"""Any layout gives the numbers of one process: a pairwise selection of all of them, and, when asked, all of them.
+
+``pytest -m all_layouts`` runs every combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launch.pool import RankPool
+from tests.verify.cases import MODELS, Case, References, every_layout, model_config, pairs, pairwise, prove, size_for
+
+EVERY_LAYOUT = every_layout()
+FLOAT64 = [Case(model, layout, "float64") for layout in EVERY_LAYOUT for model in MODELS]
+SELECTION = pairwise(FLOAT64)
+FLOAT32 = [case._replace(dtype="float32") for case in SELECTION[:: len(SELECTION) // 8]]
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Shared by the rows of this module."""
+    return References()
+
+
+def check(case: Case, steps: int, pool: RankPool, references: References) -> None:
+    size = size_for(case.layout)
+    config = model_config(case.model, size)
+    row = prove(config, case.layout, pool, references, global_batch=size.global_batch, steps=steps, dtype=case.dtype)
+    assert row.passed, "\n".join(row.problems)
+
+
+@pytest.mark.parametrize("case", SELECTION, ids=str)
+def test_the_layout_gives_the_numbers_of_one_process(case: Case, pool: RankPool, references: References) -> None:
+    check(case, 3, pool, references)
+
+
+@pytest.mark.parametrize("case", FLOAT32, ids=str)
+def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references: References) -> None:
+    check(case, 3, pool, references)
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", FLOAT64, ids=lambda case: f"{case.model}-{case.layout}")
+def test_every_layout_gives_the_numbers_of_one_process(
+    case: Case, dtype: str, pool: RankPool, references: References
+) -> None:
+    check(case._replace(dtype=dtype), 10, pool, references)
+
+
+def test_the_selection_misses_no_pair() -> None:
+    """Counted anew, without the generator's own bookkeeping."""
+    seen = set().union(*(pairs(case) for case in SELECTION))
+    for case in FLOAT64:
+        chosen = {"model": case.model, **case.layout._asdict()}
+        for two in itertools.combinations(sorted(chosen.items()), 2):
+            if case.layout.dp > 1 or "zero" not in dict(two):
+                assert two in seen, two
+    assert len(SELECTION) < len(FLOAT64) / 10
