@@ -35,7 +35,7 @@ class FlatAdamW:
             for decays in (True, False)
         ]
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
@@ -54,7 +54,7 @@ class FlatAdamW:
     def step(self, learning_rate: float, gradient_factor: float) -> None:
         """One AdamW step at this learning rate, with every gradient multiplied by ``gradient_factor`` first."""
         gradients = [shard.gradient for shard in self.shards]
-        if gradient_factor != 1.0:
+        if gradients and gradient_factor != 1.0:
             torch._foreach_mul_(gradients, gradient_factor)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
