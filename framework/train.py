@@ -13,7 +13,7 @@ from pathlib import Path
 
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build, open_feeds
-from framework.config import RunConfig, dump, resolve
+from framework.config import RunConfig, dump, resolve, to_toml
 from framework.data.samples import Feed, unigram_entropy
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
@@ -62,10 +62,12 @@ def work(config: RunConfig) -> None:
     directory = run_directory(config)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "resolved.json").write_text(dump(config))
     mesh.world.barrier()
     say(summarise(parts.blueprint, mesh.nodes))
     resume(parts, directory, say)
+    if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
+        _write(directory / "resolved.json", dump(config))
+        _write(directory / "config.toml", to_toml(config))
     tracker = build_tracker(
         directory,
         is_writer=mesh.rank == 0,
@@ -142,6 +144,13 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
 def _is_due(step: int, every: int, last: bool) -> bool:
     """Every so many steps, and after the last one."""
     return last or (every > 0 and step % every == 0)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def _say(text: str) -> None:

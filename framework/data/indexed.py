@@ -118,7 +118,7 @@ def inspect(prefix: Path) -> Index:
 
 def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> None:
     """Write a corpus with Megatron's own builder, a sequence per document. Not atomic: write aside and rename."""
-    builder = _megatron_indexed_dataset().IndexedDatasetBuilder(str(bin_path(prefix)), token_dtype(vocab_size).type)
+    builder = megatron_indexed_dataset().IndexedDatasetBuilder(str(bin_path(prefix)), token_dtype(vocab_size).type)
     for document in documents:
         assert document.ndim == 1 and 0 <= int(document.min()) <= int(document.max()) < vocab_size
         builder.add_document(document, [document.size])
@@ -137,7 +137,7 @@ class TokenStream:
 
     @cached_property
     def _dataset(self) -> Any:
-        return _megatron_indexed_dataset().IndexedDataset(str(self.index.prefix))
+        return megatron_indexed_dataset().IndexedDataset(str(self.index.prefix))
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -151,7 +151,7 @@ class TokenStream:
         return raw.astype(np.int64)
 
 
-def _megatron_indexed_dataset() -> Any:
+def megatron_indexed_dataset() -> Any:
     """The module, imported at first use.
 
     Its import warns four times that optional CUDA packages are missing. Nothing here needs them: exactly that message

@@ -47,6 +47,8 @@ def mappings(device: torch.device) -> Mappings:
                 "ignore", message="Transformer Engine and Apex are not installed", category=UserWarning
             )
             import megatron.core.tensor_parallel  # noqa: F401
+        # core calls two collectives by the names that torch 2.13 deprecates: nothing that a user could change
+        warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated", category=FutureWarning)
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
