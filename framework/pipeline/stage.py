@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from framework.errors import ModelError
 
@@ -89,6 +89,8 @@ def describe_boundaries(
         previous = f"layer {name}"
         if index in last_of_stage:
             specs.append(describe_value(value, previous))
+            # as the next stage will have it: a leaf, which autograd does not let a layer overwrite
+            value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
     return specs, describe_value(value, previous)
 
 

@@ -1,0 +1,232 @@
+"""Stages chained by hand in one process, without any group: forward and backward equal to the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.errors import ModelError
+from framework.pipeline.stage import (
+    IGNORED_LABEL,
+    LossPart,
+    Stage,
+    TensorSpec,
+    ValueSpec,
+    describe_boundaries,
+    describe_value,
+)
+from tests import builders
+
+B, S, V = 2, 6, 17
+
+
+def token_loss(output: Any, labels: Tensor) -> Tensor:
+    """(B, S, V), (B, S) -> (B, S), zero where ignored."""
+    flat = F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    return flat.view(labels.shape)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of one micro-batch, a few labels ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (B, S), generator=generator)
+    labels = torch.randint(V, (B, S), generator=generator)
+    labels[0, : seed + 1] = IGNORED_LABEL
+    return tokens, labels
+
+
+def cut(model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0) -> list[Stage]:
+    """The model as a chain of stages of so many layers each; their parameters are the model's own."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    specs, _ = describe_boundaries(model, ranges, (B, S))
+    named = list(model.named_children())
+    stages = []
+    for index, layers in enumerate(ranges):
+        piece = nn.Sequential()
+        for layer in layers:
+            piece.add_module(*named[layer])
+        stages.append(
+            Stage(
+                index,
+                len(sizes),
+                piece,
+                input_spec=specs[index - 1] if index else None,
+                output_spec=specs[index] if index < len(sizes) - 1 else None,
+                loss=token_loss,
+                loss_scale=loss_scale,
+            )
+        )
+    return stages
+
+
+def forward(stages: list[Stage], microbatch: int, tokens: Tensor, labels: Tensor, train: bool = True) -> LossPart:
+    """Through all stages, as the wire would carry it: tensors that share nothing with what was sent."""
+    values = [tokens]
+    for stage in stages:
+        found = stage.forward(microbatch, values, labels if stage.is_last else None, train=train)
+        if isinstance(found, LossPart):
+            return found
+        assert not any(leaf.requires_grad for leaf in found)
+        assert all(leaf.is_contiguous() for leaf in found)
+        values = [leaf.clone() for leaf in found]
+    raise AssertionError("the last stage gave no loss")
+
+
+def backward(stages: list[Stage], microbatch: int) -> None:
+    """Back through all stages."""
+    gradients: list[Tensor] | None = None
+    for stage in reversed(stages):
+        found = stage.backward(microbatch, gradients)
+        assert all(gradient.is_contiguous() for gradient in found)
+        gradients = [gradient.clone() for gradient in found]
+    assert gradients == []
+
+
+def models() -> list[Any]:
+    found = []
+    for builder, num_layers in ((builders.plain, 6), (builders.carrying, 5)):
+        cuts = [[num_layers], [1, num_layers - 1], [num_layers - 1, 1], [2, 1, num_layers - 3], [1] * num_layers]
+        found += [pytest.param(builder, sizes, id=f"{builder.__name__}-{sizes}") for sizes in cuts]
+    return found
+
+
+@pytest.mark.parametrize(("builder", "sizes"), models())
+def test_chained_stages_equal_the_plain_model(builder: Any, sizes: list[int]) -> None:
+    """Three micro-batches in flight, backward in another order; loss bit-equal, gradients to rounding of their sum."""
+    torch.manual_seed(0)
+    model = builder().double()
+    oracle = copy.deepcopy(model)
+    stages = cut(model, sizes, loss_scale=0.125)
+    batches = [batch(seed) for seed in range(3)]
+    parts = [forward(stages, m, *batches[m]) for m in range(3)]
+    assert all(stage.num_in_flight == 3 for stage in stages)
+    for m in (2, 0, 1):
+        backward(stages, m)
+    assert all(stage.num_in_flight == 0 for stage in stages)
+    for part, (tokens, labels) in zip(parts, batches, strict=True):
+        loss = F.cross_entropy(oracle(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+        (loss * 0.125).backward()
+        torch.testing.assert_close(part.loss_sum, loss.detach(), rtol=1e-14, atol=0)
+        assert int(part.num_tokens) == int((labels != IGNORED_LABEL).sum())
+    for (name, found), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_what_goes_over_the_borders_is_known_beforehand() -> None:
+    """Shapes, kinds and which of them need a gradient, without a real tensor."""
+    model = builders.carrying()
+    specs, last = describe_boundaries(model, [range(0, 2), range(2, 4), range(4, 5)], (B, S))
+    dict_leaves = {
+        (leaf.shape, leaf.dtype, leaf.needs_gradient) for leaf in specs[0].leaves
+    }  # pytree orders a dict by insertion: told as a set
+    assert dict_leaves == {
+        ((B, S, 8), torch.float32, True),
+        ((B, S), torch.int64, False),
+        ((B, S, 1), torch.float64, False),
+    }
+    assert len(specs[0].leaves) == 4
+    assert specs[1].leaves == (
+        TensorSpec((B, S, 8), torch.float32, True),
+        TensorSpec((B, S), torch.int64, False),
+        TensorSpec((B, S, 8), torch.float32, True),
+    )
+    assert last.leaves == (TensorSpec((B, S, V), torch.float32, True),)
+    assert [tuple(leaf.shape) for leaf in specs[1].empty_leaves(torch.device("cpu"))] == [(B, S, 8), (B, S), (B, S, 8)]
+    assert len(specs[1].empty_gradients(torch.device("cpu"))) == 2
+    assert next(model.parameters()).device.type == "cpu", "the model itself was moved"
+
+
+def test_a_value_that_skips_stages_brings_its_gradient_back() -> None:
+    """``skipped`` is made in the first stage, passed through the second, used in the third."""
+    torch.manual_seed(1)
+    model = builders.carrying(depth=3).double()
+    stages = cut(model, [2, 2, 2])
+    forward(stages, 0, *batch(0))
+    gradients = stages[2].backward(0, None)
+    assert len(gradients) == 2  # of x and of skipped; ids and mask have none
+    assert all(float(gradient.abs().sum()) > 0 for gradient in gradients)
+    back = stages[1].backward(0, gradients)
+    skipped = [gradient for gradient in back if torch.equal(gradient, gradients[1])]
+    assert len(skipped) == 1, "the second stage passes the skipping value's gradient on unchanged"
+
+
+class HalfUsed(nn.Module):
+    """Takes two tensors and uses one."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0]
+
+
+class Doubled(nn.Module):
+    """Hands on two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+def test_a_value_that_nobody_uses_has_a_gradient_of_zeros() -> None:
+    """The sender waits for a gradient of each: zeros have to be sent."""
+    model = nn.Sequential(nn.Embedding(V, 4), Doubled(), HalfUsed(), nn.Linear(4, V)).double()
+    stages = cut(model, [2, 2])
+    forward(stages, 0, *batch(0))
+    gradients = stages[1].backward(0, None)
+    assert float(gradients[0].abs().sum()) > 0 and float(gradients[1].abs().sum()) == 0
+    stages[0].backward(0, gradients)
+
+
+def test_validation_keeps_nothing() -> None:
+    stages = cut(builders.plain().double(), [2, 4])
+    part = forward(stages, 0, *batch(0), train=False)
+    assert not part.loss_sum.requires_grad
+    assert all(stage.num_in_flight == 0 for stage in stages)
+
+
+def test_one_microbatch_twice_is_a_mistake_of_ours() -> None:
+    stages = cut(builders.plain().double(), [2, 4])
+    forward(stages, 0, *batch(0))
+    with pytest.raises(AssertionError, match="micro-batch 0 is already in flight on stage 0"):
+        forward(stages, 0, *batch(0))
+
+
+def test_each_layer_is_announced_before_it_runs() -> None:
+    """Whoever brings the weights is asked just in time, by the layers' names in the whole model."""
+    told: list[str] = []
+    model = builders.carrying()
+    stages = cut(model, [2, 3])
+    for stage in stages:
+        stage.before_layer = told.append
+    forward(stages, 0, *batch(0))
+    assert told == ["begin", "middle0", "middle1", "pack", "end"]
+
+
+def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
+    with pytest.raises(ModelError) as raised:
+        describe_boundaries(builders.wrong_width(), [range(0, 1), range(1, 3)], (B, S))
+    said = str(raised.value)
+    assert "layer middle (Linear) cannot take what layer embedding hands on" in said
+    assert "shape (2, 6, 8)" in said and "(B, S) = (2, 6)" in said
+
+
+def test_a_stage_that_begins_by_overwriting_its_input() -> None:
+    """Autograd cannot give the gradient of it: said while the stages are cut, not in the first step. Elsewhere it may."""
+    model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, V))
+    with pytest.raises(ModelError, match=r"layer 2 \(ReLU\) cannot take what layer 1 hands on.*in-place operation"):
+        describe_boundaries(model, [range(0, 2), range(2, 4)], (B, S))
+    describe_boundaries(model, [range(0, 3), range(3, 4)], (B, S))
+
+
+def test_a_value_that_is_no_tensor() -> None:
+    with pytest.raises(ModelError, match="layer 1 hands on a int: between layers go tensors"):
+        describe_boundaries(builders.hands_on_a_number(), [range(0, 2), range(2, 4)], (B, S))
+
+
+def test_a_value_s_spec_tells_its_tree() -> None:
+    spec = describe_value({"a": torch.zeros(2, requires_grad=True), "b": (torch.zeros(3, dtype=torch.int64),)}, "x")
+    assert isinstance(spec, ValueSpec)
+    assert spec.leaves == (TensorSpec((2,), torch.float32, True), TensorSpec((3,), torch.int64, False))
