@@ -214,7 +214,7 @@ def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
 
 
 def test_a_stage_that_begins_by_overwriting_its_input() -> None:
-    """Autograd cannot give the gradient of it: said while the stages are cut, not in the first step. Elsewhere it may."""
+    """Autograd has no gradient for it: said while the stages are cut, not in the first step. Elsewhere it may."""
     model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, V))
     with pytest.raises(ModelError, match=r"layer 2 \(ReLU\) cannot take what layer 1 hands on.*in-place operation"):
         describe_boundaries(model, [range(0, 2), range(2, 4)], (B, S))
