@@ -19,7 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
-        options = parser.parse_args(words)
+        options, unknown = parser.parse_known_args(words)
+        if unknown and options.takes_overrides and unknown[0].startswith("--"):
+            overrides += unknown  # a key without a section, or a name from elsewhere: the configuration knows the hint
+        elif unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if overrides and not options.takes_overrides:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
     except SystemExit as leaving:  # argparse has printed its message
@@ -49,7 +53,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         overrides.append(word)
-        if "=" not in word and rest and (not rest[0].startswith("--")):
+        if "=" not in word and rest and not rest[0].startswith("--") and not rest[0].endswith(".toml"):
             overrides.append(rest.pop(0))
     return words, overrides
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,15 +63,18 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     try:
         checked, _ = check(config, at.world_size)
     except UserError as error:
-        # What one rank finds all find: one of each node says it.
-        return say(error, error.exit_code) if at.local_rank == 0 else error.exit_code
+        # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
+        if at.local_rank != 0:
+            time.sleep(local.HOLD_S)
+        return say(error, error.exit_code)
     try:
         work(checked)
     except KeyboardInterrupt:
         local.leave(130)
     except BaseException as error:
-        get_error_handler().record_exception(error)  # for torchrun's own summary
         failure = describe(error, at.rank)
+        if failure.trace:
+            get_error_handler().record_exception(error)  # for torchrun's own summary
         say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
         local.leave(failure.exit_code, local.HOLD_S if failure.lost_peer else 0.0)
     return 0
@@ -108,6 +112,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
         global_batch = config.batch.global_batch if options.whole else None
         if not options.whole:
             small = shrink(config.model.options)
+            _tell_shrunk(config, small)
             config = config.model_copy(
                 update={
                     "model": config.model.model_copy(update={"options": small}),
@@ -136,6 +141,15 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     print(report.table())
     return 0 if report.passed else 1
+
+
+def _tell_shrunk(config: RunConfig, small: dict[str, object]) -> None:
+    changes = [
+        f"{name} {value} -> {small[name]}" for name, value in config.model.options.items() if small[name] != value
+    ]
+    if config.data.sequence_length > SMALL_SEQUENCE_LENGTH:
+        changes.append(f"sequence_length {config.data.sequence_length} -> {SMALL_SEQUENCE_LENGTH}")
+    print(f"shrunk for this machine, on random tokens (--whole for all of it): {', '.join(changes) or 'nothing'}")
 
 
 def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:

@@ -14,17 +14,25 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
-PRELOADED = ("torch", "torch.distributed", "torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
-"""Imported before the fork. torch imports the fourth, 800 modules, at a child's first optimizer step if nobody has."""
+PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
+"""What torch would import in each child: the second, 800 modules, when the first tensor on meta is filled."""
 
 
-def preload(modules: tuple[str, ...] = PRELOADED) -> None:
-    """Make this process fit to be forked into ranks: one thread, and the slow imports done."""
+def preload() -> None:
+    """Make this process fit to be forked into ranks on CPU: one thread, and the slow imports done.
+
+    Among them megatron-core, a second of every rank's first step with tp > 1; not where there is a GPU, because the
+    door to it must then be opened for the rank's device.
+    """
     import torch
 
     torch.set_num_threads(1)
-    for name in modules:
+    for name in PRELOADED:
         importlib.import_module(name)
+    if not torch.cuda.is_available():
+        from framework.tensor_parallel.core import mappings
+
+        mappings(torch.device("cpu"))
 
 
 def die_with(parent: int) -> None:

@@ -30,7 +30,7 @@ from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError
 from launch.environment import check_port
 from launch.failure import LOG_HEAD, describe, read_notes, told, write_down
-from launch.forking import die_with, loopback
+from launch.forking import PRELOADED, die_with, loopback
 
 HOLD_S = 3.0
 """How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
@@ -64,9 +64,10 @@ def warm_up(config: RunConfig, module: str) -> None:
     imports torch alone: a library that asks for devices while it is imported would make CUDA useless in the ranks.
     """
     os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
-    modules = ["torch", "torch.distributed.device_mesh"]
-    if config.train.device == "cpu" or not Path("/dev/nvidiactl").exists():
-        modules.append(module)
+    if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
+        modules = ["torch", "torch.distributed.device_mesh"]
+    else:
+        modules = [*(["launch.preload"] if config.parallel.tp > 1 else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
     # directory; and Ctrl-C, which the terminal sends to all, is for this process to handle.

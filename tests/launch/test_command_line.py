@@ -39,6 +39,7 @@ def small(tmp_path: Path) -> str:
         (["train", "c", "--a.b=1"], ["train", "c"], ["--a.b=1"]),
         (["train", "--a.b", "4", "c"], ["train", "c"], ["--a.b", "4"]),
         (["train", "c", "--a.b", "-1", "--c.d"], ["train", "c"], ["--a.b", "-1", "--c.d"]),
+        (["train", "--a.b", "c.toml"], ["train", "c.toml"], ["--a.b"]),
         (["mesh", "c", "--nodes", "2", "--a.b"], ["mesh", "c", "--nodes", "2"], ["--a.b"]),
         (["train", "c", "--a.b.c=x=y z\nw"], ["train", "c"], ["--a.b.c=x=y z\nw"]),
         (["sample", "runs/a.b", "--prompt=--x"], ["sample", "runs/a.b", "--prompt=--x"], []),
@@ -86,6 +87,8 @@ sys.exit(code)
         ),
         (["plot", "{directory}"], "metrics.jsonl"),
         (["train", "{small}", "--launch.threads=0"], "launch.threads"),
+        (["train", "{small}", "--fast"], "fast"),
+        (["train", "{small}", "--tensor_model_parallel_size=4"], "parallel.tp"),
     ],
 )
 def test_errors_are_one_message(
@@ -99,7 +102,7 @@ def test_errors_are_one_message(
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["fly"], ["mesh"], ["mesh", "{small}", "--nodes=0"], ["train", "{small}", "--fast"], ["plot", "x", "--a.b=1"]],
+    [[], ["fly"], ["mesh"], ["mesh", "{small}", "--nodes=0"], ["sample", "x", "--fast"], ["plot", "x", "--a.b=1"]],
 )
 def test_words_that_are_none_are_refused(argv: list[str], small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.format(small=small) for word in argv]) == 2

@@ -66,6 +66,7 @@ def vanish(rank: int, world_size: int) -> None:
 
 def hang(rank: int, world_size: int) -> int:
     if rank == 1:
+        print("hanging", flush=True)
         signal.pause()
     return rank
 
@@ -169,6 +170,7 @@ pool.run(hang, 3)
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3 and all(alive(pid) for pid in pids)
+        assert parent.stdout.readline() == "hanging\n"  # an idle rank would notice by itself
         parent.kill()
     deadline_s = time.monotonic() + 30
     while any(alive(pid) for pid in pids):
