@@ -1,0 +1,162 @@
+"""Which parameters lie together, and where: decided without a word to another rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from framework.data_parallel.buckets import Bucket, Member, accumulation_dtype, plan_buckets
+from framework.mesh.comm import Group
+from framework.parameters import ParameterInfo, Slice
+
+TIED = Group("tied", (0, 4), 0)
+
+
+def lonely(rank: int = 0, size: int = 1) -> Group:
+    """A place among replicas that cannot talk."""
+    return Group("dp", tuple(range(size)), rank)
+
+
+def member(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    sliced: bool = False,
+    partial: bool = False,
+    tied: Group | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Member:
+    """A parameter of layer ``name.split(".")[0]``, filled with numbers of its own."""
+    numel = torch.Size(shape).numel()
+    values = torch.arange(numel, dtype=torch.float32).view(shape) + 1000 * (len(name) % 7 + 1)
+    whole = (shape[0] * 2, *shape[1:]) if sliced else shape
+    info = ParameterInfo(name, whole, Slice(0, 0, shape[0], shape[0]) if sliced else None, partial)
+    return Member(info, nn.Parameter(values.to(dtype)), name.split(".")[0], tied)
+
+
+def every_kind() -> list[Member]:
+    """Two parameters of each combination of what may differ."""
+    members = []
+    for i, (decays, sliced, partial) in enumerate(itertools.product((True, False), repeat=3)):
+        if sliced and partial:
+            continue
+        shape = (4, 3) if decays else (4,)
+        members += [member(f"layer{j}.weight{i}", shape, sliced=sliced, partial=partial) for j in range(2)]
+    members.append(member("embedding.weight", (4, 3), sliced=True, tied=TIED))
+    members.append(member("other.weight", (4, 3), sliced=True, tied=TIED))
+    return members
+
+
+def test_a_bucket_holds_one_kind_only() -> None:
+    buckets = plan_buckets(every_kind(), 2**20)
+    assert sorted(m.info.name for _, group in buckets for m in group) == sorted(m.info.name for m in every_kind())
+    for kind, group in buckets:
+        for found in group:
+            assert found.info.decays == kind.decays
+            assert (found.info.slice is None) == kind.replicated_over_tp
+            assert found.info.sum_over_tp == kind.sum_over_tp
+            assert found.tied is kind.tied
+    kinds = [kind for kind, _ in buckets if kind.tied is None]
+    assert len(kinds) == len(set(kinds)) == 6, "as few buckets as there are kinds"
+
+
+def test_a_tied_weight_lies_alone() -> None:
+    """Another stage has it among other neighbours: only alone do the same elements meet in the sum."""
+    alone = [group for kind, group in plan_buckets(every_kind(), 2**20) if kind.tied is not None]
+    assert sorted([m.info.name for m in group] for group in alone) == [["embedding.weight"], ["other.weight"]]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 48, 100, 144, 1000])
+def test_buckets_keep_to_their_size(bucket_bytes: int) -> None:
+    """48 bytes of gradient each: no bucket is larger than asked, unless one parameter alone is; none is split off
+    while it would have fitted.
+    """
+    buckets = plan_buckets([member(f"layer{i}.weight", (4, 3)) for i in range(7)], bucket_bytes)
+    sizes = [sum(m.parameter.numel() * 4 for m in group) for _, group in buckets]
+    assert all(size <= max(bucket_bytes, 48) for size in sizes)
+    assert all(size + 48 > bucket_bytes for size in sizes[:-1])
+
+
+def test_the_bytes_are_those_of_the_gradients() -> None:
+    """bfloat16 parameters have float32 gradients: 48 bytes each, not 24."""
+    members = [member(f"layer{i}.weight", (4, 3), dtype=torch.bfloat16) for i in range(4)]
+    assert [len(group) for _, group in plan_buckets(members, 96)] == [2, 2]
+
+
+def test_the_last_layer_comes_first() -> None:
+    """As backward reaches them."""
+    members = [member(f"layer{i}.weight", (4, 3)) for i in range(5)]
+    names = [[m.layer for m in group] for _, group in plan_buckets(members, 96)]
+    assert names == [["layer4", "layer3"], ["layer2", "layer1"], ["layer0"]]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_shards_cover_the_bucket_once(dp: int, zero: int) -> None:
+    """11 elements: each replica steps an equal part, all of it with ZeRO-0; what is beyond the end is zero."""
+    covered = torch.zeros(14, dtype=torch.int64)
+    for rank in range(dp):
+        members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
+        [(kind, group)] = plan_buckets(members, 2**20)
+        bucket = Bucket(kind, group, lonely(rank, dp), zero)
+        shards = dp if zero else 1
+        assert bucket.numel % shards == 0 and 11 <= bucket.numel < 11 + shards
+        start, stop = bucket.shard_range
+        covered[start:stop] += 1
+        assert bucket.shard_gradient.numel() == bucket.master.numel() == stop - start == bucket.numel // shards
+        assert not bucket.flat[11:].any()
+        assert bucket.shards_gradient == (zero == 1 and dp > 1)
+    assert covered[:11].tolist() == [dp if zero == 0 else 1] * 11
+
+
+def test_the_model_computes_with_the_bucket_s_own_memory() -> None:
+    """Stepping the flat tensor steps the parameters; nothing is copied."""
+    members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
+    before = [m.parameter.detach().clone() for m in members]
+    [(kind, group)] = plan_buckets(members, 2**20)
+    bucket = Bucket(kind, group, lonely(), 1)
+    for place in bucket.places:
+        assert place.member.parameter.data_ptr() == bucket.flat[place.start :].data_ptr()
+    for m, values in zip(members, before, strict=True):
+        assert torch.equal(m.parameter, values)
+    bucket.flat.add_(1)
+    for m, values in zip(members, before, strict=True):
+        assert torch.equal(m.parameter, values + 1)
+    bucket.gradient_view(bucket.places[0]).fill_(3)
+    assert int((bucket.flat_gradient == 3).sum()) == bucket.places[0].member.parameter.numel()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
+    """The optimizer steps float32; what is too small for bfloat16 is kept until it counts."""
+    one = member("a.weight", (2, 4), dtype=torch.bfloat16)
+    with torch.no_grad():
+        one.parameter.fill_(1.0)
+    [(kind, group)] = plan_buckets([one], 2**20)
+    bucket = Bucket(kind, group, lonely(), zero)
+    assert bucket.master.dtype == bucket.flat_gradient.dtype == torch.float32 and bucket.flat.dtype == torch.bfloat16
+    for _ in range(8):
+        bucket.master.add_(2**-10)  # an eighth of bfloat16's step at 1
+        bucket.gather()
+    assert one.parameter.unique().tolist() == [1 + 2**-7]
+
+
+def test_float32_and_float64_have_none() -> None:
+    for dtype in (torch.float32, torch.float64):
+        [(kind, group)] = plan_buckets([member("a.weight", (2, 4), dtype=dtype)], 2**20)
+        bucket = Bucket(kind, group, lonely(), 1)
+        assert bucket.master.data_ptr() == bucket.flat.data_ptr() and accumulation_dtype(dtype) == dtype
+    assert accumulation_dtype(torch.bfloat16) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("replicated", "tied_rank", "tp_rank", "owns"),
+    [(True, None, 0, True), (True, None, 1, False), (False, None, 1, True), (False, 0, 1, True), (False, 1, 1, False)],
+)
+def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_rank: int, owns: bool) -> None:
+    tied = None if tied_rank is None else Group("tied", (0, 4), tied_rank)
+    [(kind, _)] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
+    assert kind.owns(tp_rank) is owns

@@ -1,0 +1,279 @@
+"""A stage as one of the replicas: what accumulates in what, what is posted when, what the weights become."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.data_parallel.buckets import Member
+from framework.data_parallel.replica import StageReplica, members_of
+from framework.mesh.comm import Counted, Group
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import Mesh, open_mesh
+from framework.parameters import ParameterInfo
+from launch.pool import RankPool
+
+ALONE = Group("dp", (0,), 0)
+WIDTH = 8
+
+
+def layers_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Three linears, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    layers = nn.Sequential(OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in ("a", "b", "c"))).to(dtype)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layers
+
+
+def replica_of(
+    layers: nn.Sequential,
+    dp: Group = ALONE,
+    tp: Group = ALONE,
+    *,
+    zero: int = 1,
+    bucket_bytes: int = 2**20,
+    **info: Any,
+) -> StageReplica:
+    members = [
+        Member(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer)
+        for name, parameter, layer in members_of(layers)
+    ]
+    return StageReplica(members, dp, tp, zero=zero, bucket_bytes=bucket_bytes)
+
+
+def sample(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def gradients_of(replica: StageReplica) -> dict[str, Tensor]:
+    """What lies in the buckets, by name."""
+    return {
+        place.member.info.name: bucket.gradient_view(place) for bucket in replica.buckets for place in bucket.places
+    }
+
+
+def plain_gradients(seed: int, dtype: torch.dtype, names: str = "abc") -> dict[str, Tensor]:
+    """Of one micro-batch alone."""
+    layers = layers_of(dtype)
+    run(layers, sample(seed, dtype), names)
+    return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layers.named_parameters()}
+
+
+def run(layers: nn.Sequential, x: Tensor, names: str = "abc") -> None:
+    """Forward and backward through the named layers."""
+    for name in names:
+        x = torch.tanh(layers.get_submodule(name)(x))
+    x.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------ one rank
+
+
+def test_bfloat16_gradients_add_up_in_float32() -> None:
+    """Each micro-batch's gradient is rounded to bfloat16 once, as it comes; the sum of them never is."""
+    layers = layers_of(torch.bfloat16)
+    replica = replica_of(layers)
+    replica.begin_step()
+    expected: dict[str, Tensor] = {}
+    rounded: dict[str, Tensor] = {}
+    for seed in range(6):
+        if seed == 5:
+            replica.begin_last_backward()
+        run(layers, sample(seed, torch.bfloat16))
+        for name, gradient in plain_gradients(seed, torch.bfloat16).items():
+            expected[name] = expected.get(name, torch.zeros(gradient.shape)) + gradient.float()
+            rounded[name] = rounded.get(name, torch.zeros_like(gradient)) + gradient
+        assert all(parameter.grad is None for parameter in layers.parameters()), "no second copy is kept"
+    replica.finish_reduce()
+    for name, gradient in gradients_of(replica).items():
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, expected[name]), name
+        assert not torch.equal(gradient, rounded[name].float()), "the test cannot tell"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_accumulate_where_they_lie(dtype: torch.dtype) -> None:
+    layers = layers_of(dtype)
+    replica = replica_of(layers)
+    for step in range(2):  # also the second step begins from zero
+        replica.begin_step()
+        seeds = [10 * step, 10 * step + 1]
+        for seed in seeds:
+            run(layers, sample(seed, dtype))
+        replica.finish_reduce()
+        for name, gradient in gradients_of(replica).items():
+            expected = sum(plain_gradients(seed, dtype)[name] for seed in seeds)
+            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+            parameter = layers.get_parameter(name)
+            assert parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()
+
+
+def test_gradients_that_somebody_set_to_none_come_home() -> None:
+    """``model.zero_grad()`` in a hook of the user's must not lose what was accumulated."""
+    layers = layers_of()
+    replica = replica_of(layers)
+    replica.begin_step()
+    run(layers, sample(0))
+    layers.zero_grad(set_to_none=True)
+    run(layers, sample(1))
+    replica.finish_reduce()
+    for name, gradient in gradients_of(replica).items():
+        expected = plain_gradients(0, torch.float64)[name] + plain_gradients(1, torch.float64)[name]
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_frozen_parameters_are_nobody_s() -> None:
+    layers = layers_of()
+    layers.get_parameter("b.weight").requires_grad_(False)
+    assert [name for name, _, _ in members_of(layers)] == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
+
+
+def test_a_weight_used_by_two_layers_is_one_member_of_the_first() -> None:
+    layers = layers_of()
+    layers.get_submodule("c").weight = layers.get_parameter("a.weight")
+    assert [(name, layer) for name, _, layer in members_of(layers)][:2] == [("a.weight", "a"), ("a.bias", "a")]
+    assert "c.weight" not in [name for name, _, _ in members_of(layers)]
+
+
+# ----------------------------------------------------------------------------------------------------------- real ranks
+
+
+def reduced(rank: int, dp: int, zero: int, bucket_bytes: int, last_names: list[str]) -> list[dict[str, Any]]:
+    """Four micro-batches on each replica, two steps; in the last one a replica runs only ``last_names[rank]``."""
+    mesh = open_mesh(Grid(1, dp, 1), "cpu")
+    layers = layers_of()
+    replica = replica_of(layers, mesh.dp, mesh.tp, zero=zero, bucket_bytes=bucket_bytes)
+    found = []
+    for _ in range(2):
+        replica.begin_step()
+        mesh.traffic.reset()
+        before_last: dict[Any, Counted] = {}
+        for m in range(4):
+            if m == 3:
+                before_last = dict(mesh.traffic.counts)
+                replica.begin_last_backward()
+            run(layers, sample(100 * rank + m), last_names[rank] if m == 3 else "abc")
+        replica.finish_reduce()
+        whole = {}
+        for bucket in replica.buckets:
+            flat = bucket.flat_gradient
+            if bucket.shards_gradient:
+                flat = torch.empty_like(flat)
+                mesh.dp.all_gather(flat, bucket.shard_gradient.clone()).wait()
+            for place in bucket.places:
+                whole[place.member.info.name] = flat[place.start : place.stop].clone()
+        operation = "reduce_scatter" if zero else "all_reduce"
+        found.append(
+            {
+                "gradients": whole,
+                "calls": mesh.traffic.counts["dp", operation].calls,
+                "early": before_last,
+                "buckets": len(replica.buckets),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("dp", "bucket_bytes", "last_names"),
+    [
+        (2, 2**20, ["abc", "abc"]),
+        (2, 1, ["abc", "abc"]),  # a bucket for each parameter
+        (2, 1, ["abc", "ac"]),  # the last backward does not reach b on one replica
+        (3, 600, ["a", "abc", "c"]),
+        (4, 1, ["b", "a", "c", "abc"]),
+    ],
+)
+def test_each_bucket_is_reduced_once_per_step_and_is_whole(
+    zero: int, dp: int, bucket_bytes: int, last_names: list[str], pool: RankPool
+) -> None:
+    """Unused parameters too: no replica waits for another's bucket, and no earlier micro-batch is lost."""
+    ranks = pool.run(reduced, dp, zero, bucket_bytes, last_names)
+    expected: dict[str, Tensor] = {}
+    for rank in range(dp):
+        for m in range(4):
+            names = last_names[rank] if m == 3 else "abc"
+            for name, gradient in plain_gradients(100 * rank + m, torch.float64, names).items():
+                expected[name] = expected.get(name, torch.zeros_like(gradient)) + gradient
+    for steps in ranks:
+        for step in steps:
+            assert step["calls"] == step["buckets"], "once per bucket, whatever the number of micro-batches"
+            assert not step["early"], "nothing is said before the last backward"
+            for name, gradient in step["gradients"].items():
+                torch.testing.assert_close(gradient.view_as(expected[name]), expected[name], rtol=1e-12, atol=1e-12)
+
+
+def posted_during_backward(rank: int, dp: int) -> list[tuple[str, int]]:
+    """(layer whose forward input's gradient has just been computed, reductions posted by then)."""
+    mesh: Mesh = open_mesh(Grid(1, dp, 1), "cpu")
+    layers = layers_of()
+    replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=1)
+    replica.begin_step()
+    replica.begin_last_backward()
+    seen: list[tuple[str, int]] = []
+    x = sample(rank).requires_grad_()
+    for name in "abc":
+        x = x * 1.0
+        x.register_hook(
+            lambda gradient, name=name: seen.append((name, mesh.traffic.counts["dp", "reduce_scatter"].calls))
+        )
+        x = torch.tanh(layers.get_submodule(name)(x))
+    x.sum().backward()
+    replica.finish_reduce()
+    return seen
+
+
+def test_reductions_overlap_the_last_backward(pool: RankPool) -> None:
+    """When backward comes to a layer, the buckets of the layers behind it are on their way already."""
+    for seen in pool.run(posted_during_backward, 2):
+        assert [name for name, _ in seen] == ["c", "b", "a"]
+        assert seen[1][1] >= 2 and seen[2][1] >= 4, seen
+
+
+def owed_to_tp(rank: int, tp: int) -> Tensor:
+    """A gradient of which every tp rank has a part."""
+    mesh = open_mesh(Grid(1, 1, tp), "cpu")
+    layers = layers_of()
+    replica = replica_of(layers, mesh.dp, mesh.tp, sum_over_tp=True)
+    replica.begin_step()
+    run(layers, sample(rank))
+    replica.finish_reduce()
+    return gradients_of(replica)["a.weight"].clone()
+
+
+def test_partial_gradients_are_summed_over_tp(pool: RankPool) -> None:
+    expected = sum(plain_gradients(rank, torch.float64)["a.weight"] for rank in range(2))
+    for found in pool.run(owed_to_tp, 2):
+        torch.testing.assert_close(found, expected)
+
+
+def weights_on_their_way(rank: int, dp: int, bucket_bytes: int) -> list[bool]:
+    """Each replica steps its shard by adding 1; ``ready`` of a layer is asked just before it is used."""
+    mesh = open_mesh(Grid(1, dp, 1), "cpu")
+    layers = layers_of()
+    before = {name: parameter.detach().clone() for name, parameter in layers.named_parameters()}
+    replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=bucket_bytes)
+    for bucket in replica.buckets:
+        bucket.master.add_(1)
+    replica.gather()
+    found = []
+    for layer in "abc":
+        replica.ready(layer)
+        found += [
+            torch.equal(layers.get_parameter(f"{layer}.{kind}"), before[f"{layer}.{kind}"] + 1)
+            for kind in ("weight", "bias")
+        ]
+    replica.ready_all()
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 600, 2**20])
+def test_weights_are_whole_when_their_layer_is_reached(bucket_bytes: int, pool: RankPool) -> None:
+    for found in pool.run(weights_on_their_way, 3, bucket_bytes):
+        assert found == [True] * 6

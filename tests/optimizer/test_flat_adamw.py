@@ -1,0 +1,127 @@
+"""AdamW on flat shards against torch's own on the parameters, and clipping against torch's clip_grad_norm_."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.config.schema import Optimizer
+from framework.optimizer.adamw import FlatAdamW, Shard, clip_factor
+
+CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def flat(*tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.125])
+def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None:
+    """Five steps at changing rates; matrices in one shard, vectors in another, an odd cut through the matrices."""
+    matrices = [nn.Parameter(drawn(3, 4, seed=0)), nn.Parameter(drawn(5, 2, seed=1))]
+    vectors = [nn.Parameter(drawn(3, seed=2)), nn.Parameter(drawn(4, seed=3))]
+    weights, biases = flat(*matrices), flat(*vectors)
+    gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
+    ours = FlatAdamW(
+        [
+            Shard(weights[:7], gradients[0][:7], True, True),
+            Shard(weights[7:], gradients[0][7:], True, True),
+            Shard(biases, gradients[1], False, True),
+        ],
+        CONFIG,
+    )
+    theirs = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
+        lr=CONFIG.learning_rate,
+        betas=CONFIG.betas,
+        eps=CONFIG.eps,
+        foreach=False,
+    )
+    for step in range(5):
+        for i, parameter in enumerate(matrices + vectors):
+            parameter.grad = drawn(*parameter.shape, seed=10 * step + i)
+        gradients[0].copy_(flat(*(p.grad for p in matrices if p.grad is not None)) / factor)
+        gradients[1].copy_(flat(*(p.grad for p in vectors if p.grad is not None)) / factor)
+        rate = 1e-2 / (step + 1)
+        for group in theirs.param_groups:
+            group["lr"] = rate
+        theirs.step()
+        ours.step(rate, factor)
+        torch.testing.assert_close(weights, flat(*matrices), rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(biases, flat(*vectors), rtol=1e-13, atol=1e-14)
+
+
+def test_moments_go_out_and_come_back() -> None:
+    """Saved after three steps and restored into a new optimizer, the fourth step gives the same bits."""
+
+    def fresh(weights: Tensor) -> tuple[FlatAdamW, Tensor]:
+        gradient = torch.zeros_like(weights)
+        return FlatAdamW([Shard(weights, gradient, True, True)], CONFIG), gradient
+
+    weights = drawn(11, seed=0)
+    first, gradient = fresh(weights)
+    exp_avg, exp_avg_sq, steps = first.moments(0)
+    assert steps == 0 and not exp_avg.any() and not exp_avg_sq.any()
+    for step in range(3):
+        gradient.copy_(drawn(11, seed=step))
+        first.step(1e-2, 1.0)
+    exp_avg, exp_avg_sq, steps = first.moments(0)
+    assert steps == 3
+    copied = weights.clone()
+    second, other_gradient = fresh(copied)
+    second.restore(0, exp_avg.clone(), exp_avg_sq.clone(), steps)
+    for optimizer, found in ((first, gradient), (second, other_gradient)):
+        found.copy_(drawn(11, seed=3))
+        optimizer.step(1e-2, 1.0)
+    assert torch.equal(weights, copied)
+    assert second.moments(0)[2] == 4
+
+
+def test_the_norm_is_of_what_is_counted_here() -> None:
+    """Shards that another rank counts are left out; the sum of squares is float64."""
+    gradients = [drawn(5, seed=0).float(), drawn(7, seed=1).float(), drawn(0, seed=2).float()]
+    counted = [True, False, True]
+    shards = [
+        Shard(torch.zeros_like(gradient), gradient, True, count)
+        for gradient, count in zip(gradients, counted, strict=True)
+    ]
+    found = FlatAdamW(shards, CONFIG).square_norm()
+    assert found.dtype == torch.float64 and found.dim() == 0
+    assert float(found) == pytest.approx(float(gradients[0].double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_shows_in_the_norm(value: float) -> None:
+    gradient = torch.tensor([1.0, value, 2.0])
+    found = FlatAdamW([Shard(torch.zeros(3), gradient, True, True)], CONFIG).square_norm()
+    assert not math.isfinite(float(found))
+
+
+def test_nothing_to_step() -> None:
+    """A stage of activations alone."""
+    optimizer = FlatAdamW([], CONFIG)
+    assert float(optimizer.square_norm()) == 0.0
+    optimizer.step(1e-2, 0.5)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 50.0])
+@pytest.mark.parametrize("clip_norm", [0.5, 1.0])
+def test_clipping_is_torch_s(scale: float, clip_norm: float) -> None:
+    parameters = [nn.Parameter(drawn(3, 4, seed=0)), nn.Parameter(drawn(5, seed=1))]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = scale * drawn(*parameter.shape, seed=i + 5)
+    before = flat(*(p.grad for p in parameters if p.grad is not None))
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    after = flat(*(p.grad for p in parameters if p.grad is not None))
+    torch.testing.assert_close(before * clip_factor(float(norm), clip_norm), after, rtol=1e-14, atol=0)
+
+
+def test_clipping_can_be_turned_off() -> None:
+    assert clip_factor(1e9, 0.0) == 1.0
