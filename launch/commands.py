@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.errors import ConfigError, UserError
+from framework.errors import ConfigError, MeshError, UserError
 
 if TYPE_CHECKING:
     from framework.config import RunConfig
@@ -81,20 +81,32 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load, resolve
+    from framework.config import default_world_size, load
     from framework.mesh.grid import Grid, check_placement, nodes_of
     from framework.mesh.view import draw
 
     config, per_node = load(options.config, overrides), options.devices_per_node
+    num_ranks = default_world_size(config, 0)
+    parallel = config.parallel
     if options.nodes:
         nodes = nodes_of(options.nodes, per_node)
+        num_replicas, rest = divmod(len(nodes), parallel.pp * parallel.tp)
+        if rest or not num_replicas:
+            raise MeshError(
+                f"{options.nodes} nodes x {per_node} devices = {len(nodes)} ranks, and one replica takes pp "
+                f"{parallel.pp} x tp {parallel.tp} = {parallel.pp * parallel.tp}: no whole number of replicas fits. "
+                f"Change a degree or the number of nodes"
+            )
     else:
-        num_ranks = default_world_size(config, 0)
         nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
-    parallel = resolve(config, len(nodes)).parallel
-    assert isinstance(parallel.dp, int)
-    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+        num_replicas = num_ranks // (parallel.pp * parallel.tp)
+    grid = Grid(parallel.pp, num_replicas, parallel.tp)
     check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes)
+    if isinstance(parallel.dp, int) and parallel.dp > 0 and parallel.dp != grid.dp:
+        print(
+            f"{options.config} says dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold dp = "
+            f"{grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
+        )
     print(draw(grid, nodes))
     return 0
 

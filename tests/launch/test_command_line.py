@@ -80,7 +80,7 @@ sys.exit(code)
     [
         (["mesh", "nowhere.toml"], "nowhere.toml"),
         (["mesh", "{small}", "--parallel.tpp=2"], "parallel.tp"),
-        (["mesh", "{small}", "--nodes", "3", "--devices-per-node", "4"], "12"),
+        (["mesh", "{small}", "--nodes", "3", "--devices-per-node", "3"], "3 nodes x 3 devices = 9 ranks"),
         (
             ["mesh", "{small}", "--parallel.tp=4", "--nodes=8", "--devices-per-node=2"],
             "straddles the nodes node0, node1",
@@ -107,6 +107,12 @@ def test_errors_are_one_message(
 def test_words_that_are_none_are_refused(argv: list[str], small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.format(small=small) for word in argv]) == 2
     assert "usage: " in capsys.readouterr().err
+
+
+def test_a_larger_cluster_holds_more_replicas_and_says_so(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", small, "--nodes", "3", "--devices-per-node", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "says dp = 2, which is 8 ranks; these 12 hold dp = 3" in shown and "pp 2 x dp 3 x tp 2 = 12 ranks" in shown
 
 
 def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.CaptureFixture[str]) -> None:
