@@ -70,7 +70,7 @@ def describe_boundaries(
         tokens_BS: shape of one micro-batch of token ids.
 
     Raises:
-        ModelError: a layer does not take what the one before it hands on, with both named.
+        ModelError: a layer does not take what the one before it hands on, with both named; the last gives no logits.
     """
     on_meta = copy.deepcopy(layers).to("meta")
     value: Any = torch.zeros(tokens_BS, dtype=torch.int64, device="meta")
@@ -91,7 +91,14 @@ def describe_boundaries(
             specs.append(describe_value(value, previous))
             # as the next stage will have it: a leaf, which autograd does not let a layer overwrite
             value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
-    return specs, describe_value(value, previous)
+    last = describe_value(value, previous)
+    if not isinstance(value, Tensor) or value.dim() != 3 or tuple(value.shape[:2]) != tokens_BS:
+        found = ", ".join(str(leaf.shape) for leaf in last.leaves)
+        raise ModelError(
+            f"{previous} is the last and returns {type(value).__name__} {found} for token ids of shape (B, S) = "
+            f"{tokens_BS}: it must return logits of shape (B, S, V), one row for each token"
+        )
+    return specs, last
 
 
 class LossPart(NamedTuple):

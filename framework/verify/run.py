@@ -15,6 +15,7 @@ from framework.checkpoint import Kind
 from framework.config import RunConfig, parse
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
+from framework.model import build_model
 from framework.parameters import ParameterInfo
 from framework.state import flat_pieces, whole
 from framework.step import take_step
@@ -44,11 +45,19 @@ class RankFindings(NamedTuple):
 
 def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
     """The run's own samples, or random ones."""
-    vocab_size = config.model.options.get("vocab_size", 256)
     length = config.data.sequence_length
     if random_tokens:
+        vocab_size = config.model.options.get("vocab_size") or count_logits(config)
         return VerifyFeed(random_sample(config.run.seed, int(vocab_size), length))
     return VerifyFeed(corpus_sample(open_feeds(config)[0], length))
+
+
+def count_logits(config: RunConfig) -> int:
+    """The vocabulary of a model that calls it otherwise, or has a default: the length of its logits, found on meta."""
+    layers = build_model(config.model.builder, config.model.options, config.run.seed).layers.to("meta")
+    with torch.no_grad():
+        logits = layers(torch.zeros((1, config.data.sequence_length), dtype=torch.int64, device="meta"))
+    return int(logits.shape[-1])
 
 
 @dataclass

@@ -1,0 +1,242 @@
+"""What a user's model has to be, and what is said when it is not: value, place and next move, before any rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.blueprint import draw_blueprint
+from framework.build import token_losses
+from framework.config import RunConfig
+from framework.errors import ModelError
+from framework.model import build_model, find_builder, forward_flops
+from framework.seeding import SeededDropout
+from framework.verify import layout_config, parse_layout, verify
+from launch.pool import RankPool
+
+
+def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:
+    """A resolved config for a model of ``tests/builders.py``, or one named in full."""
+    path = builder if ":" in builder else f"tests.builders:{builder}"
+    config = RunConfig.model_validate(
+        {"model": {"builder": path, "options": options}, "data": {"train": "random", "sequence_length": 6}}
+    )
+    return layout_config(config, parse_layout(layout), 4, "float32")
+
+
+def said(builder: str, layout: str = "pp1", **options: Any) -> str:
+    """The one message with which a model is refused, from config alone, with no process but this one."""
+    with pytest.raises(ModelError) as raised:
+        draw_blueprint(config_of(builder, layout, **options))
+    assert raised.value.exit_code == 2
+    return str(raised.value)
+
+
+# --------------------------------------------------------------------------------------------------------- the builder
+
+
+def test_no_such_module() -> None:
+    message = said("no_such_package.models:build")
+    assert "model.builder = 'no_such_package.models:build': cannot import no_such_package.models" in message
+    assert "Run from the directory that holds it, or install it" in message
+
+
+def test_a_module_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was missing is told, not that it is missing itself."""
+    (tmp_path / "model_in_need.py").write_text("import package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = said("model_in_need:build")
+    assert "cannot import model_in_need" in message and "package_that_nobody_has" in message
+
+
+def test_a_model_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model_right_here.py").write_text("def build():\n    return 41\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry not in ("", ".")])
+    assert find_builder("model_right_here:build")() == 41
+
+
+def test_no_such_function() -> None:
+    message = said("plane")
+    assert "model.builder = 'tests.builders:plane': tests.builders has no function plane" in message
+    assert "did you mean tests.builders:plain?" in message
+
+
+def test_something_that_is_no_function() -> None:
+    assert "tests.builders has no function not_callable" in said("not_callable")
+
+
+def test_an_unknown_option() -> None:
+    message = said("plain", widht=8)
+    assert "model.options.widht: tests.builders:plain does not take it; did you mean width?" in message
+
+
+def test_an_option_like_no_other() -> None:
+    assert "model.options.zzz: tests.builders:plain does not take it; it takes vocab_size, width, depth" in said(
+        "plain", zzz=1
+    )
+
+
+def test_a_missing_option() -> None:
+    message = said("models.llama:build", vocab_size=17, num_heads=2, num_kv_heads=2, num_layers=1)
+    assert "model.options.hidden_size is missing: models.llama:build needs it" in message
+    assert "model.options.ffn_size is missing" in message, "all problems at once"
+
+
+def test_missing_options_are_told_beside_unknown_ones() -> None:
+    message = said("models.llama:build", hiden_size=8, ffn_size=8, num_heads=2, num_kv_heads=2, num_layers=1)
+    assert "model.options.hiden_size" in message and "did you mean hidden_size?" in message
+    assert "model.options.vocab_size is missing" in message and "model.options.hidden_size is missing" in message
+
+
+def test_a_missing_option_of_a_builder_that_takes_any() -> None:
+    """``**more`` takes what we do not know, but what it lacks it lacks."""
+    message = said("needs_much", vocab_size=17, colour="red")
+    assert "width" in message and "tests.builders:needs_much" in message
+
+
+def test_a_builder_that_refuses_its_options() -> None:
+    message = said("fails", vocab_size=13)
+    assert "tests.builders:fails with model.options {'vocab_size': 13} failed" in message
+    assert "ValueError: vocab_size=13 is unlucky" in message
+
+
+def test_an_option_of_the_wrong_kind() -> None:
+    message = said("plain", width="wide")
+    assert "tests.builders:plain with model.options {'width': 'wide'} failed: TypeError" in message
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+def test_no_sequential() -> None:
+    message = said("not_a_sequential")
+    assert "tests.builders:not_a_sequential returned a Linear" in message
+    assert "Return nn.Sequential(embedding, block, ..., head)" in message
+
+
+def test_an_empty_one() -> None:
+    assert "tests.builders:empty returned an empty nn.Sequential: there is nothing to train" in said("empty")
+
+
+def test_one_without_parameters() -> None:
+    assert "tests.builders:without_parameters returned a model without parameters" in said("without_parameters")
+
+
+def test_an_undeclared_tie() -> None:
+    message = said("undeclared_tie")
+    assert "embedding.weight and head.weight are one parameter, but tied_weights does not say so" in message
+    assert "Set model.tied_weights = [('embedding.weight', 'head.weight')]" in message
+
+
+def test_a_tie_to_no_parameter() -> None:
+    message = said("tie_to_nothing")
+    assert "tied_weights names 'haed.weight', which is no parameter of the model; did you mean head.weight?" in message
+
+
+def test_a_parameter_that_nobody_can_draw_again() -> None:
+    """Said when it is drawn; a model with ``initialise`` does not need it."""
+    model = build_model("tests.builders:without_reset", {}, 0)
+    with pytest.raises(ModelError) as raised:
+        model.initial("1.factor")
+    message = str(raised.value)
+    assert "parameter 1.factor: Scale has no reset_parameters()" in message
+    assert "Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)" in message
+    drawn = build_model("tests.builders:with_initialise", {}, 0).initial("1.factor")
+    assert drawn.shape == (8,) and float(drawn.min()) >= 0.5
+
+
+@pytest.mark.parametrize("layout", ["pp1", "pp2"])
+def test_a_layer_that_does_not_take_what_the_one_before_hands_on(layout: str) -> None:
+    message = said("wrong_width", layout)
+    assert "(B, S) = (1, 6)" in message
+    assert "middle" in message and "embedding" in message, "the two layers are named"
+
+
+@pytest.mark.parametrize("layout", ["pp1", "dp2"])
+def test_logits_of_the_wrong_shape(layout: str) -> None:
+    message = said("flat_logits", layout)
+    assert "layer 2 is the last and returns Tensor (1, 17) for token ids of shape (B, S) = (1, 6)" in message
+    assert "it must return logits of shape (B, S, V)" in message
+
+
+def test_logits_are_looked_at_again_where_the_loss_is() -> None:
+    with pytest.raises(ModelError, match=r"the last layer returns \(4, 17\): it must return logits of shape"):
+        token_losses(torch.zeros(4, 17), torch.zeros(4, 6, dtype=torch.int64))
+    with pytest.raises(ModelError, match=r"the last layer returns tuple"):
+        token_losses((torch.zeros(4, 6, 17),), torch.zeros(4, 6, dtype=torch.int64))
+
+
+def test_a_value_that_is_no_tensor() -> None:
+    message = said("hands_on_a_number", "pp4")
+    assert "hands on a int: between layers go tensors, or tuples and dicts of tensors" in message
+
+
+def test_more_tokens_than_positions() -> None:
+    message = said("models.gpt2:build", vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, max_sequence_length=4)
+    assert "6 tokens" in message and "4 positions" in message and "max_sequence_length" in message
+
+
+# ------------------------------------------------------------------------------------------------------ what is built
+
+
+def test_parameters_are_on_meta_and_buffers_are_real() -> None:
+    options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 16}
+    model = build_model("models.llama:build", options, 0)
+    assert all(parameter.is_meta for parameter in model.layers.parameters())
+    buffers = dict(model.layers.named_buffers())
+    assert buffers and not any(buffer.is_meta for buffer in buffers.values())
+    assert not nn.Linear(2, 2).weight.is_meta, "modules made afterwards are as ever"
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    """Not on what was drawn before, nor on torch's generator; weights of equal shape differ."""
+    first = build_model("tests.builders:plain", {}, 3)
+    torch.manual_seed(99)
+    second = build_model("tests.builders:plain", {}, 3)
+    second.initial("3.bias")
+    assert torch.equal(first.initial("1.weight"), second.initial("1.weight"))
+    assert not torch.equal(first.initial("1.weight"), first.initial("3.weight"))
+    assert not torch.equal(first.initial("1.weight"), build_model("tests.builders:plain", {}, 4).initial("1.weight"))
+
+
+def test_a_linear_s_weights_are_torch_s_own() -> None:
+    """``reset_parameters`` of the module, not a scheme of ours: within U(-1/sqrt(I), 1/sqrt(I))."""
+    drawn = build_model("tests.builders:plain", {"width": 64}, 0).initial("1.weight")
+    assert 0.9 / 8 < float(drawn.abs().max()) <= 1 / 8
+    bias = build_model("tests.builders:plain", {"width": 64}, 0).initial("1.bias")
+    assert 0 < float(bias.abs().max()) <= 1 / 8
+
+
+def test_dropouts_are_seeded_by_name() -> None:
+    options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+    model = build_model("models.gpt2:build", options, 0)
+    dropouts = {name: m for name, m in model.layers.named_modules() if "dropout" in type(m).__name__.lower()}
+    assert len(dropouts) == 7 and all(type(m) is SeededDropout for m in dropouts.values())
+    assert all(m.name == name for name, m in dropouts.items() if isinstance(m, SeededDropout))
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    model = build_model("tests.builders:plain", {"vocab_size": 17, "width": 8, "depth": 1}, 0)
+    assert forward_flops(model, (2, 6)) == {
+        "0": 0.0,
+        "1": 2.0 * 2 * 6 * 8 * 8,
+        "2": 0.0,
+        "3": 2.0 * 2 * 6 * 8 * 17,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- it works
+
+
+def test_a_plain_sequential_that_knows_nothing_of_us(pool: RankPool) -> None:
+    """Trained by replicas and in a pipeline, through the door that ``meshwright verify`` uses."""
+    layouts = [parse_layout(text) for text in ("dp2", "pp2", "dp2,pp3,gpipe")]
+    config = config_of("plain")
+    report = verify(config, layouts, pool, global_batch=4, steps=3, random_tokens=True)
+    assert report.passed, report.table()
+    assert "all 3 layouts agree" in report.table() and "tests.builders:plain, 433 parameters" in report.title
