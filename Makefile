@@ -16,7 +16,7 @@ demo: $(VENV)/installed
 	$(BIN)/meshwright data stdlib --out runs/data/stdlib --vocab-size 4096
 	$(BIN)/meshwright train configs/demo.toml
 	$(BIN)/meshwright plot runs/demo
-	$(BIN)/meshwright sample runs/demo --prompt "def " --tokens 80
+	$(BIN)/meshwright sample runs/demo --prompt "class" --tokens 80
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

@@ -99,8 +99,7 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
         validation_loss = None
         if parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             validation_loss = validate(parts)
-        if _is_due(state.step, config.tracking.log_every, last) or validation_loss is not None:
-            tracker.write(record(parts, stats, step_s, validation_loss))
+        tracker.write(record(parts, stats, step_s, validation_loss))
         if _is_due(state.step, config.checkpoint.every, last):
             save(parts, directory, say)
         if last and validation_loss is not None:
