@@ -183,7 +183,7 @@ def test_every_dropout_of_a_model_gets_its_own_name() -> None:
         "block.1": ("block.1", 0.2),
     }
     assert all(m.draw is draw for m in found.values())
-    assert len({m.key for m in found.values()}) == 2
+    assert len({int(m.key) for m in found.values()}) == 2
 
 
 # --------------------------------------------------------------------------------------------------------------- seeds

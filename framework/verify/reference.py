@@ -75,6 +75,7 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
         loss_sum = torch.zeros((), dtype=torch.float64)
         num_tokens = 0
         optimizer.zero_grad()
+        sums: dict[str, Tensor] = {}
         for index in range(step * global_batch, (step + 1) * global_batch):
             tokens, labels, sample_indices = feed.microbatch(index, 0, 1, 1, 1, 0)
             checksums[index] = checksum(tokens[0], labels[0])
@@ -85,13 +86,16 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach().double()
             num_tokens += int((labels != IGNORED_LABEL).sum())
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad /= num_tokens
-        if step == 0:
             for name, parameter in parameters.items():
-                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                findings.gradients[name] = gradient.detach().clone()
+                if parameter.grad is not None:  # added up in float32 at least: bfloat16 would lose most of a long sum
+                    sums[name] = sums.get(name, 0) + parameter.grad.to(torch.promote_types(dtype, torch.float32))
+                    parameter.grad = None
+        for name, parameter in parameters.items():
+            mean = sums[name] / num_tokens if name in sums else torch.zeros_like(parameter)
+            if name in sums:
+                parameter.grad = mean.to(dtype)
+            if step == 0:
+                findings.gradients[name] = mean.detach().clone()  # clipping is in place
         clip = config.optimizer.clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
         for group in optimizer.param_groups:
