@@ -60,13 +60,19 @@ class SeededDropout(nn.Module):
     ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
     """
 
+    key: Tensor
+    golden: Tensor
+
     def __init__(self, p: float, seed: int, name: str, draw: Draw) -> None:
         super().__init__()
         self.p = p
         self.name = name
         self.draw = draw
         self.shard: tuple[int, int, int] | None = None
-        self.key = derive(seed, "dropout", name)
+        # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
+        # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
+        self.register_buffer("key", torch.tensor(derive(seed, "dropout", name), device="cpu"), persistent=False)
+        self.register_buffer("golden", torch.tensor(GOLDEN, device="cpu"), persistent=False)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}, shard={self.shard}"
@@ -87,8 +93,8 @@ class SeededDropout(nn.Module):
             along = torch.arange(start[dim], start[dim] + shape[dim], device=device) * stride
             position = position + along.view([-1] + [1] * (len(shape) - 1 - dim))
             stride *= whole[dim]
-        keys = _mix((sample_indices.to(device) * GOLDEN) ^ self.key).view([-1] + [1] * (len(shape) - 1))
-        drawn = _mix(position * GOLDEN + keys)
+        keys = _mix((sample_indices.to(device) * self.golden) ^ self.key).view([-1] + [1] * (len(shape) - 1))
+        drawn = _mix(position * self.golden + keys)
         drop_below = int(self.p * 2**31)
         return ((drawn >> 32) & 0x7FFFFFFF) >= drop_below
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from framework.mesh.comm import Group
-from framework.tensor_parallel.regions import gather_sequence
+from framework.tensor_parallel.regions import gather_sequence, outside_graphs
 
 
 class _Keep(torch.autograd.Function):
@@ -42,6 +42,7 @@ class _Part(NamedTuple):
     shape: torch.Size
 
 
+@outside_graphs
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
     """``F.linear(gather_sequence(x), weight, bias)``: (B, S/tp, I) -> (B, S, O). Backward gathers x once more."""
     if group.size == 1 or x.is_meta or not (torch.is_grad_enabled() and x.requires_grad):

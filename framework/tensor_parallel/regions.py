@@ -18,7 +18,8 @@ Shapes: B micro-batch, S sequence, D features; dim 1 is the sequence.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,18 @@ from framework.tensor_parallel import core
 
 SEQUENCE_DIM = 1
 
+Region = TypeVar("Region", bound=Callable[..., Tensor])
 
+
+def outside_graphs(region: Region) -> Region:
+    """Let torch.compile leave this function alone and compile what lies before and after it.
+
+    Traced, it would be compiled anew for each micro-batch, since it counts its traffic, until torch gives up.
+    """
+    return torch.compiler.disable(region)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@outside_graphs
 def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """Identity; its gradient is summed over the group. ``fresh``: the gradient that arrives is nobody else's (a matrix
     product has just made it), so it may be summed in place; otherwise the sum is made in a copy.
@@ -40,6 +52,7 @@ def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     return _watch_gradient(y, group, "all_reduce", 1, own=not fresh)
 
 
+@outside_graphs
 def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """Sum over the group; the gradient passes as it is. ``fresh``: nobody else reads ``x``, so it may be summed in
     place (autograd would not notice that a tensor it has kept was overwritten); otherwise the sum is made in a copy.
@@ -51,6 +64,7 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     return core.mappings(x.device).reduce_from(x, group=group.process_group)
 
 
+@outside_graphs
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S/tp, D) -> (B, S, D) for a computation that is split over the group; the gradient is summed, then cut."""
     if group.size == 1:
@@ -63,6 +77,7 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
 
 
+@outside_graphs
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S, D) partial sums -> my (B, S/tp, D) of their sum; the gradients are put together."""
     if group.size == 1:
@@ -75,6 +90,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
 
+@outside_graphs
 def split_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S, D), the same on all ranks -> my (B, S/tp, D); the gradients are put together, so that all ranks have the
     whole one again.
