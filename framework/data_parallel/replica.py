@@ -30,6 +30,8 @@ class StageReplica:
         self._missing: list[int] = []
         self._next_to_reduce = 0
         self._last_backward = False
+        self._untouched: set[Tensor] = set()
+        """Whose gradient of this step has not come yet: what lies in the bucket is the last step's."""
         for index, bucket in enumerate(self.buckets):
             for place in bucket.places:
                 layer = place.member.layer
@@ -45,14 +47,15 @@ class StageReplica:
 
     def _accumulated(self, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
         """Autograd has added a micro-batch's gradient of one parameter."""
-        if not in_place:
-            assert parameter.grad is not None
-            view.add_(parameter.grad)
-            parameter.grad = None
-        elif parameter.grad is not view:  # somebody set it to None or to another tensor: bring it home
-            assert parameter.grad is not None
-            view.add_(parameter.grad)
-            parameter.grad = view
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not view:  # the step's first (autograd made a tensor of its own), or another dtype
+            if parameter in self._untouched:
+                self._untouched.remove(parameter)
+                view.copy_(gradient)
+            else:
+                view.add_(gradient)
+            parameter.grad = view if in_place else None
         if self._last_backward:
             self._missing[index] -= 1
             self._post_ready()
@@ -64,9 +67,12 @@ class StageReplica:
             self._next_to_reduce += 1
 
     def begin_step(self) -> None:
-        """Zero the gradients."""
+        """Forget the gradients. The first of a step is copied over the last step's: cheaper than zeroing and adding."""
+        self._untouched.clear()
         for bucket in self.buckets:
-            bucket.flat_gradient.zero_()
+            for place in bucket.places:
+                place.member.parameter.grad = None
+                self._untouched.add(place.member.parameter)
         self._last_backward = False
 
     def begin_last_backward(self) -> None:
@@ -82,6 +88,11 @@ class StageReplica:
         Then the sums that other axes owe: over tp for parameters that saw only a part of the tokens or heads, over the
         stages for tied weights. Both on the shard alone, so they cost 1/dp of the bucket with ZeRO-1.
         """
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if place.member.parameter in self._untouched:
+                    bucket.gradient_view(place).zero_()
+        self._untouched.clear()
         self._missing = [0] * len(self.buckets)
         if not self._last_backward:
             self._next_to_reduce = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,8 +66,11 @@ class Traffic:
 class Handle:
     """A posted operation. ``wait`` blocks (on CUDA: the current stream) until it is done; safe to call twice."""
 
-    def __init__(self, works: Sequence[Any], what: str, keep: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, works: Sequence[Any], what: str, keep: Sequence[Tensor] = (), finish: Callable[[], object] | None = None
+    ) -> None:
         self._works = list(works)
+        self._finish = finish  # what is left to do here when the message has come
         self._what = what
         self._keep = list(keep)  # gloo reads a sent tensor until the send is done
         self._posted_s = time.monotonic()
@@ -80,6 +84,9 @@ class Handle:
             waited_s = time.monotonic() - self._posted_s
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CommunicationError(f"{self._what} failed after {waited_s:.1f} s: {reason}") from error
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         self._works.clear()
         self._keep.clear()
 
@@ -130,9 +137,11 @@ class Group:
         """Count traffic of this group that goes past it (megatron-core's mappings take the bare process group)."""
         self.traffic.add(self.name, operation, self.size, message_bytes)
 
-    def _handle(self, work: Any, what: str, keep: Sequence[Tensor] = ()) -> Handle:
+    def _handle(
+        self, work: Any, what: str, keep: Sequence[Tensor] = (), finish: Callable[[], object] | None = None
+    ) -> Handle:
         me = self.ranks[self.rank]
-        return Handle([work], f"rank {me}: {what} among the {self.name} ranks {list(self.ranks)}", keep)
+        return Handle([work], f"rank {me}: {what} among the {self.name} ranks {list(self.ranks)}", keep, finish)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """Reduce in place, everyone gets the result. Does not block: wait on the handle."""
@@ -154,12 +163,25 @@ class Group:
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
-        """``part`` = my slice of the sum of everyone's ``whole`` (n x part, flat along dim 0). Does not block."""
+        """``part`` = my slice of the sum of everyone's ``whole`` (n x part, flat along dim 0). Does not block.
+
+        On CPU everyone sends each its slice, and ``wait`` sums them here, in the order of the ranks: gloo's own
+        reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a piece of ``whole``.
+        """
         if self.size == 1:
             if part.data_ptr() != whole.data_ptr():
                 part.copy_(whole.view_as(part))
             return Handle([], "")
         self.count("reduce_scatter", tensor_bytes(whole))
+        if whole.device.type == "cpu":
+            slices = torch.empty_like(whole)
+            work = dist.all_to_all_single(slices, whole, group=self.process_group, async_op=True)
+            return self._handle(
+                work,
+                f"reduce-scatter of {tuple(whole.shape)}",
+                [whole],
+                lambda: torch.sum(slices.view(self.size, *part.shape), 0, out=part),
+            )
         work = _reduce_scatter(part, whole, group=self.process_group, async_op=True)
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 

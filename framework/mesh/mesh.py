@@ -31,6 +31,8 @@ class Mesh:
     traffic: Traffic
     nodes: list[str] = field(default_factory=list)
     """Name of the node of each rank."""
+    timeout_s: float = 600.0
+    """How long a rank waits in a collective."""
 
     @property
     def at(self) -> Coordinates:
@@ -50,7 +52,7 @@ class Mesh:
         for dp_rank in range(self.grid.dp):
             for tp_rank in range(self.grid.tp):
                 ranks = tuple(self.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank)) for pp_rank in pp_ranks)
-                made = dist.new_group(list(ranks))
+                made = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
                 if self.rank in ranks:
                     mine = Group("tied", ranks, ranks.index(self.rank), made, self.traffic)
         return mine
@@ -119,11 +121,13 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
             Group("world", (0,), 0, None, traffic),
             traffic,
             [socket.gethostname()],
+            timeout_s,
         )
+    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if chosen.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=chosen if chosen.type == "cuda" else None,
         )
     torch_mesh = init_device_mesh(chosen.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))
@@ -131,6 +135,8 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
     for axis in Axis:
         ranks = grid.group(axis, rank)
         process_group = torch_mesh.get_group(str(axis)) if len(ranks) > 1 else None
+        if process_group is not None:  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
+            dist.distributed_c10d._set_pg_timeout(timeout, process_group)
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic)
     world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic)
     if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
@@ -138,7 +144,7 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
             group.barrier()
     nodes = world.gather_objects(socket.gethostname())
     check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
-    return Mesh(grid, rank, chosen, groups[Axis.PP], groups[Axis.DP], groups[Axis.TP], world, traffic, nodes)
+    return Mesh(grid, rank, chosen, groups[Axis.PP], groups[Axis.DP], groups[Axis.TP], world, traffic, nodes, timeout_s)
 
 
 def close_mesh(mesh: Mesh) -> None:

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from framework.config.schema import Optimizer
 
+NORM_PIECE = 2**16
+"""Elements whose squares are summed in float32; the pieces' sums are added in float64. torch's CPU kernel loses 1e-3 of
+the norm of a flat tensor of 4 million elements, so that the norm, and with it clipping, would depend on the layout."""
+
 
 class Shard(NamedTuple):
     """One flat tensor to step, its gradient, and what is known of its parameters."""
@@ -44,7 +48,12 @@ class FlatAdamW:
 
     def square_norm(self) -> Tensor:
         """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
-        counted = [shard.gradient for shard in self.shards if shard.counted and shard.gradient.numel()]
+        counted = [
+            piece
+            for shard in self.shards
+            if shard.counted and shard.gradient.numel()
+            for piece in torch.split(shard.gradient, NORM_PIECE)
+        ]
         if not counted:
             device = self.shards[0].gradient.device if self.shards else torch.device("cpu")
             return torch.zeros((), dtype=torch.float64, device=device)

@@ -49,6 +49,7 @@ OPERATIONS = {
     "c10d.allreduce_": ("all_reduce", 0),
     "c10d._allgather_base_": ("all_gather", 0),
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d.alltoall_base_": ("reduce_scatter", 1),  # on CPU the slices are exchanged and summed where they arrive
     "c10d.send": ("send", 0),
     "c10d.broadcast_": ("broadcast", 0),
 }
