@@ -17,6 +17,12 @@ from torch import Tensor
 
 Mapping = Callable[..., Tensor]
 
+_cuda_device = torch.cuda.current_device
+
+
+def _the_cpu() -> torch.device:
+    return torch.device("cpu")
+
 
 class Mappings(NamedTuple):
     """megatron-core's regions: (tensor, group=process group) -> tensor."""
@@ -37,10 +43,12 @@ def mappings(device: torch.device) -> Mappings:
     """megatron-core's mappings for tensors on ``device``.
 
     They allocate results on ``torch.cuda.current_device()``. A process that computes on CPU, mostly because there is no
-    CUDA, is given the CPU as the answer: the one line of patching that they need.
+    CUDA, is given the CPU as the answer: the one line of patching that they need. On CUDA torch's own answer stands.
     """
     if device.type == "cpu":
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+        torch.cuda.current_device = _the_cpu  # type: ignore[assignment]
+    else:
+        torch.cuda.current_device = _cuda_device
     if "megatron.core.tensor_parallel" not in sys.modules:
         with warnings.catch_warnings():
             warnings.filterwarnings(
