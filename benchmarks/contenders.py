@@ -1,0 +1,158 @@
+"""Those who train: ours in any layout, and plain torch, DDP, ZeroRedundancyOptimizer and FSDP2 on the same task.
+
+A contender is built on every rank of a world, all in the same process groups' lifetime, and then asked for steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from task import (
+    BETAS,
+    CLIP_NORM,
+    EPS,
+    GLOBAL_BATCH,
+    LEARNING_RATE,
+    MICRO_BATCH_SIZE,
+    Feed,
+    adamw,
+    decay_groups,
+    plain_model,
+    run_config,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from framework.build import build
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.step import take_step
+
+
+class Shown(NamedTuple):
+    """What a step of this rank has shown."""
+
+    loss: float
+    """Mean over the tokens of the batch, or of this rank's share of it; over the ranks, its mean is the batch's."""
+    grad_norm: float
+    """Of the whole model, before clipping."""
+
+
+class Contender(Protocol):
+    """One rank of something that trains."""
+
+    def step(self) -> Shown:
+        """One optimizer step on the next global batch."""
+
+    def settle(self) -> None:
+        """Block until nothing of the last step is under way."""
+
+
+def token_mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over the tokens, (B, S, V) and (B, S) -> ()."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def value(number: Any) -> float:
+    """A python float out of a tensor, sharded or not."""
+    number = number.detach()
+    return float(number.full_tensor() if isinstance(number, DTensor) else number)
+
+
+class TorchLoop:
+    """What one writes without a framework: accumulate over micro-batches, clip, step."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, dp_rank: int = 0, dp: int = 1) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.parameters = list(model.parameters())
+        self.feed = Feed()
+        self.per_replica = GLOBAL_BATCH // dp
+        self.chunks = self.per_replica // MICRO_BATCH_SIZE
+        self.dp_rank = dp_rank
+        self.samples_seen = 0
+        assert self.chunks == 1 or dp == 1, "with DDP and FSDP2 more micro-batches than one would want no_sync()"
+
+    def step(self) -> Shown:
+        """Plain gradient accumulation; the wrapped model synchronises by itself."""
+        self.optimizer.zero_grad()
+        loss_sum = torch.zeros(())
+        for m in range(self.chunks):
+            first = self.samples_seen + self.dp_rank * self.per_replica + m * MICRO_BATCH_SIZE
+            tokens, labels = self.feed.rows(first, MICRO_BATCH_SIZE)
+            loss = token_mean_loss(self.model(tokens), labels) / self.chunks
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        self.optimizer.step()
+        self.samples_seen += GLOBAL_BATCH
+        return Shown(value(loss_sum), value(norm))
+
+    def settle(self) -> None:
+        """Nothing is left under way."""
+
+
+class Ours:
+    """A layout of this framework, through the same build and step as a training run."""
+
+    def __init__(self, dp: int, pp: int, tp: int, *, zero: int = 1, tied: bool = True) -> None:
+        self.mesh = open_mesh(Grid(pp, dp, tp), "cpu")
+        self.parts = build(run_config(dp, pp, tp, zero=zero, tied=tied), self.mesh, (Feed(), None))
+
+    def step(self) -> Shown:
+        """The framework's own step."""
+        stats = take_step(self.parts)
+        return Shown(stats.loss, stats.grad_norm)
+
+    def settle(self) -> None:
+        """Weights may still be on their way: the next forward would have waited."""
+        for replica in self.parts.replicas.values():
+            replica.ready_all()
+
+
+def one_process(*, tied: bool = True) -> Contender | None:
+    """The plain loop, on rank 0 alone; other ranks have nothing to do."""
+    if dist.get_rank() != 0:
+        return None
+    model = plain_model(tied=tied)
+    return TorchLoop(model, adamw(model.parameters()))
+
+
+def ddp() -> Contender:
+    """DistributedDataParallel over all ranks, as its documentation wraps a model."""
+    model = DistributedDataParallel(plain_model(tied=True))
+    return TorchLoop(model, adamw(model.parameters()), dist.get_rank(), dist.get_world_size())
+
+
+def zero_redundancy() -> Contender:
+    """DDP with its optimizer states sharded: torch's ZeRO-1."""
+    model = DistributedDataParallel(plain_model(tied=True))
+    decayed, others = decay_groups(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(
+        decayed["params"],
+        optimizer_class=torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=decayed["weight_decay"],
+        fused=True,
+    )
+    optimizer.add_param_group(dict(others))
+    return TorchLoop(model, optimizer, dist.get_rank(), dist.get_world_size())
+
+
+def fsdp2() -> Contender:
+    """fully_shard of each block and of the whole: torch's ZeRO-3."""
+    model = plain_model(tied=True)
+    for name, layer in model.named_children():
+        if name.startswith("block"):
+            fully_shard(layer)
+    fully_shard(model)
+    return TorchLoop(model, adamw(model.parameters()), dist.get_rank(), dist.get_world_size())
