@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from framework.mesh.comm import Group, Handle
 from framework.parameters import ParameterInfo
 
+ALIGNED_ELEMENTS = 8
+"""Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's
+vector loads and compiled kernels want of an address. The elements between are zero and stay so."""
+
 
 class Member(NamedTuple):
     """One parameter of this rank's stage, and what is special about it."""
@@ -78,6 +82,10 @@ def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[Buc
     return buckets
 
 
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 class Bucket:
     """Some parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
 
@@ -89,9 +97,9 @@ class Bucket:
         end = 0
         for member in members:
             self.places.append(Place(member, end, end + member.parameter.numel()))
-            end += member.parameter.numel()
+            end = _round_up(end + member.parameter.numel(), ALIGNED_ELEMENTS)
         num_shards = dp.size if zero else 1
-        self.numel = -(-end // num_shards) * num_shards
+        self.numel = _round_up(end, ALIGNED_ELEMENTS * num_shards)
         shard_index = dp.rank if zero else 0
         per_shard = self.numel // num_shards
         self.shard_range = (shard_index * per_shard, (shard_index + 1) * per_shard)
