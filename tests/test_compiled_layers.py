@@ -1,0 +1,89 @@
+"""``train.compile``: the same numbers as without, and no graph compiled after the first step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from framework.blueprint import batch_numbers
+from framework.build import build
+from framework.config import RunConfig
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.step import take_step
+from framework.verify import layout_config, parse_layout
+from framework.verify.run import open_feed
+from launch.pool import RankPool
+
+STEPS = 3
+
+GPT2 = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16, "dropout": 0.1}
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+    "dropout": 0.1,
+}
+
+
+class Trained(NamedTuple):
+    """What one rank reports."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    graphs: list[int]
+    """Compiled so far, after each step."""
+
+
+def train(rank: int, world_size: int, config: RunConfig) -> Trained:
+    from torch._dynamo.utils import counters
+
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    parts = build(config, mesh, (open_feed(config, random_tokens=True), None))
+    found = Trained([], [], [])
+    for _ in range(STEPS):
+        stats = take_step(parts)
+        found.losses.append(stats.loss)
+        found.grad_norms.append(stats.grad_norm)
+        found.graphs.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
+    options = GPT2 if "gpt2" in builder else LLAMA
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": builder, "options": options},
+            "data": {"train": "none", "sequence_length": 16},
+            "batch": {"micro_batch_size": 1, "chunks": 4},
+        }
+    )
+    config = layout_config(config, parse_layout(layout), 8, "float32")
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled})})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("builder", "layout"),
+    [("models.gpt2:build", "dp1"), ("models.gpt2:build", "dp2,pp2,tp2"), ("models.llama:build", "pp2,tp2,sequence")],
+)
+def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:
+    """Dropouts above zero: their masks are hashed in compiled code, from names that all layers of a graph share."""
+    size = parse_layout(layout).size
+    plain = pool.run(train, size, laid_out(builder, layout, compiled=False))
+    compiled = pool.run(train, size, laid_out(builder, layout, compiled=True), timeout_s=600)
+    assert batch_numbers(laid_out(builder, layout, compiled=True)).chunks >= 4, "or a graph per micro-batch may pass"
+    for without, with_ in zip(plain, compiled, strict=True):
+        assert with_.losses == pytest.approx(without.losses, rel=1e-6)
+        assert with_.grad_norms == pytest.approx(without.grad_norms, rel=1e-5)
+        assert without.graphs == [0] * STEPS
+        assert with_.graphs[0] > 0 and len(set(with_.graphs)) == 1, with_.graphs
