@@ -198,6 +198,11 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
 
 
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On CUDA by way of pinned memory: the copy of any other waits until the GPU has done all that was asked before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def feed_of(parts: Parts, feed: Source, samples_seen: int) -> Callable[[int], Microbatch]:
     """The micro-batches of the step that starts at ``samples_seen``, for this replica, on this device."""
     mesh = parts.mesh
@@ -207,7 +212,7 @@ def feed_of(parts: Parts, feed: Source, samples_seen: int) -> Callable[[int], Mi
         start_s = time.perf_counter()
         found = feed.microbatch(samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
         parts.data_s += time.perf_counter() - start_s
-        return Microbatch(*(tensor.to(mesh.device, non_blocking=True) for tensor in found))
+        return Microbatch(*(_to_device(tensor, mesh.device) for tensor in found))
 
     return microbatch
 

@@ -54,7 +54,7 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str) -> RunConfig:
+def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
     """The config laid out so, on the same global batch, in the given precision, with nothing that saves or prints."""
     replicas = layout.dp * layout.micro_batch_size
     if global_batch % replicas:
@@ -85,7 +85,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
                     "global_batch": global_batch,
                 }
             ),
-            "train": config.train.model_copy(update={"dtype": dtype, "device": "cpu", "compile": False}),
+            "train": config.train.model_copy(update={"dtype": dtype, "device": device, "compile": False}),
         }
     )
 

@@ -82,7 +82,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
     recorder = Recorder(open_feed(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [])
@@ -110,7 +110,7 @@ def _weights(parts: Parts) -> list[tuple[ParameterInfo, Any]]:
         replica.ready_all()
         for bucket in replica.buckets:
             if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
-                found += [(p.info, p.tensor.clone()) for p in flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)]
+                found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)]
     return found
 
 
@@ -121,8 +121,13 @@ def _gradients(parts: Parts, factor: float) -> list[tuple[ParameterInfo, Any]]:
         for bucket in replica.buckets:
             flat = whole(bucket, bucket.shard_gradient) * factor
             if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
-                found += [(p.info, p.tensor.clone()) for p in flat_pieces(Kind.WEIGHTS, bucket, flat)]
+                found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, flat)]
     return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On CPU; what trains on goes on changing."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
 def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]:
