@@ -83,6 +83,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
             "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
         )
     count = torch.cuda.device_count()
+    if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
+        local_rank = 0
     if local_rank >= count:
         raise MeshError(
             f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
