@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from framework.build import build
 from framework.config import RunConfig, parse
+from framework.data_parallel.buckets import ALIGNED_ELEMENTS
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.step import take_step
@@ -137,11 +138,12 @@ def test_replicas_say_twice_their_gradients_per_step(layout: str, pool: RankPool
     size = SIZE if parsed.dp != 3 else SIZE._replace(global_batch=6)
     config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_bytes": 3000})})
-    d, elements = parsed.dp, 61 * 16 + 3 * (16 * 16 + 16) + 16 * 61 + 61
+    d, num_parameters, elements = parsed.dp, 9, 61 * 16 + 3 * (16 * 16 + 16) + 16 * 61 + 61
     text = layout_config(config, parsed, size.global_batch, "float32").model_dump_json()
     for found in pool.run(measure, parsed.size, text):
         message = sum(found.bucket_bytes)
-        assert elements * FLOAT <= message < elements * FLOAT + len(found.bucket_bytes) * d * FLOAT
+        padding = ALIGNED_ELEMENTS * (num_parameters + len(found.bucket_bytes) * d) * FLOAT
+        assert elements * FLOAT <= message < elements * FLOAT + padding
         assert len(found.bucket_bytes) > 2
         assert wire_bytes(found, "dp") == pytest.approx(2 * message * (d - 1) / d, rel=1e-12)
         operations = ["reduce_scatter", "all_gather"] if parsed.zero else ["all_reduce"]
