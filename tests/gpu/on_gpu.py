@@ -1,0 +1,175 @@
+"""What the tests of CUDA run in processes of their own: CUDA and the test session's forked ranks do not mix."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from framework.build import Parts, build, feed_of
+from framework.config import RunConfig
+from framework.data_parallel.replica import StageReplica
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh, open_mesh, pick_device
+from framework.schedule.action import Action, actions_of
+from framework.schedule.simulate import Span
+from framework.seeding import Draw, SeededDropout
+from framework.step import take_step
+from framework.tensor_parallel import core
+from framework.tracking.memory import peak_memory_bytes
+from framework.verify.run import open_feed, run_layout
+
+
+def parts_of(config: RunConfig) -> Parts:
+    """One rank's parts, fed with random tokens."""
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    return build(config, mesh, (open_feed(config, random_tokens=True), None))
+
+
+def dropout_mask(device: str, samples: list[int], shape: tuple[int, ...], shard: tuple[int, int, int] | None) -> Tensor:
+    """The mask, on CPU, as drawn on the device."""
+    dropout = SeededDropout(0.3, 1234, "block0.attention.dropout", Draw(torch.tensor(samples, device=device)))
+    dropout.shard = shard
+    return dropout.to(device).mask(torch.Size((len(samples), *shape)), torch.device(device)).cpu()
+
+
+def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
+    """The actions of a row, in order, and when each ran, in a step that is not the first."""
+    parts = parts_of(config)
+    take_step(parts)
+    parts.executor.step = lambda result: None
+    for replica in parts.replicas.values():
+        replica.begin_step()
+    result = parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen))
+    row = parts.blueprint.schedule.rows[parts.mesh.at.pp_rank]
+    return [action for item in row for action in actions_of(item)], result.spans
+
+
+class Stepped(NamedTuple):
+    """An optimizer on the device before and after it was given its own state back."""
+
+    fused: bool
+    state_on_device: bool
+    steps: int
+    losses: list[float]
+    losses_again: list[float]
+
+
+def restored_optimizer(config: RunConfig) -> Stepped:
+    """Two steps, then two more; and those two once more, from what ``moments`` and the weights said between."""
+    parts = parts_of(config)
+    for _ in range(2):
+        take_step(parts)
+    optimizer = parts.optimizer
+    kept = [optimizer.moments(i) for i in range(len(optimizer.shards))]
+    moments = [(first.clone(), second.clone()) for first, second, _ in kept]
+    weights = [(bucket.flat.clone(), bucket.master.clone()) for r in parts.replicas.values() for bucket in r.buckets]
+    state = parts.state.step, parts.state.samples_seen
+    losses = [take_step(parts).loss for _ in range(2)]
+    parts.state.step, parts.state.samples_seen = state
+    buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
+    for i, bucket in enumerate(buckets):
+        bucket.flat.copy_(weights[i][0])
+        bucket.master.copy_(weights[i][1])
+        optimizer.restore(i, *moments[i], kept[i][2])
+    states = list(optimizer.adamw.state.values())
+    return Stepped(
+        all(group["fused"] for group in optimizer.adamw.param_groups),
+        all(value.device == parts.mesh.device for state in states for value in state.values()),
+        kept[0][2],
+        losses,
+        [take_step(parts).loss for _ in range(2)],
+    )
+
+
+def losses(config: RunConfig, steps: int, *, deterministic: bool = False) -> list[float]:
+    """Of each step. ``deterministic``: with torch's slower kernels that add in one order."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        parts = parts_of(config)
+        return [take_step(parts).loss for _ in range(steps)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def streams_of_hooks(device: str) -> tuple[bool, bool]:
+    """(every hook of a gradient ran on the stream that the forward ran on, and on another thread)."""
+    layer = nn.Linear(8, 8, device=device)
+    streams, threads = [], []
+
+    def hook(parameter: Tensor) -> None:
+        streams.append(torch.cuda.current_stream())
+        threads.append(threading.get_ident())
+
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    layer(torch.ones(2, 8, device=device)).sum().backward()
+    same = all(stream == torch.cuda.current_stream() for stream in streams)
+    return same and len(streams) == 2, all(thread != threading.get_ident() for thread in threads)
+
+
+def weights_are_aligned(config: RunConfig) -> bool:
+    """Every parameter begins at a multiple of 16 bytes."""
+    replicas: list[StageReplica] = list(parts_of(config).replicas.values())
+    buckets = [bucket for replica in replicas for bucket in replica.buckets]
+    return all(place.member.parameter.data_ptr() % 16 == 0 for bucket in buckets for place in bucket.places)
+
+
+def peaks(config: RunConfig) -> tuple[int, int, int]:
+    """(what the tracker is told, what torch says, bytes of weights, gradients and moments)."""
+    torch.cuda.reset_peak_memory_stats()
+    parts = parts_of(config)
+    take_step(parts)
+    elements = sum(bucket.numel for replica in parts.replicas.values() for bucket in replica.buckets)
+    return peak_memory_bytes("cuda"), torch.cuda.max_memory_allocated(), 4 * 4 * elements
+
+
+def device_under_srun(local_rank: int) -> torch.device:
+    """What a rank takes that sees one GPU and is not the first of its node."""
+    os.environ["SLURM_PROCID"] = str(local_rank)
+    try:
+        return pick_device("cuda", local_rank)
+    finally:
+        del os.environ["SLURM_PROCID"]
+
+
+def device_for_megatron() -> tuple[object, object]:
+    """What megatron-core is told to allocate on: by tensors on CPU, then by tensors on CUDA."""
+    core.mappings(torch.device("cpu"))
+    on_cpu = torch.cuda.current_device()
+    core.mappings(torch.device("cuda", 0))
+    return on_cpu, torch.cuda.current_device()
+
+
+def findings_to_file(config: RunConfig) -> None:
+    """One rank of a layout under the launcher: what verify's ranks report, in a file per rank."""
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    findings = run_layout(rank, int(os.environ["WORLD_SIZE"]), config.model_dump_json(), 4, True)
+    Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(findings))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured_by_ranks(config: RunConfig) -> None:
+    """One rank under the launcher: its timeline, in a file per rank."""
+    rank = int(os.environ["RANK"])
+    parts = parts_of(config)
+    take_step(parts)
+    parts.executor.step = lambda result: None
+    for replica in parts.replicas.values():
+        replica.begin_step()
+    spans = parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen)).spans
+    Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(spans))
+    close_mesh(parts.mesh)
