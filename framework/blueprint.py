@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from framework.config import RunConfig, dump
-from framework.errors import ConfigError, ModelError, ScheduleError
+from framework.errors import ConfigError, ScheduleError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
 from framework.model import PlainModel, build_model, forward_flops
@@ -117,7 +117,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     if parallel.sequence:
         check_sequence_length(data.sequence_length, grid.tp)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    flops = _layer_flops(model, tokens_BS)
+    describe_boundaries(model.layers, [range(len(model.layers))], tokens_BS)  # the plain model: names what does not fit
+    flops = forward_flops(model, tokens_BS)
     stages = _cut(config, model, flops)
     infos = sharding.apply(
         model.layers,
@@ -141,15 +142,6 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
     for parameter in layers.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _layer_flops(model: PlainModel, tokens_BS: tuple[int, int]) -> dict[str, float]:
-    try:
-        return forward_flops(model, tokens_BS)
-    except Exception as error:
-        raise ModelError(
-            f"the model does not run on token ids of shape (B, S) = {tokens_BS}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float]) -> list[range]:

@@ -51,7 +51,7 @@ def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
 
 
 def stage_members(blueprint: Blueprint, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
-    """The trained parameters of a stage with what the data-parallel axis must know of each."""
+    """The parameters of a stage, frozen ones too, with what the data-parallel axis must know of each."""
     members = []
     for name, parameter, layer in members_of(layers):
         canonical = blueprint.model.canonical(name)

@@ -65,13 +65,6 @@ class PlainModel:
                 with torch.no_grad():
                     self.initialise(name, full)
                 return full
-            reset = getattr(owner, "reset_parameters", None)
-            if reset is None:
-                raise ModelError(
-                    f"parameter {name}: {type(owner).__name__} has no reset_parameters(), so its first value is "
-                    f"unknown in a process that holds another part of the model. Give the module a "
-                    f"reset_parameters(), or the model an attribute initialise(name, tensor)"
-                )
             real = copy.deepcopy(owner).float().to_empty(device="cpu")
             for buffer_name, buffer in owner.named_buffers(recurse=False):
                 real.get_buffer(buffer_name).copy_(buffer)
@@ -174,6 +167,8 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ModelError(f"{path}: tied_weights names {name!r}, which is no parameter of the model{hint}")
     _check_ties_declared(path, layers, tied)
+    if getattr(layers, "initialise", None) is None:
+        _check_resettable(path, layers)
     owners = {
         f"{module_name}.{name}" if module_name else name: copy.deepcopy(module)
         for module_name, module in layers.named_modules()
@@ -200,6 +195,18 @@ def _check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str,
             raise ModelError(
                 f"{path}: {first} and {name} are one parameter, but tied_weights does not say so: a stage that holds "
                 f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]"
+            )
+
+
+def _check_resettable(path: str, layers: nn.Sequential) -> None:
+    """Without ``initialise`` each module with parameters must know how to draw them anew, in a process of its own."""
+    for module_name, module in layers.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own and not callable(getattr(module, "reset_parameters", None)):
+            raise ModelError(
+                f"{path}: parameter {module_name}.{own[0]}: {type(module).__name__} has no reset_parameters(), so its "
+                f"first value is unknown in a process that holds another part of the model. Give the module a "
+                f"reset_parameters(), or the model an attribute initialise(name, tensor)"
             )
 
 

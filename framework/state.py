@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint import Checkpoint, Kind, Piece
-from framework.data_parallel.buckets import Bucket, Place
+from framework.data_parallel.buckets import Bucket, Member, kind_of
 from framework.data_parallel.replica import StageReplica
 from framework.errors import CheckpointError
 from framework.mesh.mesh import Mesh
@@ -53,6 +53,9 @@ def pieces(replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mes
     index = 0
     for replica in replicas.values():
         replica.ready_all()
+        for member in replica.frozen:
+            if mesh.at.dp_rank == 0 and kind_of(member).owns(mesh.at.tp_rank):
+                yield Piece(Kind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             exp_avg, exp_avg_sq, _ = optimizer.moments(index)
             index += 1
@@ -79,6 +82,9 @@ def restore(
     """
     index = 0
     for replica in replicas.values():
+        for member in replica.frozen:
+            found = _read(checkpoint, Kind.WEIGHTS, member, member.parameter.dtype)
+            member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
@@ -94,11 +100,11 @@ def restore(
             index += 1
 
 
-def _read(checkpoint: Checkpoint, kind: Kind, place: Place, dtype: torch.dtype) -> Tensor:
-    found = checkpoint.read(kind, place.member.info, dtype)
+def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype) -> Tensor:
+    found = checkpoint.read(kind, member.info, dtype)
     if found is None:
         raise CheckpointError(
-            f"{checkpoint.path} has no {kind} of the parameter {place.member.info.name}: it was saved by another "
+            f"{checkpoint.path} has no {kind} of the parameter {member.info.name}: it was saved by another "
             f"model, or without its optimizer. Choose another run.name to start anew"
         )
     return found
@@ -108,5 +114,5 @@ def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Bucket, like: Tenso
     """One kind of tensor for all parameters of a bucket, flat; padding zero."""
     flat = torch.zeros_like(like)
     for place in bucket.places:
-        flat[place.start : place.stop] = _read(checkpoint, kind, place, like.dtype).to(like.device).reshape(-1)
+        flat[place.start : place.stop] = _read(checkpoint, kind, place.member, like.dtype).to(like.device).reshape(-1)
     return flat

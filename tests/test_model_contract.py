@@ -139,10 +139,9 @@ def test_a_tie_to_no_parameter() -> None:
 
 
 def test_a_parameter_that_nobody_can_draw_again() -> None:
-    """Said when it is drawn; a model with ``initialise`` does not need it."""
-    model = build_model("tests.builders:without_reset", {}, 0)
+    """Said before any rank starts; a model with ``initialise`` does not need it."""
     with pytest.raises(ModelError) as raised:
-        model.initial("1.factor")
+        build_model("tests.builders:without_reset", {}, 0)
     message = str(raised.value)
     assert "parameter 1.factor: Scale has no reset_parameters()" in message
     assert "Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)" in message

@@ -35,6 +35,12 @@ class Member(NamedTuple):
     """The ranks of other stages that hold a copy of the same weight, with me; None: nobody else does."""
 
 
+def kind_of(member: Member) -> BucketKind:
+    """What decides with which others a parameter may share a bucket."""
+    info = member.info
+    return BucketKind(info.decays, info.slice is None, info.sum_over_tp, member.tied)
+
+
 class BucketKind(NamedTuple):
     """What the parameters of one bucket have in common."""
 
@@ -70,8 +76,7 @@ def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[Buc
     open_buckets: dict[BucketKind, int] = {}
     filled: dict[BucketKind, int] = {}
     for member in reversed(members):
-        info = member.info
-        kind = BucketKind(info.decays, info.slice is None, info.sum_over_tp, member.tied)
+        kind = kind_of(member)
         size = member.parameter.numel() * accumulation_dtype(member.parameter.dtype).itemsize
         if kind.tied is not None or kind not in open_buckets or filled[kind] + size > bucket_bytes:
             open_buckets[kind] = len(buckets)

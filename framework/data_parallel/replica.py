@@ -25,7 +25,10 @@ class StageReplica:
 
     def __init__(self, members: Sequence[Member], dp: Group, tp: Group, *, zero: int, bucket_bytes: int) -> None:
         self.tp = tp
-        self.buckets = [Bucket(kind, group, dp, zero) for kind, group in plan_buckets(members, bucket_bytes)]
+        self.frozen = [member for member in members if not member.parameter.requires_grad]
+        """Parameters that are not trained: no bucket, no gradient, no optimizer; the same on every replica."""
+        trained = [member for member in members if member.parameter.requires_grad]
+        self.buckets = [Bucket(kind, group, dp, zero) for kind, group in plan_buckets(trained, bucket_bytes)]
         self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)
         self._missing: list[int] = []
         self._next_to_reduce = 0
@@ -132,7 +135,7 @@ def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
     found = []
     for layer_name, layer in layers.named_children():
         for name, parameter in layer.named_parameters(remove_duplicate=False):
-            if id(parameter) not in seen and parameter.requires_grad:
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 found.append((f"{layer_name}.{name}", parameter, layer_name))
     return found

@@ -127,10 +127,13 @@ def test_gradients_that_somebody_set_to_none_come_home() -> None:
         torch.testing.assert_close(gradient, expected)
 
 
-def test_frozen_parameters_are_nobody_s() -> None:
+def test_frozen_parameters_lie_in_no_bucket() -> None:
     layers = layers_of()
     layers.get_parameter("b.weight").requires_grad_(False)
-    assert [name for name, _, _ in members_of(layers)] == ["a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
+    replica = replica_of(layers)
+    assert [member.info.name for member in replica.frozen] == ["b.weight"]
+    trained = {place.member.info.name for bucket in replica.buckets for place in bucket.places}
+    assert trained == {"a.weight", "a.bias", "b.bias", "c.weight", "c.bias"}
 
 
 def test_a_weight_used_by_two_layers_is_one_member_of_the_first() -> None:
