@@ -20,6 +20,12 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks that are forked and more than there are GPUs: everything but ``pytest -m gpu`` runs on CPU, everywhere."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``all_layouts`` takes an hour: only who names the mark on the command line gets it."""
     if "all_layouts" in config.option.markexpr:

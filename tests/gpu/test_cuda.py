@@ -27,7 +27,7 @@ from tests.verify.cases import References, model_config, size_for
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and `pytest -m gpu`"),
 ]
 
 STEPS = 4
