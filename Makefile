@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench verify-all clean
+.PHONY: demo test lint check bench verify-all clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,11 +21,14 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
-# before every commit
-check: $(VENV)/installed
+# style and types
+lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# before every commit
+check: lint
 	$(BIN)/python -m pytest -m "not slow" -x
 
 bench: $(VENV)/installed
