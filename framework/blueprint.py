@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from framework.config import RunConfig, dump
-from framework.errors import ConfigError, ScheduleError
+from framework.errors import ConfigError, ModelError, ScheduleError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
 from framework.model import PlainModel, build_model, forward_flops
@@ -30,6 +30,7 @@ from framework.schedule.check import report as report_problems
 from framework.schedule.lower import lower
 from framework.tensor_parallel import plan as sharding
 from framework.tensor_parallel.check import check_sequence_length
+from framework.tensor_parallel.layers import VocabHead
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -117,7 +118,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     if parallel.sequence:
         check_sequence_length(data.sequence_length, grid.tp)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    describe_boundaries(model.layers, [range(len(model.layers))], tokens_BS)  # the plain model: names what does not fit
+    _, whole = describe_boundaries(model.layers, [range(len(model.layers))], tokens_BS)  # names what does not fit
     flops = forward_flops(model, tokens_BS)
     stages = _cut(config, model, flops)
     infos = sharding.apply(
@@ -129,7 +130,16 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         divisible=model.divisible,
     )
     cast_parameters(model.layers, DTYPES[config.train.dtype])
-    boundaries, _ = describe_boundaries(model.layers, stages, tokens_BS)
+    boundaries, local = describe_boundaries(model.layers, stages, tokens_BS)
+    last_name, last_layer = list(model.layers.named_children())[-1]
+    if local.leaves[0].shape != whole.leaves[0].shape and not any(
+        isinstance(m, VocabHead) for m in last_layer.modules()
+    ):
+        raise ModelError(
+            f"with parallel.tp = {grid.tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
+            f"{whole.leaves[0].shape}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
+            f"Make that linear part of the last layer, or leave it out of the sharding_plan"
+        )
     schedule = lower(build_schedule(config.pipeline.schedule, grid.pp, batch.chunks))
     problems = check_schedule(schedule)
     if problems:

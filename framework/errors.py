@@ -41,6 +41,12 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class NonFiniteError(UserError):
+    """A loss or a gradient is NaN or infinite; the step was not taken on any rank."""
+
+    exit_code = 17
+
+
 class CommunicationError(UserError):
     """A collective or an exchange failed or timed out; names the action and the peers."""
 

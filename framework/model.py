@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from framework import contract
 from framework.errors import ModelError
 from framework.seeding import Draw, seed_dropouts, seeded
 
@@ -105,6 +106,11 @@ def find_builder(path: str) -> Callable[..., Any]:
             f"model.builder = {path!r}: cannot import {module_name} ({error}). Run from the directory that holds it, "
             f"or install it into this environment"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"model.builder = {path!r}: importing {module_name} failed{contract.place(error)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     builder = getattr(module, function_name, None)
     if not callable(builder):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -147,8 +153,10 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     try:
         with parameters_on_meta():
             layers = builder(**options)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ModelError(f"{path} with model.options {options} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{path} with model.options {options} failed{contract.place(error)}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(layers, nn.Sequential):
         raise ModelError(
             f"{path} returned a {type(layers).__name__}: a pipeline is cut between the elements of an nn.Sequential. "
@@ -159,16 +167,13 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     names = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
     if not names:
         raise ModelError(f"{path} returned a model without parameters: there is nothing to train")
-    tied = [tuple(group) for group in getattr(layers, "tied_weights", [])]
-    for group in tied:
-        for name in group:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise ModelError(f"{path}: tied_weights names {name!r}, which is no parameter of the model{hint}")
-    _check_ties_declared(path, layers, tied)
+    contract.separate_repeated_layers(layers)
+    contract.check_attributes(path, layers)
+    tied = contract.tied_sets(path, layers)
+    contract.check_ties_declared(path, layers, tied)
+    contract.check_buffers(path, layers)
     if getattr(layers, "initialise", None) is None:
-        _check_resettable(path, layers)
+        contract.check_initial_values(path, layers)
     owners = {
         f"{module_name}.{name}" if module_name else name: copy.deepcopy(module)
         for module_name, module in layers.named_modules()
@@ -184,30 +189,6 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         seed=seed,
         owners=owners,
     )
-
-
-def _check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str, ...]]) -> None:
-    """A weight shared between layers must be declared: in a pipeline each stage holds a copy, and must know of it."""
-    seen: dict[int, str] = {}
-    for name, parameter in layers.named_parameters(remove_duplicate=False):
-        first = seen.setdefault(id(parameter), name)
-        if first != name and not any(first in group and name in group for group in tied):
-            raise ModelError(
-                f"{path}: {first} and {name} are one parameter, but tied_weights does not say so: a stage that holds "
-                f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]"
-            )
-
-
-def _check_resettable(path: str, layers: nn.Sequential) -> None:
-    """Without ``initialise`` each module with parameters must know how to draw them anew, in a process of its own."""
-    for module_name, module in layers.named_modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own and not callable(getattr(module, "reset_parameters", None)):
-            raise ModelError(
-                f"{path}: parameter {module_name}.{own[0]}: {type(module).__name__} has no reset_parameters(), so its "
-                f"first value is unknown in a process that holds another part of the model. Give the module a "
-                f"reset_parameters(), or the model an attribute initialise(name, tensor)"
-            )
 
 
 def forward_flops(model: PlainModel, tokens_BS: tuple[int, int]) -> dict[str, float]:

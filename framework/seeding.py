@@ -109,8 +109,8 @@ class SeededDropout(nn.Module):
 def seed_dropouts(model: nn.Module, seed: int) -> Draw:
     """Replace each nn.Dropout of the model (in place) by a :class:`SeededDropout` under its name; return their Draw."""
     draw = Draw()
-    for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        for child_name, child in list(module._modules.items()):
             if type(child) is nn.Dropout:
                 full_name = f"{name}.{child_name}" if name else child_name
                 setattr(module, child_name, SeededDropout(child.p, seed, full_name, draw).train(child.training))

@@ -9,6 +9,7 @@ import torch
 
 from framework.blueprint import batch_numbers
 from framework.build import Parts, feed_of, validation_batches
+from framework.errors import NonFiniteError
 from framework.optimizer.adamw import clip_factor
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.executor import Result
@@ -66,6 +67,11 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(square_norm) * factor
+    if not (math.isfinite(loss_sum_) and math.isfinite(grad_norm)):  # the same on every rank: all stop here
+        raise NonFiniteError(
+            f"step {parts.state.step + 1}: the loss is {loss_sum_ / counted}, the gradient norm {grad_norm}: the step "
+            f"is not taken. Lower optimizer.learning_rate or set optimizer.clip_norm; the last checkpoint is as it was"
+        )
     rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
     for replica in parts.replicas.values():
@@ -78,6 +84,7 @@ def validate(parts: Parts) -> float:
     assert parts.validation is not None
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
     stages = parts.executor.stages.values()
+    modes = {module: module.training for stage in stages for module in stage.layers.modules()}
     for stage in stages:
         stage.layers.eval()
     for step in range(validation_batches(parts)):
@@ -85,8 +92,8 @@ def validate(parts: Parts) -> float:
         for part in parts.executor.validate(feed):
             if parts.mesh.at.tp_rank == 0:
                 sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
-    for stage in stages:
-        stage.layers.train()
+    for module, training in modes.items():  # what the builder has put into eval mode stays there
+        module.training = training
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens = sums.tolist()
     return float(loss_sum / max(num_tokens, 1.0))

@@ -8,9 +8,12 @@ import torch
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers
 from framework.mesh.view import draw
-from framework.parameters import ParameterInfo
 from framework.schedule.draw import text as schedule_text
-from framework.schedule.simulate import Costs, bubble_share, peak_activations, simulate
+from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
+
+WIDTH = 100
+NUM_NAMES = 2
+"""Columns of the table that are names, not numbers."""
 
 
 class RankShare(NamedTuple):
@@ -39,74 +42,96 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     shares = []
     for stage, layers in enumerate(blueprint.stages):
         names = list(dict(blueprint.stage_layers(stage).named_children()))
-        local = blueprint.stage_layers(stage).named_parameters()
-        count = sum(_numel(blueprint.infos[blueprint.model.canonical(name)]) for name, _ in local)
+        count = trained = 0
+        for name, parameter in blueprint.stage_layers(stage).named_parameters():
+            numel = torch.Size(blueprint.infos[blueprint.model.canonical(name)].local_shape).numel()
+            count += numel
+            trained += numel if parameter.requires_grad else 0
         shares.append(
             RankShare(
                 stage,
-                names[0] if len(layers) == 1 else f"{names[0]} .. {names[-1]}",
+                names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 count,
                 count * dtype.itemsize,
-                count * accumulate_bytes,
-                count * per_element // shards,
+                trained * accumulate_bytes,
+                trained * per_element // shards,
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
     return shares
 
 
-def _numel(info: ParameterInfo) -> int:
-    return torch.Size(info.local_shape).numel()
-
-
-def batch_arithmetic(blueprint: Blueprint) -> str:
-    """``micro_batch_size x chunks x dp = global_batch``, with numbers."""
+def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
+    """``micro_batch_size x chunks x dp = global_batch``, with numbers; and what that is in tokens."""
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
-    sequence_length = blueprint.config.data.sequence_length
+    length = blueprint.config.data.sequence_length
+    tokens = f"{batch.global_batch * length:,} tokens per step"
     return (
-        f"batch      micro_batch_size {batch.micro_batch_size} x chunks {batch.chunks} x dp {grid.dp} = "
-        f"global_batch {batch.global_batch} samples; x {sequence_length} tokens = "
-        f"{batch.global_batch * sequence_length:,} tokens per step"
+        f"micro_batch_size {batch.micro_batch_size} x chunks {batch.chunks} x dp {grid.dp} = "
+        f"global_batch {batch.global_batch}",
+        f"global_batch {batch.global_batch} x sequence_length {length} = {tokens}",
     )
 
 
-def summarise(blueprint: Blueprint, nodes: list[str]) -> str:
-    """The whole text."""
-    grid, config = blueprint.grid, blueprint.config
-    timeline = simulate(blueprint.schedule, Costs())
+def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
+    """The whole text. ``width``: columns to fit the schedule into; all else fits into 80 where names are short."""
+    config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
+    of_samples, of_tokens = batch_arithmetic(blueprint)
+    bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
+    zero = f"ZeRO-{config.parallel.zero}"
+    sequence = ", sequence parallel" if config.parallel.sequence else ""
+    return "\n".join(
+        [
+            draw(blueprint.grid, nodes),
+            "",
+            f"model      {config.model.builder}, {len(blueprint.model.layers)} layers, "
+            f"{blueprint.num_parameters:,} parameters",
+            f"           {config.train.dtype}, {zero}{sequence}",
+            f"batch      {of_samples}",
+            f"           {of_tokens}",
+            f"schedule   {config.pipeline.schedule}: {bubble}",
+            "",
+            *_rows(timeline, width),
+            "",
+            "each rank of a stage holds",
+            *_table(rank_shares(blueprint)),
+        ]
+    )
+
+
+def _rows(timeline: Timeline, width: int) -> list[str]:
+    """The grid of the schedule; its rows are pipeline ranks, and called so here, where there are others too."""
+    rows = schedule_text(timeline, width + len("rank ") - len("pp")).splitlines()[1:]
+    return [row.replace("rank ", "pp", 1) for row in rows]
+
+
+def _table(shares: list[RankShare]) -> list[str]:
     rows = [("stage", "layers", "parameters", "weights", "gradients", "optimizer", "in flight")]
-    for share in rank_shares(blueprint):
+    for share in shares:
         rows.append(
             (
                 str(share.stage),
                 share.layers,
                 f"{share.num_parameters:,}",
-                _mib(share.weight_bytes),
-                _mib(share.gradient_bytes),
-                _mib(share.optimizer_bytes),
+                memory(share.weight_bytes),
+                memory(share.gradient_bytes),
+                memory(share.optimizer_bytes),
                 str(share.peak_activations),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    zero = f"ZeRO-{config.parallel.zero}"
-    sequence = ", sequence parallel" if config.parallel.sequence else ""
-    return "\n".join(
-        [
-            draw(grid, nodes),
-            "",
-            f"model      {config.model.builder}: {blueprint.num_parameters:,} parameters, "
-            f"{len(blueprint.model.layers)} layers, {config.train.dtype}, {zero}{sequence}",
-            batch_arithmetic(blueprint),
-            f"schedule   {config.pipeline.schedule}: bubble {bubble_share(timeline):.1%} of the step when B costs 2 F",
-            "",
-            schedule_text(timeline),
-            "",
-            "each rank of a stage holds",
-            *(f"  {line}" for line in table),
-        ]
-    )
+    return [
+        "  ".join(
+            cell.ljust(width) if column < NUM_NAMES else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def memory(num_bytes: int) -> str:
+    """Three digits or more, in the unit that fits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"

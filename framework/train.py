@@ -7,6 +7,9 @@ train(parts, ...)           the loop
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +18,12 @@ from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build, open_feeds
 from framework.config import RunConfig, dump, resolve, to_toml
 from framework.data.samples import Feed, unigram_entropy
+from framework.errors import ConfigError
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
 from framework.resume import resume, save
 from framework.step import StepStats, take_step, validate
-from framework.summary import summarise
+from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
 from framework.tracking.build import build_tracker
 from framework.tracking.memory import peak_memory_bytes
@@ -42,7 +46,29 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
     open_feeds(config)
+    make_directory(config)
     return config, blueprint
+
+
+def make_directory(config: RunConfig) -> Path:
+    """The run's directory, there and writable.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    directory = run_directory(config)
+    problem = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = "is a file" if isinstance(error, FileExistsError) else f"cannot be made: {error.strerror}"
+    if problem is None and not os.access(directory, os.W_OK | os.X_OK):
+        problem = "cannot be written to"
+    if problem is not None:
+        raise ConfigError(
+            f"the directory of this run, {directory}, {problem}; choose another run.directory or run.name"
+        )
+    return directory
 
 
 def work(config: RunConfig) -> None:
@@ -59,11 +85,9 @@ def work(config: RunConfig) -> None:
     )
     parts = build(config, mesh)
     say = _say if mesh.rank == 0 else _keep_quiet
-    directory = run_directory(config)
-    if mesh.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
+    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     mesh.world.barrier()
-    say(summarise(parts.blueprint, mesh.nodes))
+    say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         _write(directory / "resolved.json", dump(config))
@@ -77,7 +101,7 @@ def work(config: RunConfig) -> None:
         resumed_step=parts.state.step,
         log_every=config.tracking.log_every,
         console=config.tracking.console,
-        wandb=WandbMode(config.tracking.wandb),
+        wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
     )
     with tracker:
@@ -89,7 +113,11 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
     """Step until ``train.steps``; record, validate and save on the way."""
     config, state = parts.config, parts.state
     if state.step >= config.train.steps:
-        say(f"the run has its {config.train.steps} steps: raise train.steps to go on")
+        steps = config.train.steps
+        taken = f"its {steps} steps" if state.step == steps else f"{state.step} steps and train.steps = {steps}"
+        if parts.validation is not None:  # on this layout: the same number as on the one that trained
+            say(_against_unigrams(parts, validate(parts)))
+        say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
     while state.step < config.train.steps:
         start_s = time.perf_counter()
@@ -131,12 +159,12 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
 
 
 def _against_unigrams(parts: Parts, validation_loss: float) -> str:
-    """The last validation loss beside what token frequencies alone would give, where the corpus knows that."""
-    said = f"validation loss {validation_loss:.4f} nats per token"
+    """The last validation loss above what token frequencies alone would give, where the corpus knows that."""
+    said = f"validation loss  {validation_loss:.4f} nats per token"
     feed = parts.validation
     if isinstance(feed, Feed) and feed.corpus.known:
         nats = unigram_entropy(feed.corpus).nats
-        said += f"; unigram entropy of the same text {nats:.4f} (a model that knows token frequencies and nothing else)"
+        said += f"\nunigram entropy  {nats:.4f}, of the same text: the loss of who knows token frequencies alone"
     return said
 
 
@@ -153,7 +181,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    """A reader that has gone (`| head`, a terminal that was closed) is no reason to end a run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = None  # for print and the console: nobody listens
 
 
 def _keep_quiet(text: str) -> None:

@@ -16,6 +16,7 @@ OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and never raises for what a user can cause."""
+    _open_standard_streams()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
@@ -38,6 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `meshwright ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_standard_streams() -> None:
+    """Where stdin, stdout or stderr was closed (`>&-`), put /dev/null.
+
+    Otherwise the next pipe that is opened has its number, and what ranks and their libraries print goes into it.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(opened, True)
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

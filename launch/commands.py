@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -37,6 +38,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.train import check, work
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
+    num_ranks = checked.launch.processes
+    with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
+        print(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     try:
         local.launch(work, checked)
     except (RankFailed, local.Interrupted) as error:

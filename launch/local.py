@@ -49,12 +49,21 @@ class Interrupted(Exception):
 
 
 def num_devices(config: RunConfig) -> int:
-    """The accelerators of this machine that the run may use; 0 on CPU."""
+    """The accelerators of this machine that the run may use; 0 on CPU.
+
+    Raises:
+        ConfigError: the run wants one, and there is none.
+    """
     if config.train.device == "cpu":
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    if count == 0 and config.train.device == "cuda":
+        raise ConfigError(
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
+        )
+    return count
 
 
 def warm_up(config: RunConfig, module: str) -> None:
@@ -169,8 +178,9 @@ def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:
     """End this process at once: the interpreter's own way out may wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or its reader has gone
+            stream.flush()
     time.sleep(after_s)
     os._exit(exit_code)
 
@@ -215,8 +225,9 @@ def _die_with_launcher() -> None:
 
 def _redirect(log: Path) -> None:
     """Send everything that this process prints, also from C++, to the end of a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -207,3 +207,87 @@ def needs_much(vocab_size: int, width: int, **more: Any) -> nn.Sequential:
 
 
 not_callable = 3
+
+
+def repeated(vocab_size: int = 17, width: int = 8, dropout: float = 0.0) -> nn.Sequential:
+    """One activation, or dropout, object in two places."""
+    act = nn.Dropout(dropout) if dropout else nn.GELU()
+    layers = nn.Sequential()
+    layers.add_module("embedding", nn.Embedding(vocab_size, width))
+    layers.add_module("act", act)
+    layers.add_module("hidden", nn.Linear(width, width))
+    layers.add_module("act_again", act)
+    layers.add_module("head", nn.Linear(width, vocab_size))
+    return layers
+
+
+def repeated_linear(vocab_size: int = 17, width: int = 8, declared: bool = False) -> nn.Sequential:
+    """One linear, with its parameters, in two places."""
+    linear = nn.Linear(width, width)
+    layers = nn.Sequential(nn.Embedding(vocab_size, width), linear, linear, nn.Linear(width, vocab_size))
+    if declared:
+        layers.tied_weights = [("1.weight", "2.weight"), ("1.bias", "2.bias")]
+    return layers
+
+
+def overlapping_ties(ties: list[list[str]], vocab_size: int = 8) -> nn.Sequential:
+    """Three weights of one shape, tied as told."""
+    layers = nn.Sequential()
+    layers.add_module("emb", nn.Embedding(vocab_size, vocab_size))
+    layers.add_module("mid", nn.Linear(vocab_size, vocab_size, bias=False))
+    layers.add_module("head", nn.Linear(vocab_size, vocab_size))
+    layers.tied_weights = [tuple(tie) for tie in ties]
+    return layers
+
+
+def zeroed_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """Sets a first value after the module was made."""
+    layers = plain(vocab_size, width)
+    nn.init.zeros_(layers[-1].weight)
+    return layers
+
+
+class Scaled(nn.Embedding):
+    """Keeps a buffer that is made out of its weight."""
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__(vocab_size, width)
+        self.register_buffer("scale", self.weight.detach().abs().mean())
+
+
+def buffer_of_parameter(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A buffer that has no value as long as the parameters have none."""
+    return nn.Sequential(Scaled(vocab_size, width), nn.Linear(width, vocab_size))
+
+
+class RunningMean(nn.Module):
+    """Subtracts a mean that it keeps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)).to(self.mean.dtype), alpha=0.1)
+        return x - self.mean
+
+
+class FunctionalDropout(nn.Module):
+    """Draws from whatever generator is there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1)
+
+
+def with_layer(kind: str, vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A layer with a state of its own in the middle."""
+    middle = RunningMean(width) if kind == "running_mean" else FunctionalDropout()
+    return nn.Sequential(nn.Embedding(vocab_size, width), middle, nn.Linear(width, vocab_size))
+
+
+def softcap(vocab_size: int = 16, width: int = 8) -> nn.Sequential:
+    """Something behind the head, which tensor parallelism splits."""
+    layers = nn.Sequential(nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size), nn.Tanh())
+    layers.sharding_plan = {"0": "vocab", "1": "vocab"}
+    return layers

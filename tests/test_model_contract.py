@@ -16,7 +16,7 @@ from framework.errors import ModelError
 from framework.model import build_model, find_builder, forward_flops
 from framework.seeding import SeededDropout
 from framework.verify import layout_config, parse_layout, verify
-from launch.pool import RankPool
+from launch.pool import RankError, RankPool
 
 
 def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:
@@ -107,7 +107,8 @@ def test_a_builder_that_refuses_its_options() -> None:
 
 def test_an_option_of_the_wrong_kind() -> None:
     message = said("plain", width="wide")
-    assert "tests.builders:plain with model.options {'width': 'wide'} failed: TypeError" in message
+    assert "tests.builders:plain with model.options {'width': 'wide'} failed at " in message
+    assert "builders.py:" in message and ": TypeError: " in message
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -239,3 +240,71 @@ def test_a_plain_sequential_that_knows_nothing_of_us(pool: RankPool) -> None:
     report = verify(config, layouts, pool, global_batch=4, steps=3, random_tokens=True)
     assert report.passed, report.table()
     assert "all 3 layouts agree" in report.table() and "tests.builders:plain, 433 parameters" in report.title
+
+
+# ------------------------------------------------------------------------------- what would go wrong without a word
+
+
+def test_a_layer_in_two_places_stands_in_both() -> None:
+    model = build_model("tests.builders:repeated", {}, 0)
+    assert list(dict(model.layers.named_children())) == ["embedding", "act", "hidden", "act_again", "head"]
+    assert "1.weight and 2.weight are one parameter, but tied_weights does not say so" in said("repeated_linear")
+    tied = build_model("tests.builders:repeated_linear", {"declared": True}, 0).layers
+    assert len(list(tied.named_children())) == 4 and tied[1].weight is tied[2].weight
+
+
+def test_a_layer_in_two_places_is_right_in_every_layout(pool: RankPool) -> None:
+    config = config_of("repeated_linear", declared=True)
+    layouts = [parse_layout(text) for text in ("pp1", "pp2", "pp4", "dp2")]
+    report = verify(config, layouts, pool, global_batch=4, steps=3, random_tokens=True)
+    assert report.passed, report.table()
+
+
+def test_a_dropout_in_two_places_is_drawn_for_each() -> None:
+    layers = build_model("tests.builders:repeated", {"dropout": 0.5}, 0).layers
+    assert (layers.act.name, layers.act_again.name) == ("act", "act_again")
+
+
+def test_ties_that_share_a_name_are_one() -> None:
+    ties = [["mid.weight", "emb.weight"], ["head.weight", "emb.weight"]]
+    model = build_model("tests.builders:overlapping_ties", {"ties": ties}, 0)
+    assert {model.canonical(name) for name in ("emb.weight", "mid.weight", "head.weight")} == {"emb.weight"}
+    message = said("overlapping_ties", ties=[["mid.weight", "head.bias"]])
+    assert "tied weights are one weight and have one shape, but mid.weight is (8, 8), head.bias is (8,)" in message
+
+
+def test_a_value_that_the_builder_sets_would_be_lost() -> None:
+    message = said("zeroed_head")
+    assert "the value of parameter 5.weight is set outside of Linear.reset_parameters(), and would be lost" in message
+
+
+def test_a_buffer_made_out_of_a_parameter() -> None:
+    assert "buffer 0.scale is made out of a parameter" in said("buffer_of_parameter")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("running_mean", "changes its buffer mean"), ("dropout", "draws from torch's random generator in forward")],
+)
+def test_a_layer_with_a_state_of_its_own(kind: str, what: str, pool: RankPool) -> None:
+    with pytest.raises(RankError, match=f"layer 1 {what}"):
+        verify(
+            config_of("with_layer", kind=kind),
+            [parse_layout("pp1")],
+            pool,
+            global_batch=4,
+            steps=1,
+            dtype="float32",
+            random_tokens=True,
+        )
+
+
+def test_a_layer_behind_the_split_vocabulary() -> None:
+    draw_blueprint(config_of("softcap"))
+    assert "it comes after the linear sharded as 'vocab' and sees a part of the vocabulary" in said("softcap", "tp2")
+
+
+@pytest.mark.parametrize("attribute", ["sharding_plan", "tied_weights"])
+def test_an_attribute_of_the_wrong_type(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Sequential, attribute, "x", raising=False)
+    assert f"model.{attribute} is a str; write it as " in said("plain")

@@ -12,6 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+Count = Annotated[int, Field(gt=0, le=10**6)]
+"""Of ranks, micro-batches, samples: what is written out, one by one, must end."""
+Length = Annotated[int, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -29,7 +32,7 @@ class Run(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="letters, digits, dots, dashes and underscores, a letter or digit first: it names a directory",
     )
-    directory: str = "runs"
+    directory: str = Field(default="runs", pattern=r"^[^\x00]+$", description="a path")
     seed: int = Field(default=1234, ge=0)
 
 
@@ -50,7 +53,7 @@ class Data(Section):
     train: str = Field(description="the path of a .bin/.idx pair, without the suffix")
     validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
     tokenizer: str | None = None
-    sequence_length: PositiveInt = 1024
+    sequence_length: Length = 1024
     eod_mask_loss: bool = False
     """Do not train on predicting the token after an end-of-document token."""
 
@@ -58,17 +61,17 @@ class Data(Section):
 class Batch(Section):
     """``global_batch = micro_batch_size x chunks x dp``, in samples: give any two of the three."""
 
-    micro_batch_size: PositiveInt | None = None
-    chunks: PositiveInt | None = None
-    global_batch: PositiveInt | None = None
+    micro_batch_size: Count | None = None
+    chunks: Count | None = None
+    global_batch: Length | None = None
 
 
 class Parallel(Section):
     """The degrees of the axes, and what each does. ``dp = "auto"`` (or -1): what the ranks allow."""
 
-    dp: PositiveInt | Literal["auto", -1] = "auto"
-    pp: PositiveInt = 1
-    tp: PositiveInt = 1
+    dp: Count | Literal["auto", -1] = "auto"
+    pp: Count = 1
+    tp: Count = 1
     sequence: bool = False
     """Sequence parallelism: activations between tensor-parallel regions are split along the sequence over tp."""
     zero: Literal[0, 1] = 1
@@ -138,9 +141,9 @@ class Tracking(Section):
 class Launch(Section):
     """The local ranks that ``meshwright train`` starts when no launcher has started it."""
 
-    processes: PositiveInt | Literal["auto"] = "auto"
+    processes: Count | Literal["auto"] = "auto"
     """auto: dp x pp x tp; with dp = "auto" as many devices as there are (on CPU pp x tp)."""
-    threads: PositiveInt = 1
+    threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: PositiveFloat = 600.0
     """How long a rank waits in a collective before it fails and says for whom it waited."""

@@ -134,6 +134,7 @@ class Stage:
         self.loss_scale = loss_scale
         """Gradients are those of ``loss_sum * loss_scale``: 1 / (tokens of the global batch), known from the config."""
         self.before_layer = before_layer
+        self._seen_all = False
         self._saved: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     @property
@@ -163,7 +164,8 @@ class Stage:
                 value = tree_unflatten(inputs, self.input_spec.tree)
             for name, layer in self.layers.named_children():
                 self.before_layer(name)
-                value = layer(value)
+                value = self._watched(name, layer, value) if train and not self._seen_all else layer(value)
+            self._seen_all = self._seen_all or train
             if self.output_spec is not None:
                 outputs, _ = tree_flatten(value)
                 if train:
@@ -174,6 +176,30 @@ class Stage:
             if train:
                 self._saved[microbatch] = (inputs, [loss_sum * self.loss_scale])
             return LossPart(loss_sum.detach(), (labels != IGNORED_LABEL).sum())
+
+    def _watched(self, name: str, layer: nn.Module, value: Any) -> Any:
+        """Run a layer for the first time, and see that it keeps nothing and draws nothing by itself.
+
+        Raises:
+            ModelError: it changes a buffer (a running mean), or draws from torch's generator (``F.dropout``): what it
+                gives would depend on the layout, and on whether the run was resumed.
+        """
+        buffers = {key: buffer._version for key, buffer in layer.named_buffers()}
+        drawn = torch.default_generator.get_state()
+        value = layer(value)
+        changed = [key for key, buffer in layer.named_buffers() if buffer._version != buffers.get(key)]
+        if changed:
+            raise ModelError(
+                f"layer {name} changes its buffer {changed[0]} in forward: that would depend on the order of "
+                f"micro-batches and on the replica, and is not in checkpoints. Use a layer without running state "
+                f"(LayerNorm, RMSNorm, GroupNorm), or BatchNorm with track_running_stats=False"
+            )
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            raise ModelError(
+                f"layer {name} draws from torch's random generator in forward: the draw would differ between layouts "
+                f"and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is drawn by name"
+            )
+        return value
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Backward of one micro-batch; weight gradients accumulate where they lie.

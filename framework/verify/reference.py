@@ -92,8 +92,7 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
                     parameter.grad = None
         for name, parameter in parameters.items():
             mean = sums[name] / num_tokens if name in sums else torch.zeros_like(parameter)
-            if name in sums:
-                parameter.grad = mean.to(dtype)
+            parameter.grad = mean.to(dtype)  # one that nothing uses has a gradient of zero: it is decayed, as with us
             if step == 0:
                 findings.gradients[name] = mean.detach().clone()  # clipping is in place
         clip = config.optimizer.clip_norm or float("inf")

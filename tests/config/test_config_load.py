@@ -75,12 +75,12 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         ("[parallel]\nzero = 3", "run.toml: parallel.zero = 3 is not allowed: 0 or 1"),
         (
             "[parallel]\ndp = 0",
-            'run.toml: parallel.dp = 0 is not allowed: a whole number, at least 1; or "auto" or -1',
+            'run.toml: parallel.dp = 0 is not allowed: a whole number, at least 1 and at most 1000000; or "auto" or -1',
         ),
         (
             '[parallel]\ndp = "outo"',
-            'run.toml: parallel.dp = "outo" is not allowed: a whole number, at least 1; or "auto" or -1; '
-            'did you mean "auto"?',
+            'run.toml: parallel.dp = "outo" is not allowed: a whole number, at least 1 and at most 1000000; or "auto" or '
+            '-1; did you mean "auto"?',
         ),
         ("[parallel]\nsequence = 1", "run.toml: parallel.sequence = 1 is not allowed: true or false"),
         (
