@@ -79,8 +79,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         ),
         (
             '[parallel]\ndp = "outo"',
-            'run.toml: parallel.dp = "outo" is not allowed: a whole number, at least 1 and at most 1000000; or "auto" or '
-            '-1; did you mean "auto"?',
+            'run.toml: parallel.dp = "outo" is not allowed: a whole number, at least 1 and at most 1000000; or "auto" '
+            'or -1; did you mean "auto"?',
         ),
         ("[parallel]\nsequence = 1", "run.toml: parallel.sequence = 1 is not allowed: true or false"),
         (
