@@ -51,7 +51,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
     from launch import local
-    from launch.environment import Launcher, check_port, place, torch_variables
+    from launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
     from launch.failure import describe
 
     if launcher is Launcher.SLURM:
@@ -65,6 +65,7 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     from framework.train import check, work
 
     try:
+        check_meeting_place()
         checked, _ = check(config, at.world_size)
     except UserError as error:
         # What one rank finds all find, and the first to leave has the others ended: one of each node says it.

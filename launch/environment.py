@@ -132,6 +132,19 @@ def check_port(text: str) -> int:
     return int(text)
 
 
+def check_meeting_place(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse what torchrun hands on when it is given port 0: each rank would wait for the others at no port at all.
+
+    Raises:
+        MeshError: MASTER_PORT is 0.
+    """
+    if env.get("MASTER_PORT") == "0":
+        raise MeshError(
+            "MASTER_PORT = 0: the ranks cannot meet there. For any free port on one machine give torchrun --standalone "
+            "instead of --master-port=0, or else a port (1024 to 65535)"
+        )
+
+
 def _slurm_tasks(env: Mapping[str, str]) -> int:
     text = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
     return int(text) if text.isdecimal() else 1

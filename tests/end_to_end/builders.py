@@ -1,0 +1,75 @@
+"""Models of users who err, or whose machine does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import models.gpt2
+
+
+class Trap(nn.Module):
+    """Lets everything through, until one rank is asked for the given time."""
+
+    def __init__(self, rank: int, at_call: int, killed: bool) -> None:
+        super().__init__()
+        self.rank, self.at_call, self.killed = rank, at_call, killed
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta and int(os.environ.get("RANK", "0")) == self.rank:
+            self.num_calls += 1
+            if self.num_calls >= self.at_call:
+                if self.killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ArithmeticError("the layer of a user has failed")
+        return x
+
+
+def trapped(rank: int, at_call: int, killed: bool = False, **options: Any) -> nn.Sequential:
+    """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
+    plain = models.gpt2.build(**options)
+    layers = nn.Sequential()
+    for name, layer in plain.named_children():
+        if name.startswith("block"):
+            layers.add_module(f"before_{name}", Trap(rank, at_call, killed))
+        layers.add_module(name, layer)
+    for attribute in ("sharding_plan", "divisible", "tied_weights", "initialise"):
+        setattr(layers, attribute, getattr(plain, attribute))
+    return layers
+
+
+def partly_frozen(source: str, **options: Any) -> nn.Sequential:
+    """GPT-2 whose first block and (tied) embedding are not trained; they come out of a file as one number."""
+    model = models.gpt2.build(**options)
+    initialise = model.initialise
+    for name, parameter in model.named_parameters():
+        if name.startswith(("embedding", "block0")):
+            parameter.requires_grad_(False)
+
+    def read(name: str, tensor: Tensor) -> None:
+        initialise(name, tensor)
+        if name.startswith(("embedding", "block0")):
+            tensor.mul_(float(Path(source).read_text()))
+
+    model.initialise = read
+    return model
+
+
+def counts_letters(vocab_size: int = 300) -> nn.Module:
+    """No nn.Sequential."""
+    return nn.Linear(vocab_size, vocab_size)
+
+
+def two_outputs(vocab_size: int = 300) -> nn.Sequential:
+    """The last layer returns no logits of each token."""
+    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.GRU(8, vocab_size))
+
+
+def of_another_width(vocab_size: int = 300) -> nn.Sequential:
+    """The second layer does not take what the first one gives."""
+    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(9, vocab_size))

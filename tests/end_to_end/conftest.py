@@ -1,0 +1,26 @@
+"""A small prepared corpus for all runs of this folder."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from framework.data.prepare import prepare_files
+
+WORDS = ["the", "a", "mesh", "rank", "stage", "step", "loss", "of", "in", "then", "waits", "sends", "gives", "holds"]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 KB of sentences in 300 documents, byte-level BPE with 300 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(5)
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(300):
+        sentences = [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) + ".\n" for _ in range(15)]
+        (texts / f"{number}.txt").write_text("".join(sentences))
+    prepare_files([texts], folder / "prepared", vocab_size=300, validation_share=0.05)
+    return folder / "prepared"

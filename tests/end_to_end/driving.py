@@ -1,0 +1,190 @@
+"""Runs as users have them: a configuration, ranks that call ``framework.train.work``, and what is left on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.blueprint import batch_numbers
+from framework.build import build, open_feeds
+from framework.checkpoint import Kind, find, open_checkpoint
+from framework.config import RunConfig, resolve
+from framework.data.samples import Feed, Microbatch
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh, open_mesh
+from framework.parameters import ParameterInfo
+from framework.resume import resume, save
+from framework.step import take_step
+from framework.train import run_directory, work
+from launch.pool import RankPool
+
+GPT2 = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_sequence_length": 32,
+    "dropout": 0.1,
+}
+LLAMA = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+    "max_sequence_length": 32,
+}
+
+
+def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A small GPT-2 with dropout on a prepared corpus; ``sections`` go on top, key by key."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "run", "directory": str(runs)},
+        "model": {"builder": "models.gpt2:build", "options": GPT2},
+        "data": {
+            "train": str(corpus / "train"),
+            "validation": str(corpus / "validation"),
+            "tokenizer": str(corpus / "tokenizer.json"),
+            "sequence_length": 32,
+        },
+        "batch": {"micro_batch_size": 1, "global_batch": 8},
+        "parallel": {"bucket_bytes": 8192},  # several buckets per stage
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2},
+        "train": {"steps": 6, "device": "cpu", "validate_steps": 2},
+        "tracking": {"console": False},
+    }
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update(keys)
+    return RunConfig.model_validate(tree)
+
+
+def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """The same configuration with other values."""
+    tree = config.model_dump()
+    for section, keys in sections.items():
+        tree[section].update(keys)
+    return RunConfig.model_validate(tree)
+
+
+def layout(text: str) -> dict[str, Any]:
+    """``dp2,pp2,sequence,zero0`` -> the keys of ``[parallel]``."""
+    keys: dict[str, Any] = {"dp": 1, "pp": 1, "tp": 1}
+    for word in text.split(","):
+        if word == "sequence":
+            keys["sequence"] = True
+        elif word.startswith("zero"):
+            keys["zero"] = int(word[-1])
+        elif word:
+            keys[word[:2]] = int(word[2:])
+    return keys
+
+
+def size(config: RunConfig) -> int:
+    """Ranks of a configuration that says dp."""
+    assert isinstance(config.parallel.dp, int)
+    return config.parallel.dp * config.parallel.pp * config.parallel.tp
+
+
+def train_rank(rank: int, world_size: int, config: RunConfig) -> str:
+    """One rank of ``meshwright train``; what it has said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        work(config)
+    return said.getvalue()
+
+
+def train(pool: RankPool, config: RunConfig) -> str:
+    """Train on as many ranks as the layout has; what the first has said. The others say nothing."""
+    said: list[str] = pool.run(train_rank, size(config), config)
+    assert not any(said[1:])
+    return said[0]
+
+
+class LoadedRank(NamedTuple):
+    """What one rank tells of a run that it has gone on with."""
+
+    losses: list[float]
+    seen: dict[int, tuple[list[int], list[int]]]
+    """Global sample index -> its token ids and labels."""
+
+
+class Recording(Feed):
+    """A feed that remembers what was taken from it."""
+
+    seen: dict[int, tuple[list[int], list[int]]]
+
+    def microbatch(self, *where: int) -> Microbatch:
+        batch = super().microbatch(*where)
+        for tokens, labels, index in zip(*batch, strict=True):
+            self.seen[int(index)] = (tokens.tolist(), labels.tolist())
+        return batch
+
+
+def load_rank(rank: int, world_size: int, config: RunConfig, saved: str, again: str, steps: int) -> LoadedRank:
+    """Load the newest checkpoint of ``saved``, save at once what lies in this layout's ranks, then take some steps."""
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    feed = Recording(*open_feeds(config)[0])
+    feed.seen = {}
+    parts = build(config, mesh, (feed, None))
+    resume(parts, Path(saved), _keep_quiet)
+    save(parts, Path(again), _keep_quiet)
+    losses = [take_step(parts).loss for _ in range(steps)]
+    assert parts.state.samples_seen == (parts.state.step) * batch_numbers(config).global_batch
+    close_mesh(mesh)
+    return LoadedRank(losses, feed.seen)
+
+
+def initial_weights(rank: int, world_size: int, config: RunConfig, directory: str) -> None:
+    """Save a run that has not taken a step."""
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    save(build(config, mesh), Path(directory), _keep_quiet)
+    close_mesh(mesh)
+
+
+def _keep_quiet(text: str) -> None:
+    pass
+
+
+def lines(config: RunConfig) -> list[dict[str, Any]]:
+    """``metrics.jsonl``."""
+    text = (run_directory(config) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def exact_losses(config: RunConfig) -> dict[int, str]:
+    """Step -> the loss, bit by bit. Each step has one line."""
+    found = lines(config)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return {line["step"]: line["train/loss_hex"] for line in found}
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a run's newest checkpoint, whole: weights, moments and, where there are some, master weights."""
+    with open_checkpoint(find(directory)[0].path) as checkpoint:
+        checkpoint.verify()
+        found = {}
+        for name, entry in checkpoint.manifest.tensors.items():
+            kind, _, parameter = name.partition("/")
+            tensor = checkpoint.read(Kind(kind), ParameterInfo(parameter, tuple(entry.shape)))
+            assert tensor is not None
+            found[name] = tensor.clone()
+    return found
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not the same bits."""
+    assert found.keys() == expected.keys()
+    return [name for name in found if not torch.equal(found[name], expected[name])]

@@ -1,0 +1,236 @@
+"""`meshwright train` as a process of its own: the ranks it starts, torchrun's, and none of them left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint import find
+from framework.config import RunConfig, to_toml
+from framework.train import run_directory
+from launch.pool import RankPool
+from tests.end_to_end.driving import GPT2, differing, exact_losses, layout, lines, run_config, tensors, train
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+MARK = "MESHWRIGHT_TEST"
+LIMIT_S = 240
+"""Much longer than anything here takes on a busy machine, much shorter than a collective waits for a lost peer."""
+
+
+class Shell:
+    """Starts commands that carry a mark in their environment, by which their children are found."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = uuid.uuid4().hex
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            MARK: self.mark,
+        }
+
+    def start(self, words: Sequence[str], **how: Any) -> subprocess.Popen[str]:
+        """Begin ``python ...``."""
+        return subprocess.Popen([sys.executable, *words], cwd=self.directory, env=self.environment, text=True, **how)
+
+    def run(self, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        """``python ...`` to its end; its children may outlive it by no more than a moment."""
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+        with self.start(words, **how) as process:
+            try:
+                out, err = process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.end_all()
+                raise
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def alive(self) -> list[int]:
+        """Processes with the mark that run; one that only waits to be reaped does not."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() not in (directory / "environ").read_bytes().split(b"\0"):
+                    continue
+                if (directory / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    found.append(int(directory.name))
+            except OSError:
+                continue
+        return found
+
+    def end_all(self) -> None:
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+
+    def wait_until_none_is_left(self) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while left := self.alive():
+            assert time.monotonic() < deadline_s, f"processes {left} live on"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell whose commands leave no process behind: the test fails if one does."""
+    shell = Shell(tmp_path)
+    try:
+        yield shell
+        shell.wait_until_none_is_left()
+    finally:
+        shell.end_all()
+
+
+def written(config: RunConfig, directory: Path) -> str:
+    """The configuration as a file."""
+    file = directory / f"{config.run.name}.toml"
+    file.write_text(to_toml(config))
+    return str(file)
+
+
+def trapped(corpus: Path, runs: Path, rank: int, *, killed: bool = False, **sections: dict[str, Any]) -> RunConfig:
+    """A run in which one rank fails in its second step."""
+    options = {**GPT2, "rank": rank, "at_call": 6, "killed": killed}
+    model = {"builder": "tests.end_to_end.builders:trapped", "options": options}
+    return run_config(corpus, runs, model=model, train={"steps": 1000}, checkpoint={"every": 1}, **sections)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch")
+
+
+def test_a_run_from_beginning_to_end(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
+    """2 x 2 x 2 killed in the middle, gone on with by the same command, and then the same numbers."""
+    keys: dict[str, Any] = {"parallel": layout("dp2,pp2,tp2"), "train": {"steps": 12}}
+    same = run_config(corpus, tmp_path / "same", **keys)
+    config = run_config(corpus, tmp_path / "runs", **keys, checkpoint={"every": 1}, tracking={"console": True})
+    file = written(config, tmp_path)
+    with shell.start(["-m", "launch", "train", file], stdout=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + LIMIT_S
+        while len(find(run_directory(config))) < 2:
+            assert time.monotonic() < deadline_s and process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    shell.wait_until_none_is_left()
+    reached = find(run_directory(config))[0].step
+    assert 2 <= reached < 12
+
+    done = shell.run("-m", "launch", "train", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout
+    assert said.startswith("starting 8 ranks on this machine\npp 2 x dp 2 x tp 2 = 8 ranks on 1 node of 8\n")
+    for line in (
+        "batch      micro_batch_size 1 x chunks 4 x dp 2 = global_batch 8\n",
+        "schedule   1f1b: 20.0% of the time is bubble",
+        "\npp0 | F0 F1 .  .  B0--- F2",
+        f"/checkpoints/step-{reached:08}: step {reached}, {8 * reached} samples seen\n",
+        f"step {reached + 1:>2}/12 | loss ",
+        "step 12/12 | loss ",
+        "validation at step 12: loss ",
+        f"saved {run_directory(config)}/checkpoints/step-00000012\n",
+        "unigram entropy  ",
+    ):
+        assert line in said, line
+    assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 115
+    train(pool, same)
+    assert exact_losses(config) == exact_losses(same)
+    assert not differing(tensors(run_directory(config)), tensors(run_directory(same)))
+
+
+def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
+    same = run_config(corpus, tmp_path / "same", parallel=layout("pp2"))
+    config = run_config(corpus, tmp_path / "runs", parallel=layout("pp2"))
+    done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("= 2 ranks on 1 node of 2") == 1 and "Traceback" not in done.stderr
+    train(pool, same)
+    assert exact_losses(config) == exact_losses(same)
+
+
+@pytest.mark.parametrize(("text", "rank", "killed"), [("dp2,pp2", 3, False), ("dp2", 1, True)])
+def test_a_rank_that_fails_ends_the_run(
+    text: str, rank: int, killed: bool, corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
+    config = trapped(corpus, tmp_path, rank, killed=killed, parallel=layout(text))
+    done = shell.run("-m", "launch", "train", written(config, tmp_path))
+    assert done.returncode == 1
+    assert [line["step"] for line in lines(config)] == [1]
+    first, *rest = done.stderr.splitlines()
+    if killed:
+        assert first.startswith(f"meshwright: error: rank {rank} was ended by SIGKILL")
+        assert "Traceback" not in done.stderr
+    else:
+        assert first == f"meshwright: error: rank {rank}: ArithmeticError: the layer of a user has failed"
+        assert any("builders.py" in line for line in rest) and done.stderr.count("Traceback") == 1
+    assert [found.step for found in find(run_directory(config))] == [1]
+
+
+def test_a_rank_that_fails_ends_the_run_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    config = trapped(corpus, tmp_path, 1, parallel=layout("dp2"))
+    done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
+    assert done.returncode == 1
+    own = [line for line in done.stderr.splitlines() if line.startswith("meshwright: error: ")]
+    assert own[0].startswith("meshwright: error: rank 1: Traceback")
+    assert "ArithmeticError: the layer of a user has failed" in done.stderr
+
+
+def test_bad_input_under_torchrun_is_said_once(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout("dp2,pp2"))
+    done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("meshwright: error: dp 2 x pp 2 x tp 1 = 4 ranks, but 2 were started") == 1
+
+
+def test_no_port_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """torchrun hands 0 on as it is, and its ranks would wait for each other."""
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"))
+    words = [word.replace("--standalone", "--master-port=0") for word in TORCHRUN]
+    done = shell.run(*words, "train", written(config, tmp_path))
+    assert done.returncode != 0 and done.stderr.count("meshwright: error: MASTER_PORT = 0") == 1
+
+
+def test_a_resume_that_is_refused(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """All ranks find it; it is said once, without a traceback."""
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"), train={"steps": 2})
+    file = written(config, tmp_path)
+    assert shell.run("-m", "launch", "train", file).returncode == 0
+    done = shell.run("-m", "launch", "train", file, "--run.seed=9")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("meshwright: error: ") and done.stderr.count("meshwright: error: ") == 1
+    assert done.stderr.count("run.seed was 1234 and is 9") == 1
+
+
+def _close_all() -> None:
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("text", "nobody"), [("dp2", "closed"), ("dp2", "all closed"), ("dp2", "has left"), ("", "full")]
+)
+def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """stdout is closed from the start, its reader has gone, or the disk behind it is full: the run is made."""
+    config = run_config(corpus, tmp_path, parallel=layout(text), train={"steps": 3}, tracking={"console": True})
+    reader, left = os.pipe()
+    os.close(reader)
+    with os.fdopen(left, "wb") as gone, Path("/dev/full").open("wb") as full:
+        how: dict[str, dict[str, Any]] = {
+            "closed": {"preexec_fn": lambda: os.close(1)},
+            "all closed": {"preexec_fn": _close_all},
+            "has left": {"stdout": gone},
+            "full": {"stdout": full},
+        }
+        done = shell.run("-m", "launch", "train", written(config, tmp_path), **how[nobody])
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert [line["step"] for line in lines(config)] == [1, 2, 3]
+    assert [found.step for found in find(run_directory(config))] == [3]

@@ -1,0 +1,112 @@
+"""A run, the same run again, and the same run stopped and gone on with: on one layout bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint import find
+from framework.config import RunConfig
+from framework.train import run_directory
+from launch.pool import RankPool
+from tests.end_to_end.driving import (
+    LLAMA,
+    changed,
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    tensors,
+    train,
+)
+
+STEPS, HALF = 6, 3
+LAYOUTS = [
+    f"{axes},zero{zero}{also}"
+    for axes, also in (("dp2", ""), ("pp2", ""), ("tp2", ",sequence"), ("dp2,pp2,tp2", ""))
+    for zero in (0, 1)
+]
+
+
+def stop_half_way(config: RunConfig) -> None:
+    """As if the run had been killed after its last step was told, but before that step's checkpoint was there."""
+    newest, half = find(run_directory(config))
+    assert (newest.step, half.step) == (STEPS, HALF)
+    shutil.rmtree(newest.path)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [*((text, "float32") for text in LAYOUTS), (LAYOUTS[1], "bfloat16"), (LAYOUTS[7], "bfloat16")]
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(
+    text: str, dtype: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Dropout on, and a learning rate whose warmup and cosine reach over the stop."""
+    common: dict[str, Any] = {"parallel": layout(text), "train": {"steps": STEPS, "dtype": dtype, "validate_every": 2}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **common)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **common)
+
+    assert "going on" not in train(pool, uninterrupted)
+    train(pool, stopped)
+    assert exact_losses(stopped) == exact_losses(uninterrupted)  # the same run twice; saving half-way changes nothing
+    stop_half_way(stopped)
+    said = train(pool, stopped)
+
+    assert f"going on from {run_directory(stopped)}/checkpoints/step-0000000{HALF}: step {HALF}, 24 samples" in said
+    assert "changed:" not in said
+    assert list(exact_losses(stopped)) == list(range(1, STEPS + 1))
+    for name in ("train/loss_hex", "train/grad_norm", "train/lr", "train/tokens", "validation/loss"):
+        assert [line.get(name) for line in lines(stopped)] == [line.get(name) for line in lines(uninterrupted)], name
+    expected = tensors(run_directory(uninterrupted))
+    assert not differing(tensors(run_directory(stopped)), expected)
+    assert any(name.startswith("master/") for name in expected) == (dtype == "bfloat16")
+
+
+def test_llama_resumes_too(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Another model, uneven stages by hand, gpipe; and three stops instead of one."""
+    sections: dict[str, Any] = {
+        "model": {"builder": "models.llama:build", "options": LLAMA},
+        "parallel": layout("dp2,pp2"),
+        "pipeline": {"schedule": "gpipe", "balance": [2, 4]},
+    }
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": 1}, **sections)
+    train(pool, uninterrupted)
+    for _ in range(4):
+        train(pool, stopped)
+        newest, before = find(run_directory(stopped))
+        shutil.rmtree(newest.path)
+        assert exact_losses(stopped) == exact_losses(uninterrupted)
+        assert before.step == STEPS - 1
+    train(pool, stopped)
+    assert not differing(tensors(run_directory(stopped)), tensors(run_directory(uninterrupted)))
+
+
+def test_another_learning_rate_shows_that_the_comparison_can_fail(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    one = run_config(corpus, tmp_path / "one", parallel=layout("dp2"))
+    other = run_config(corpus, tmp_path / "other", parallel=layout("dp2"), optimizer={"learning_rate": 3.0001e-3})
+    train(pool, one)
+    train(pool, other)
+    losses, others = exact_losses(one), exact_losses(other)
+    assert losses[1] == others[1] and losses[STEPS] != others[STEPS]
+    assert differing(tensors(run_directory(one)), tensors(run_directory(other)))
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"), train={"steps": 2})
+    assert "raise train.steps" not in train(pool, config)
+    before = exact_losses(config)
+    said = train(pool, config)
+    assert "the run has taken its 2 steps: raise train.steps to go on" in said
+    assert exact_losses(config) == before and [found.step for found in find(run_directory(config))] == [2]
+    said = train(pool, changed(config, train={"steps": 4}))
+    assert "raise train.steps" not in said and "changed: train.steps: 2 -> 4" in said
+    after = exact_losses(config)
+    assert list(after) == [1, 2, 3, 4] and [after[1], after[2]] == [before[1], before[2]]
+    said = train(pool, changed(config, train={"steps": 3}))
+    assert "the run has taken 4 steps and train.steps = 3: raise train.steps to go on" in said
+    assert exact_losses(config) == after
