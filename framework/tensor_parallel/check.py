@@ -129,9 +129,9 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
             f"{placement} has parameters, and kind {kind} is for dropouts on activations whose last dim is split: "
             f"split its parameters with column or row, or leave it out of the plan"
         )
-    wanted = {Kind.COLUMN: (nn.Linear,), Kind.ROW: (nn.Linear,), Kind.VOCAB: (nn.Embedding, nn.Linear)}.get(kind)
-    if wanted is None:
+    if kind not in SPLITTING:
         return
+    wanted = (nn.Linear,) if kind is Kind.ROW else (nn.Embedding, nn.Linear)
     if type(module) not in wanted:
         names = " or ".join(f"nn.{type_.__name__}" for type_ in wanted)
         yield (
@@ -151,8 +151,14 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
         ]
         if unsupported and tp > 1:
             yield (
-                f"{placement} has {' and '.join(unsupported)} set, which needs all rows in one place: build it "
+                f"{placement} has {' and '.join(unsupported)} set, which needs all of the table in one place: build it "
                 f"without, or use parallel.tp = 1"
+            )
+        if kind is Kind.COLUMN and module.embedding_dim % tp:
+            yield (
+                f"{placement} has a table of {module.num_embeddings} x {module.embedding_dim}, and its "
+                f"{module.embedding_dim} features cannot be split over parallel.tp = {tp}: choose a tp that divides "
+                f"{module.embedding_dim}, or another width"
             )
     elif kind is not Kind.VOCAB:
         assert isinstance(module, nn.Linear)
@@ -211,10 +217,19 @@ def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, 
         how = {}
         for name in names:
             placement = placements.get(name.rpartition(".")[0])
-            how[name] = placement.kind if placement is not None and placement.kind in SPLITTING else Kind.REPLICATE
+            how[name] = Kind.REPLICATE.value if placement is None else _way(placement)
         if len(set(how.values())) > 1:
             ways = ", ".join(f"{name} is {kind}" for name, kind in how.items())
             yield f"tied weights must be split alike, but {ways}: give their modules the same kind in the sharding_plan"
+
+
+def _way(placement: Placement) -> str:
+    """How a weight is split, in a word: equal for what may be one weight."""
+    if placement.kind not in SPLITTING:
+        return Kind.REPLICATE
+    if placement.kind is Kind.COLUMN and isinstance(placement.module, nn.Embedding):
+        return "column by its features"
+    return placement.kind
 
 
 def _close(word: str, possible: list[str]) -> str:

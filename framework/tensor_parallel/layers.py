@@ -3,6 +3,7 @@
     column   weight (O/tp, I)   y = x W^T + b        input whole, output split along the features
     row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
     vocab    weight (V/tp, D)   an embedding looks up what it holds and sums; a head is a column, its logits stay split
+    column   weight (N, F/tp)   of an embedding: each row in part, output split along the features
 
 Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
 embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
@@ -114,6 +115,27 @@ class RowLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
+
+
+class ColumnEmbedding(nn.Module):
+    """An nn.Embedding of which this rank holds a contiguous block of features: a number per head, say.
+
+    ids int64 of any shape, the same on all ranks, also under sequence parallelism -> (..., F/tp). No communication; the
+    gradient is that of the slice, complete. ``embedding_dim`` is that of the local weight.
+    """
+
+    def __init__(self, plain: nn.Embedding, group: Group) -> None:
+        super().__init__()
+        self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.embedding_dim, group.rank, group.size)}
+        self.weight = _local(plain.weight, self.slices["weight"])
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.padding_idx = plain.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} x {self.embedding_dim} here, {self.slices['weight']}"
 
 
 class VocabEmbedding(nn.Module):

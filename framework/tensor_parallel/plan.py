@@ -3,6 +3,7 @@
     pattern            kind        what happens with tp > 1                       activations it works on
     "block*.up"        column      nn.Linear, output rows split                   whole -> split
     "block*.down"      row         nn.Linear, input columns split                 split -> whole
+    "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)
     "embedding.tokens" vocab       nn.Embedding, rows split                       ids -> whole
     "head"             vocab       nn.Linear, output rows split, padded           whole -> logits (B, S, V/tp)
     "*.position"       sequence    output cut under sequence parallelism          positions -> whole
@@ -27,13 +28,13 @@ from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 from framework.seeding import SeededDropout
 from framework.tensor_parallel.check import SPLITTING, Kind, Placement, check
-from framework.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from framework.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from framework.tensor_parallel.regions import cut_sequence
 
 POSITION_DIM = -2
 """The sequence dim of what a module of kind ``sequence`` gives: (S, D) or (B, S, D)."""
 
-Swapped = ColumnLinear | RowLinear | VocabEmbedding
+Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
 
 
 def apply(
@@ -98,6 +99,8 @@ def _swap(
 
 def _split(plain: nn.Module, kind: Kind, group: Group, sequence: bool) -> Swapped:
     if isinstance(plain, nn.Embedding):
+        if kind is Kind.COLUMN:
+            return ColumnEmbedding(plain, group)
         return VocabEmbedding(plain, group, sequence)
     assert isinstance(plain, nn.Linear)
     if kind is Kind.ROW:

@@ -15,7 +15,7 @@ from framework.parameters import ParameterInfo, Slice
 from framework.seeding import SeededDropout, seed_dropouts
 from framework.tensor_parallel.check import check_sequence_length
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.layers import RowLinear, VocabEmbedding, VocabHead
+from framework.tensor_parallel.layers import ColumnEmbedding, RowLinear, VocabEmbedding, VocabHead
 from framework.tensor_parallel.plan import apply
 from launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
@@ -122,6 +122,15 @@ def test_a_dropout_between_column_and_row_sees_its_part_of_the_features() -> Non
         apply(nn.Sequential(nn.Linear(4, 4)), {"0": "features"}, [], lonely_group(0, 2), False, {})
 
 
+def test_an_embedding_may_be_one_weight_with_another_that_is_split_alike() -> None:
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Embedding(5, 8), nn.Linear(8, 5, bias=False))
+    model[1].weight = model[0].weight
+    tied = [("0.weight", "1.weight")]
+    infos = apply(model, {"0": "column", "1": "column"}, tied, lonely_group(1, 2), False, {})
+    assert infos["0.weight"] == ParameterInfo("0.weight", (5, 8), Slice(1, 4, 8, 4))
+    assert isinstance(model[0], ColumnEmbedding) and model[1].weight is model[0].weight
+
+
 def test_one_rank_swaps_nothing_but_still_reads_the_plan() -> None:
     model, infos = infos_of(0, 1, True)
     assert {type(module) for module in model.modules()}.isdisjoint({VocabHead, VocabEmbedding, RowLinear})
@@ -172,6 +181,14 @@ MISFITS: dict[str, Case] = {
     "uneven tie": (
         build, {name: kind for name, kind in PLAN.items() if name != "head"}, TIED, 2, False, {},
         ["embedding.tokens.weight is vocab, head.weight is replicate"],
+    ),
+    "tie over two dims": (
+        lambda: nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6)), {"*": "column"}, [("0.weight", "1.weight")],
+        2, False, {}, ["0.weight is column by its features, 1.weight is column:"],
+    ),
+    "features": (
+        lambda: nn.Sequential(nn.Embedding(6, 4)), {"0": "column"}, [], 3, False, {},
+        ["0 (column by sharding_plan['0']) has a table of 6 x 4", "4 features", "parallel.tp = 3"],
     ),
     "no way into the sequence": (linear_head, {"1": "vocab"}, [], 2, True, {}, ["no module of the sharding_plan cuts"]),
     "no way out of the sequence": (linear_head, {"0": "vocab"}, [], 2, True, {}, ["puts the sequence together"]),

@@ -15,7 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from framework.mesh.comm import Group
 from framework.parameters import Slice
 from framework.tensor_parallel import regather
-from framework.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
+from framework.tensor_parallel.layers import (
+    ColumnEmbedding,
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    vocab_slice,
+)
 from framework.tensor_parallel.regions import gather_sequence
 from launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
@@ -149,6 +156,23 @@ def padding_idx_rank(rank: int, tp: int) -> None:
 
 def test_the_row_of_padding_idx_gets_no_gradient(pool: RankPool) -> None:
     pool.run(padding_idx_rank, 2)
+
+
+def column_embedding_rank(rank: int, tp: int) -> None:
+    plain = fill(nn.Embedding(9, I, padding_idx=5, **FLOAT64))
+    group = tp_group(rank, tp)
+    split = ColumnEmbedding(plain, group)
+    ids, gradient = torch.tensor([5, 1, 7, 5, 1, 8]), drawn(6, I)
+    y, _ = run(plain, ids, gradient)
+    y_split, _ = run(split, ids, strided(part(gradient, 1, rank, tp)))
+    assert torch.equal(y_split, part(y, 1, rank, tp))
+    compare_parameters(split, plain)
+    assert split.weight.shape == (9, I // tp)
+    assert not group.traffic.counts
+
+
+def test_an_embedding_split_by_its_features_equals_the_plain_one(pool: RankPool) -> None:
+    pool.run(column_embedding_rank, 4)
 
 
 def test_layers_keep_names_freezing_dtype_and_the_meta_device() -> None:
