@@ -15,14 +15,15 @@ A model is a function that returns an ``nn.Sequential`` of named elements; a pip
         return model
 
 That is all: without a plan everything is replicated over tp, and dp and pp work. Between the elements may go a tensor,
-or a tuple or dict of tensors.
+or a tuple or dict of tensors, some of them without gradient: a mask that skips a few elements goes along.
 
 What the Sequential may carry (plain attributes, all optional)
 --------------------------------------------------------------
 ``sharding_plan``: fnmatch pattern of module names -> how tensor parallelism splits the module
 
     column     nn.Linear, by output rows            row       nn.Linear, by input columns; bias added after the sum
-    vocab      nn.Embedding or nn.Linear, by token  heads     acts on activations split over dim 1 (attention dropout)
+               nn.Embedding, by features            heads     acts on activations split over dim 1 (attention dropout)
+    vocab      nn.Embedding or nn.Linear, by token  features  a dropout on activations split over the last dim
     sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
@@ -38,5 +39,5 @@ What a splittable module keeps to
 * Dropout is an ``nn.Dropout`` module: only so can its mask be the same in every layout.
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
-``models/gpt2.py`` and ``models/llama.py`` are such builders; ``models/blocks.py`` is what they share.
+``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` are such builders; ``models/blocks.py`` is what they share.
 """

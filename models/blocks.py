@@ -1,4 +1,4 @@
-"""What GPT-2 and Llama share: embedding, attention over fused projections, the residual block, the initial weights.
+"""What the models share: embedding, attention over fused projections, the residual block, the initial weights.
 
 Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
 Under tensor parallelism a module may hold a contiguous part of its rows; H and G are then the local counts, and follow
@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02)
 def assemble(
     layers: dict[str, nn.Module],
     *,
-    num_layers: int,
+    initialise: Callable[[str, Tensor], None],
     sharding_plan: dict[str, str],
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
@@ -52,11 +51,10 @@ def assemble(
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(canonical))
-    fill: Callable[[str, Tensor], None] = partial(initialise, num_layers=num_layers)
     for name, parameter in model.named_parameters():  # free on the meta device
-        fill(name, parameter)
-    carried = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights, "initialise": fill}
-    for attribute, value in carried.items():
+        initialise(name, parameter)
+    carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
+    for attribute, value in (carried | {"initialise": initialise}).items():
         setattr(model, attribute, value)
     return model
 

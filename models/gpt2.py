@@ -9,10 +9,12 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Size
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive
+from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive, initialise
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -80,7 +82,7 @@ def build(
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     return assemble(
         layers,
-        num_layers=num_layers,
+        initialise=partial(initialise, num_layers=num_layers),
         sharding_plan=dict(SHARDING_PLAN),
         divisible={
             "block*.attention.qkv": num_heads,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive
+from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive, initialise
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -172,7 +173,7 @@ def build(
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     return assemble(
         layers,
-        num_layers=num_layers,
+        initialise=partial(initialise, num_layers=num_layers),
         sharding_plan=dict(SHARDING_PLAN),
         divisible={
             "block*.attention.qkv": num_kv_heads,

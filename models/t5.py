@@ -1,0 +1,181 @@
+"""T5: encoder and decoder in one Sequential, RMSNorm before each branch, relative position bias, no biases in linears.
+
+Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer"
+(arXiv:1910.10683). 32,128 token vocabulary (layers of each stack, hidden, heads x head_dim, ffn -> parameters):
+
+    v1.0, ReLU, head tied           small   6   512    8 x 64    2048 ->     60,506,624
+                                    base   12   768   12 x 64    3072 ->    222,903,552
+                                    large  24  1024   16 x 64    4096 ->    737,668,096
+                                    3B     24  1024   32 x 128  16384 ->  2,851,598,336
+    v1.1, gated GELU, own head      small   8   512    6 x 64    1024 ->     76,961,152
+                                    base   12   768   12 x 64    2048 ->    247,577,856
+
+What the layers hand on, dicts, so that a cut between any two of them makes two stages:
+
+    samples             {encoder_ids (B, Se), decoder_ids (B, Sd)}                 int64
+    encoder_embedding   {encoder (B, Se, D), encoder_seen (B, Se), decoder_ids}    seen: bool, False for padding
+    encoder0 ..         the same
+    encoder_norm        the same; its encoder is what the decoder reads, the memory
+    decoder_embedding   {decoder (B, Sd, D), encoder, encoder_seen}
+    decoder0 ..         the same, the last only {decoder}
+    decoder_norm        (B, Sd, D)
+    head                logits (B, Sd, V)
+
+Shapes: B samples, Se and Sd tokens of encoder and decoder, D hidden. The layers themselves are in ``t5_layers.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from models.blocks import assemble, check_heads, check_positive
+from models.t5_layers import (
+    CrossAttention,
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderNorm,
+    EncoderBlock,
+    EncoderEmbedding,
+    EncoderNorm,
+    Mlp,
+    SelfAttention,
+)
+
+SHARDING_PLAN = {
+    "*coder_embedding.tokens": "vocab",
+    "*.attention.qkv": "column",
+    "*.attention.relative_bias": "column",
+    "*.cross_attention.q": "column",
+    "*.cross_attention.kv": "column",
+    "*attention.dropout": "heads",
+    "*attention.out": "row",
+    "*.mlp.up": "column",
+    "*.mlp.dropout": "features",
+    "*.mlp.down": "row",
+    "head": "vocab",
+}
+
+
+@torch.no_grad()
+def initialise(name: str, tensor: Tensor, *, hidden_size: int, head_dim: int) -> None:
+    """Fill one whole parameter in place, drawing from torch's default generator; a function of its name and shape only.
+
+    Embeddings N(0, 1), linears N(0, 1 / sqrt(inputs)), the bias tables N(0, 1 / sqrt(D)), norms 1, as in
+    mesh-tensorflow. Queries are smaller by sqrt(d), which is why attention does not divide its scores by it. A head of
+    its own is a linear like any: logits start with variance 1, as those of a tied head do.
+    """
+    if tensor.dim() == 1:
+        nn.init.ones_(tensor)
+    elif name.endswith(".tokens.weight"):
+        nn.init.normal_(tensor)
+    elif name.endswith(".relative_bias.weight"):
+        nn.init.normal_(tensor, std=hidden_size**-0.5)
+    else:
+        nn.init.normal_(tensor, std=tensor.shape[1] ** -0.5)
+    if name.endswith(".attention.qkv.weight"):
+        rearrange(tensor, "(h three d) i -> three h d i", three=3, d=head_dim)[0].mul_(head_dim**-0.5)
+    elif name.endswith(".cross_attention.q.weight"):
+        tensor.mul_(head_dim**-0.5)
+
+
+def build(
+    vocab_size: int = 32128,
+    hidden_size: int = 512,
+    num_layers: int = 6,
+    num_heads: int = 8,
+    head_dim: int | None = None,
+    ffn_size: int | None = None,
+    num_decoder_layers: int | None = None,
+    gated: bool = False,
+    tied: bool = True,
+    dropout: float = 0.1,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    padding_id: int = 0,
+    norm_eps: float = 1e-6,
+) -> nn.Sequential:
+    """The layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
+
+    ``gated=False, tied=True`` is T5 v1.0, ``gated=True, tied=False`` v1.1. The two embeddings are one weight in both,
+    and so is the relative bias of a stack; ``tied``: the head too, its input then scaled by 1 / sqrt(hidden_size).
+    ``head_dim=None`` is hidden_size / num_heads, ``ffn_size=None`` 4 x hidden_size, ``num_decoder_layers=None``
+    num_layers. ``padding_id``: this token of the encoder is attended to by nobody; -1: none is.
+    ``dropout`` is one probability for all places: embeddings, attention probabilities, inside of the feed-forward, end
+    of a branch, final norms. Raises ValueError for sizes that do not fit each other.
+    """
+    ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
+    num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
+    check_positive(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_decoder_layers=num_decoder_layers,
+        num_heads=num_heads,
+        ffn_size=ffn_size,
+        **({} if head_dim is None else {"head_dim": head_dim}),
+    )
+    if head_dim is None:
+        check_heads(hidden_size, num_heads, num_heads)
+        head_dim = hidden_size // num_heads
+    if num_buckets < 4 or num_buckets % 2 or max_distance <= num_buckets // 2:
+        raise ValueError(
+            f"num_buckets={num_buckets} must be even, for two directions, and at least 4, and "
+            f"max_distance={max_distance} beyond the half of them that hold one distance each, {num_buckets // 2}"
+        )
+    num_blocks = math.gcd(ffn_size, num_heads) if gated else None  # tp divides num_heads
+
+    def self_attention(causal: bool) -> SelfAttention:
+        return SelfAttention(
+            hidden_size,
+            num_heads,
+            head_dim,
+            dropout,
+            causal=causal,
+            num_buckets=num_buckets,
+            max_distance=max_distance,
+        )
+
+    layers: dict[str, nn.Module] = {"encoder_embedding": EncoderEmbedding(vocab_size, hidden_size, dropout, padding_id)}
+    for i in range(num_layers):
+        mlp = Mlp(hidden_size, ffn_size, num_blocks, dropout)
+        layers[f"encoder{i}"] = EncoderBlock(hidden_size, norm_eps, self_attention(causal=False), mlp, dropout)
+    layers["encoder_norm"] = EncoderNorm(hidden_size, norm_eps, dropout)
+    layers["decoder_embedding"] = DecoderEmbedding(vocab_size, hidden_size, dropout)
+    for i in range(num_decoder_layers):
+        layers[f"decoder{i}"] = DecoderBlock(
+            hidden_size,
+            norm_eps,
+            self_attention(causal=True),
+            CrossAttention(hidden_size, num_heads, head_dim, dropout),
+            Mlp(hidden_size, ffn_size, num_blocks, dropout),
+            dropout,
+            last=i == num_decoder_layers - 1,
+        )
+    layers["decoder_norm"] = DecoderNorm(hidden_size, norm_eps, dropout, scale=hidden_size**-0.5 if tied else 1.0)
+    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    ties = [("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight", *(["head.weight"] if tied else []))]
+    for stack, depth in (("encoder", num_layers), ("decoder", num_decoder_layers)):
+        if depth > 1:
+            ties.append(tuple(f"{stack}{i}.attention.relative_bias.weight" for i in range(depth)))
+    ffn_units = ffn_size if num_blocks is None else num_blocks
+    return assemble(
+        layers,
+        initialise=partial(initialise, hidden_size=hidden_size, head_dim=head_dim),
+        sharding_plan=dict(SHARDING_PLAN),
+        divisible={
+            "*.attention.qkv": num_heads,
+            "*.attention.relative_bias": num_heads,
+            "*.cross_attention.q": num_heads,
+            "*.cross_attention.kv": num_heads,
+            "*attention.out": num_heads,
+            "*.mlp.up": ffn_units,
+            "*.mlp.down": ffn_units,
+        },
+        tied_weights=ties,
+    )

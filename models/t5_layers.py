@@ -1,0 +1,284 @@
+"""The layers of T5: attention with a bias by distance, feed-forward, the blocks of both stacks.
+
+What goes from layer to layer is in ``t5.py``. Shapes: B samples, S tokens of either stack, Se and Sd of encoder and
+decoder, Sq and Sk of queries and keys, D hidden, H heads, d head_dim, F feed-forward. Under tensor parallelism H and F
+are the local counts, and follow from the shapes of the tensors alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+Value = dict[str, Tensor]
+
+
+def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
+    """For each distance 0 .. max_distance its bucket in [0, num_buckets); what is farther is in the last one's.
+
+    The nearer half one by one, from there on to ``max_distance`` growing by a constant factor (section 2.1)::
+
+        n = num_buckets / 2     bucket(r) = r  for r < n,  else  n + floor(n log(r / n) / log(max_distance / n))
+
+    In whole numbers: r is in bucket n + k or higher when (r / n)^n >= (max_distance / n)^k. A floating-point logarithm
+    is rounded just where a bucket begins, on some machines up and on some down.
+    """
+    near = num_buckets // 2
+    far = num_buckets - near
+    table = []
+    for distance in range(max_distance + 1):
+        bucket = min(distance, near)
+        while near <= bucket < num_buckets - 1:
+            k = bucket + 1 - near
+            if distance**far * near**k < max_distance**k * near**far:
+                break
+            bucket += 1
+        table.append(bucket)
+    return table
+
+
+def hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """To be added to scores: 0 where a key is seen, the lowest number where it is not.
+
+    Not minus infinity: a sample that is all padding would be 0/0.
+    """
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+class Embedding(nn.Module):
+    """Token ids (B, S) int64 -> (B, S, D): token vectors and dropout. Positions are the attention's."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.dropout(self.tokens(ids))
+
+
+class EncoderEmbedding(Embedding):
+    """The samples -> the encoder's value. ``padding_id``: this token is seen by nobody; no id is -1."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dropout: float, padding_id: int) -> None:
+        super().__init__(vocab_size, hidden_size, dropout)
+        self.padding_id = padding_id
+
+    def forward(self, samples: Value) -> Value:
+        ids = samples["encoder_ids"]
+        return {
+            "encoder": self.embed(ids),
+            "encoder_seen": ids != self.padding_id,
+            "decoder_ids": samples["decoder_ids"],
+        }
+
+
+class DecoderEmbedding(Embedding):
+    """The encoder's value -> the decoder's: from here on ``encoder`` is the memory, which stays as it is."""
+
+    def forward(self, value: Value) -> Value:
+        return {
+            "decoder": self.embed(value["decoder_ids"]),
+            "encoder": value["encoder"],
+            "encoder_seen": value["encoder_seen"],
+        }
+
+
+class Attention(nn.Module):
+    """What both kinds share: scores without scaling plus a bias, dropout (heads in dim 1), the way out."""
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.drops = dropout > 0
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """(B, H, Sq, d), (B, H, Sk, d) twice, (1 or B, 1 or H, 1 or Sq, Sk) -> (B, Sq, D).
+
+        The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
+        """
+        if self.training and self.drops:
+            scores = q @ k.transpose(-1, -2) + bias
+            probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+            mixed = self.dropout(probabilities) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
+
+
+class SelfAttention(Attention):
+    """Over one's own sequence, (B, S, D) -> (B, S, D), with a learned number per head and distance added to the scores.
+
+    Rows of ``qkv``: q, k and v of head 0, then of head 1, ... Columns of ``relative_bias``: the heads. Half of its rows
+    are for keys that come later; in a causal stack there are none, and all are for those that come before.
+    """
+
+    bucket_of_distance: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        dropout: float,
+        *,
+        causal: bool,
+        num_buckets: int,
+        max_distance: int,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, dropout)
+        self.causal = causal
+        self.buckets_before = num_buckets if causal else num_buckets // 2
+        self.qkv = nn.Linear(hidden_size, 3 * num_heads * head_dim, bias=False)
+        self.relative_bias = nn.Embedding(num_buckets, num_heads)
+        table = torch.tensor(bucket_of_distance(self.buckets_before, max_distance), device="cpu")
+        self.register_buffer("bucket_of_distance", table, persistent=False)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """``seen`` (B, S) bool: the keys that are no padding; None: all are."""
+        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim)
+        bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
+        if self.causal:
+            bias = bias + hidden(torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril(), bias.dtype)
+        if seen is not None:
+            bias = bias + hidden(seen[:, None, None], bias.dtype)
+        return self.attend(q, k, v, bias)
+
+    def bias(self, length: int, device: torch.device) -> Tensor:
+        """(H, S, S): the number for query i and key j is that of j - i.
+
+        Looked up once for each of the 2 S - 1 differences, ``1 - S .. S - 1``; row i is a window over them::
+
+            differences   -2  -1   0   1   2         S = 3
+            query 2        |---------|
+            query 1            |---------|
+            query 0                |---------|
+        """
+        differences = torch.arange(1 - length, length, device=device)  # key position - query position
+        table = self.bucket_of_distance.to(device)
+        buckets = table[differences.abs().clamp(max=len(table) - 1)]
+        if not self.causal:
+            buckets = buckets + (differences > 0) * self.buckets_before
+        by_difference = self.relative_bias(buckets)  # (2 S - 1, H)
+        return by_difference.t().unfold(1, length, 1).flip(1)
+
+
+class CrossAttention(Attention):
+    """From the decoder into the memory: (B, Sd, D) and (B, Se, D) -> (B, Sd, D). Positions play no part.
+
+    Rows of ``q``: head 0, head 1, ...; of ``kv``: k and v of head 0, then of head 1, ...
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, dropout)
+        self.q = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.kv = nn.Linear(hidden_size, 2 * num_heads * head_dim, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
+        q = rearrange(self.q(x), "b s (h d) -> b h s d", d=self.head_dim)
+        k, v = rearrange(self.kv(memory), "b s (h two d) -> two b h s d", two=2, d=self.head_dim)
+        return self.attend(q, k, v, hidden(seen[:, None, None], q.dtype))
+
+
+class Mlp(nn.Module):
+    """down(relu(up(x))), or with ``num_blocks`` down(gelu(gate(x)) * up(x)) (Shazeer 2020): (B, S, D) -> (B, S, D).
+
+    Gate and up are then one projection, its rows in blocks, so that a contiguous run of blocks is whole::
+
+        | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = ffn_size / num_blocks
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int | None, dropout: float) -> None:
+        super().__init__()
+        self.block_size = None if num_blocks is None else ffn_size // num_blocks
+        self.up = nn.Linear(hidden_size, ffn_size if num_blocks is None else 2 * ffn_size, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.block_size is None:
+            x = F.relu(self.up(x))
+        else:
+            gate, up = rearrange(self.up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)
+            x = rearrange(F.gelu(gate, approximate="tanh") * up, "b s n f -> b s (n f)")
+        return self.down(self.dropout(x))
+
+
+class Block(nn.Module):
+    """A pre-norm residual block of either stack: self-attention, in the decoder cross-attention, feed-forward."""
+
+    def __init__(self, hidden_size: int, norm_eps: float, attention: SelfAttention, mlp: Mlp, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.attention = attention
+        self.after_attention = nn.Dropout(dropout)
+        self.mlp_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.mlp = mlp
+        self.after_mlp = nn.Dropout(dropout)
+
+
+class EncoderBlock(Block):
+    """The encoder's value -> the same, ``encoder`` one block further."""
+
+    def forward(self, value: Value) -> Value:
+        x = value["encoder"]
+        x = x + self.after_attention(self.attention(self.attention_norm(x), value["encoder_seen"]))
+        x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
+        return {**value, "encoder": x}
+
+
+class DecoderBlock(Block):
+    """The decoder's value -> the same, ``decoder`` one block further; the last one hands on nothing else."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        norm_eps: float,
+        attention: SelfAttention,
+        cross_attention: CrossAttention,
+        mlp: Mlp,
+        dropout: float,
+        *,
+        last: bool,
+    ) -> None:
+        super().__init__(hidden_size, norm_eps, attention, mlp, dropout)
+        self.cross_attention_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.cross_attention = cross_attention
+        self.after_cross_attention = nn.Dropout(dropout)
+        self.last = last
+
+    def forward(self, value: Value) -> Value:
+        x, memory, seen = value["decoder"], value["encoder"], value["encoder_seen"]
+        x = x + self.after_attention(self.attention(self.attention_norm(x)))
+        x = x + self.after_cross_attention(self.cross_attention(self.cross_attention_norm(x), memory, seen))
+        x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
+        return {"decoder": x} if self.last else {**value, "decoder": x}
+
+
+class EncoderNorm(nn.Module):
+    """The end of the encoder: norm and dropout; the encoder's value -> the same."""
+
+    def __init__(self, hidden_size: int, norm_eps: float, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, value: Value) -> Value:
+        return {**value, "encoder": self.dropout(self.norm(value["encoder"]))}
+
+
+class DecoderNorm(nn.Module):
+    """The end of the decoder: norm, dropout, ``scale``; the decoder's value -> (B, Sd, D) for the head."""
+
+    def __init__(self, hidden_size: int, norm_eps: float, dropout: float, scale: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.dropout = nn.Dropout(dropout)
+        self.scale = scale
+
+    def forward(self, value: Value) -> Tensor:
+        return self.dropout(self.norm(value["decoder"])) * self.scale
