@@ -58,6 +58,8 @@ _PARTNERS = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
+_RECEIVED_FOR = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}
+_SENT_AFTER = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)}
 
 
 class Action(NamedTuple):
@@ -93,10 +95,13 @@ class Placement(StrEnum):
 
     LOOP = "loop"
     """Stages go round the ranks: 0 1 .. pp-1 0 1 .."""
+    V = "v"
+    """Stages go down the ranks and come back: 0 1 .. pp-1 pp-1 .. 1 0; at the turn nothing is sent."""
 
     def pp_rank(self, stage: int, pp: int) -> int:
         """The pipeline rank of a stage."""
-        return {Placement.LOOP: stage % pp}[self]
+        turn, position = divmod(stage, pp)
+        return pp - 1 - position if self is Placement.V and turn % 2 else position
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,21 @@ class Schedule:
 
     def __post_init__(self) -> None:
         assert len(self.rows) == self.pp >= 1, (len(self.rows), self.pp)
+        assert self.num_stages % self.pp == 0, f"{self.num_stages} stages over {self.pp} pipeline ranks"
         for row in self.rows:
             for item in row:
                 if not isinstance(item, Action):
                     assert item and {action.kind for action in item} <= COMMUNICATION, f"posted together: {item}"
+
+    @property
+    def interleave(self) -> int:
+        """The stages of each pipeline rank."""
+        return self.num_stages // self.pp
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it holds more than computations: it can run, or has to be lowered first."""
+        return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
@@ -137,11 +153,11 @@ class Schedule:
 
     def receive_for(self, action: Action) -> Action | None:
         """What a computation must have received before it; None where it needs nothing from another rank."""
-        return self._at_border(action, {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)})
+        return self._at_border(action, _RECEIVED_FOR)
 
     def send_after(self, action: Action) -> Action | None:
         """What a computation has to send after it; None where no other rank needs it."""
-        return self._at_border(action, {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)})
+        return self._at_border(action, _SENT_AFTER)
 
     def _at_border(self, action: Action, table: dict[Kind, tuple[Kind, int]]) -> Action | None:
         if action.kind not in table or action.stage is None:

@@ -1,17 +1,22 @@
-"""From a name, pp and chunks to who computes what in which order: only F and B here, :mod:`lower` adds the rest.
+"""From a name, pp, chunks and interleave to who computes what in which order; :mod:`lower` adds the rest.
 
-The pictures are for pp=3 and chunks=4, F as long as B; their numbers stand at the lines that make what they point at.
+Here the schedules whose backward is whole; those that split it are in :mod:`zero_bubble` and :mod:`v_shape`. The
+pictures have F as long as B; their numbers stand at the lines that make what they point at.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 from framework.errors import ScheduleError
 from framework.schedule.action import Action, Kind, Schedule
+from framework.schedule.v_shape import zb_v
+from framework.schedule.zero_bubble import zb_h1, zb_h2
 
 
-def gpipe(pp: int, chunks: int) -> Schedule:
+def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang 2019).
 
                  |--- (1) ---|           |--- (2) ---|
@@ -22,15 +27,17 @@ def gpipe(pp: int, chunks: int) -> Schedule:
     Bubble (pp-1) / (chunks+pp-1) of total time; every rank holds the activations of all ``chunks`` micro-batches.
     """
 
+    assert interleave == 1, interleave
+
     def row(stage: int) -> tuple[Action, ...]:
         forwards = [Action(Kind.F, stage, microbatch) for microbatch in range(chunks)]  # (1)
         backwards = [Action(Kind.B, stage, microbatch) for microbatch in range(chunks)]  # (2)
         return (*forwards, *backwards)
 
-    return _one_stage_per_rank("gpipe", pp, chunks, row)
+    return Schedule("gpipe", pp, pp, chunks, tuple(row(stage) for stage in range(pp)))
 
 
-def one_f_one_b(pp: int, chunks: int) -> Schedule:
+def one_f_one_b(pp: int, chunks: int, interleave: int = 1) -> Schedule:
     """As soon as a backward can run it runs, and takes turns with a forward (Narayanan 2019, "1F1B-flush").
 
                  |(1)| |----- (2) -----| |-- (3) --|
@@ -42,29 +49,94 @@ def one_f_one_b(pp: int, chunks: int) -> Schedule:
     micro-batches. With fewer micro-batches than ranks the fill is cut short; with one this is naive model parallelism.
     """
 
+    assert interleave == 1, interleave
+
     def row(stage: int) -> tuple[Action, ...]:
-        num_fill = min(pp - 1 - stage, chunks)
-        actions = [Action(Kind.F, stage, microbatch) for microbatch in range(num_fill)]  # (1)
-        for microbatch in range(num_fill, chunks):  # (2)
-            actions += [Action(Kind.F, stage, microbatch), Action(Kind.B, stage, microbatch - num_fill)]
-        actions += [Action(Kind.B, stage, microbatch) for microbatch in range(chunks - num_fill, chunks)]  # (3)
-        return tuple(actions)
+        forwards = [Action(Kind.F, stage, microbatch) for microbatch in range(chunks)]
+        backwards = [Action(Kind.B, stage, microbatch) for microbatch in range(chunks)]
+        return _filled_then_in_turns(forwards, backwards, num_fill=pp - 1 - stage)
 
-    return _one_stage_per_rank("1f1b", pp, chunks, row)
+    return Schedule("1f1b", pp, pp, chunks, tuple(row(stage) for stage in range(pp)))
 
 
-BUILDERS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-"""The schedules by the name that the configuration gives them."""
+def interleaved_1f1b(pp: int, chunks: int, interleave: int = 2) -> Schedule:
+    """1f1b over ``interleave`` stages of each rank, in turns (Narayanan 2021, Megatron-LM's interleaved schedule).
+
+    Micro-batches go in groups (1): a group passes the first stage of a rank, then its second, .. and backward the last
+    stage first. A group smaller than pp would leave a rank idle before each turn, so what is over when pp does not
+    divide ``chunks`` makes the groups larger, the first ones by one more. pp=2, interleave=2, chunks=5, groups of 3
+    and 2:
+
+        rank 0 | F0 F1 F2 f0 f1 f2 b0 F3 b1 F4 b2 f3 B0 f4 B1 .  B2 .  b3 b4 B3 B4     stages 0 (F, B) and 2 (f, b)
+        rank 1 | .  F0 F1 F2 f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3 b4 B3 B4 .      stages 1 (F, B) and 3 (f, b)
+
+    (2) Enough forwards that the first backward is there when they are done; then as 1f1b.
+
+    Bubble (pp-1) / (interleave x chunks + pp-1) of total time where chunks >= pp. Rank r holds at most
+    (interleave-1) x g + 2 (pp-1-r) + 1 micro-batches, of stages that are 1/interleave of its layers each; g is the size
+    of the first group: pp for a multiple of pp, else ceil(chunks / floor(chunks / pp)).
+    """
+    groups = _groups(pp, chunks)
+    turns = range(interleave)
+
+    def row(rank: int) -> tuple[Action, ...]:
+        forwards = [Action(Kind.F, turn * pp + rank, m) for group in groups for turn in turns for m in group]  # (1)
+        backwards = [Action(Kind.B, turn * pp + rank, m) for group in groups for turn in turns[::-1] for m in group]
+        num_fill = (interleave - 1) * len(groups[0]) + 2 * (pp - 1 - rank)  # (2)
+        return _filled_then_in_turns(forwards, backwards, num_fill)
+
+    return Schedule("interleaved_1f1b", pp, pp * interleave, chunks, tuple(row(rank) for rank in range(pp)))
 
 
-def build(name: str, pp: int, chunks: int) -> Schedule:
-    """The compute schedule of a name. Raises :class:`ScheduleError` for an unknown name or a degree below one."""
+def _groups(pp: int, chunks: int) -> list[range]:
+    """Micro-batches in as many groups of at least pp as there can be; one group where there are fewer than pp."""
+    num_groups = max(1, chunks // pp)
+    size, over = divmod(chunks, num_groups)
+    firsts = [index * size + min(index, over) for index in range(num_groups + 1)]
+    return [range(first, end) for first, end in pairwise(firsts)]
+
+
+def _filled_then_in_turns(forwards: list[Action], backwards: list[Action], num_fill: int) -> tuple[Action, ...]:
+    """The row of 1f1b and of its interleaved form. ``num_fill`` may be more than there is."""
+    num_fill = min(num_fill, len(forwards))
+    actions = forwards[:num_fill]  # (1)
+    for forward, backward in zip(forwards[num_fill:], backwards, strict=False):  # (2)
+        actions += [forward, backward]
+    return (*actions, *backwards[len(forwards) - num_fill :])  # (3)
+
+
+BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zb_v": zb_v,
+}
+"""The schedules by the name that the configuration gives them: (pp, chunks, interleave) -> Schedule."""
+
+INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), "zb_v": range(2, 3)}
+"""The stages per rank that a schedule can have, where that is not 1."""
+
+
+def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
+    """The compute schedule of a name. ``interleave``: stages per pipeline rank.
+
+    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an interleave that the schedule has not.
+    """
     if name not in BUILDERS:
         raise ScheduleError(f"pipeline.schedule={name!r} is not known: choose one of {', '.join(BUILDERS)}")
-    if pp < 1 or chunks < 1:
-        raise ScheduleError(f"pp={pp}, chunks={chunks}: a step needs at least one pipeline rank and one micro-batch")
-    return BUILDERS[name](pp, chunks)
-
-
-def _one_stage_per_rank(name: str, pp: int, chunks: int, row: Callable[[int], tuple[Action, ...]]) -> Schedule:
-    return Schedule(name, pp=pp, num_stages=pp, chunks=chunks, rows=tuple(row(stage) for stage in range(pp)))
+    if pp < 1 or chunks < 1 or interleave < 1:
+        raise ScheduleError(
+            f"pp={pp}, chunks={chunks}, interleave={interleave}: a step needs at least one pipeline rank, one "
+            f"micro-batch and one stage per rank"
+        )
+    possible = {each: INTERLEAVES.get(each, range(1, 2)) for each in BUILDERS}
+    if interleave not in possible[name]:
+        first, has_one = possible[name][0], len(possible[name]) == 1
+        raise ScheduleError(
+            f"pipeline.interleave={interleave}: {name} has {first}{'' if has_one else ' or more'} stages on each rank: "
+            f"set pipeline.interleave={first}, or choose a schedule that can have {interleave}: "
+            f"{', '.join(each for each in BUILDERS if interleave in possible[each])}"
+        )
+    return BUILDERS[name](pp, chunks, interleave)

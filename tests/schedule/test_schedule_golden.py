@@ -12,36 +12,48 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
-    ("gpipe", 1, 1),
-    ("gpipe", 2, 4),
-    ("gpipe", 4, 2),
-    ("gpipe", 4, 8),
-    ("1f1b", 1, 3),
-    ("1f1b", 2, 4),
-    ("1f1b", 3, 1),
-    ("1f1b", 4, 2),
-    ("1f1b", 4, 8),
-    ("1f1b", 8, 8),
+    ("gpipe", 1, 1, 1),
+    ("gpipe", 2, 4, 1),
+    ("gpipe", 4, 2, 1),
+    ("gpipe", 4, 8, 1),
+    ("1f1b", 1, 3, 1),
+    ("1f1b", 2, 4, 1),
+    ("1f1b", 3, 1, 1),
+    ("1f1b", 4, 2, 1),
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 8, 8, 1),
+    ("interleaved_1f1b", 2, 4, 2),
+    ("interleaved_1f1b", 2, 5, 3),
+    ("interleaved_1f1b", 4, 8, 2),
+    ("zb_h1", 4, 8, 1),
+    ("zb_h1", 3, 2, 1),
+    ("zb_h2", 4, 8, 1),
+    ("zb_h2", 3, 4, 1),
+    ("zb_v", 1, 2, 2),
+    ("zb_v", 2, 4, 2),
+    ("zb_v", 4, 8, 2),
+    ("zb_v", 3, 2, 2),
 ]
 
 
-def golden_path(name: str, pp: int, chunks: int) -> Path:
-    return GOLDEN / f"{name}-pp{pp}-chunks{chunks}.txt"
+def golden_path(name: str, pp: int, chunks: int, interleave: int) -> Path:
+    return GOLDEN / f"{name}-pp{pp}-chunks{chunks}{f'-interleave{interleave}' if interleave > 1 else ''}.txt"
 
 
-def golden_text(name: str, pp: int, chunks: int) -> str:
+def golden_text(name: str, pp: int, chunks: int, interleave: int) -> str:
     from framework.schedule.action import format_schedule
     from framework.schedule.build import build
     from framework.schedule.draw import text
     from framework.schedule.lower import lower
 
-    built = build(name, pp, chunks)
+    built = build(name, pp, chunks, interleave)
     return "\n".join([format_schedule(built), format_schedule(lower(built)), text(built), ""])
 
 
-@pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
-def test_golden(name: str, pp: int, chunks: int) -> None:
-    assert golden_text(name, pp, chunks) == golden_path(name, pp, chunks).read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "pp", "chunks", "interleave"), CASES)
+def test_golden(name: str, pp: int, chunks: int, interleave: int) -> None:
+    written = golden_path(name, pp, chunks, interleave).read_text(encoding="utf-8")
+    assert golden_text(name, pp, chunks, interleave) == written
 
 
 def test_no_golden_file_is_forgotten() -> None:

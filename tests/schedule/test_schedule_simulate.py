@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ScheduleError
-from framework.schedule.action import COMPUTE, Action, Kind, Schedule, parse_schedule
-from framework.schedule.build import BUILDERS, build
+from framework.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Kind, Schedule, parse_schedule
+from framework.schedule.build import build
 from framework.schedule.lower import lower
 from framework.schedule.simulate import Channel, Costs, Span, Timeline, bubble_share, simulate
+from tests.schedule.sizes import built
 
 # Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 5: p, m, then T_F, T_B, T_W, T_comm in microseconds as
 # profiled there, and the bubble rate of 1F1B that they give for them. Their T_B + T_W is one B of ours.
@@ -47,9 +49,12 @@ ticks = st.integers(0, 9)
 
 @st.composite
 def scheduled_costs(draw: st.DrawFn) -> tuple[Schedule, list[Costs]]:
-    pp, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 8))
-    costs = [Costs(f=draw(ticks) + 1, b=draw(ticks), comm=draw(ticks), step=draw(ticks)) for _ in range(pp)]
-    return lower(build(draw(st.sampled_from(sorted(BUILDERS))), pp, chunks)), costs
+    schedule = lower(draw(built(max_pp=6, max_chunks=8)))
+    costs = [
+        Costs(f=draw(ticks) + 1, b=draw(ticks), i=draw(ticks), w=draw(ticks), comm=draw(ticks), step=draw(ticks))
+        for _ in range(schedule.num_stages)
+    ]
+    return schedule, costs
 
 
 @settings(deadline=None)
@@ -59,6 +64,7 @@ def test_buffered_times_are_the_longest_paths(case: tuple[Schedule, list[Costs]]
     schedule, costs = case
     timeline = simulate(schedule, costs, Channel.BUFFERED)
     before: dict[Action, Action | None] = {}
+    durations = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w"}
     for rank in range(schedule.pp):
         row = [action for _, action in schedule.actions(rank) if action.kind in COMPUTE]
         before |= dict(zip(row, [None, *row], strict=False))
@@ -67,12 +73,15 @@ def test_buffered_times_are_the_longest_paths(case: tuple[Schedule, list[Costs]]
     def end(action: Action) -> float:
         stage, microbatch = action.stage, action.microbatch
         assert stage is not None
-        own = costs[stage]
         source = stage - 1 if action.kind is Kind.F else stage + 1
         needed = Action(action.kind, source, microbatch)
-        arrives = end(needed) + costs[source].comm if needed in before else 0.0
+        arrives = 0.0
+        if needed in before and action.kind is not Kind.W:
+            is_message = schedule.rank_of(source) != schedule.rank_of(stage)
+            arrives = end(needed) + (costs[source].comm if is_message else 0)
         earlier = before[action]
-        return max(arrives, 0.0 if earlier is None else end(earlier)) + (own.f if action.kind is Kind.F else own.b)
+        own: float = getattr(costs[stage], durations[action.kind])
+        return max(arrives, 0.0 if earlier is None else end(earlier)) + own
 
     computed = {span.action: span.end for span in timeline.spans if span.action.kind in COMPUTE}
     assert computed == {action: end(action) for action in before}
@@ -89,6 +98,14 @@ def test_every_action_has_one_span_and_a_rank_does_one_item_at_a_time(
     for rank in range(schedule.pp):
         spans = [span for span in timeline.spans if span.rank == rank]
         actions = list(schedule.actions(rank))
+        if channel is Channel.BUFFERED:
+            assert sorted(span.action for span in spans) == sorted(action for _, action in actions)
+            assert all(span.end == after.start for span, after in pairwise(spans))
+            computations = [action for _, action in actions if action.kind not in COMMUNICATION]
+            assert [span.action for span in spans if span.action.kind not in COMMUNICATION] == computations
+            for span, after in pairwise(spans):
+                assert span.action.kind not in RECEIVES or schedule.receive_for(after.action) == span.action
+            continue
         assert [span.action for span in spans] == [action for _, action in actions]
         item_starts, done_at, last_position = 0.0, 0.0, -1
         for (position, _), span in zip(actions, spans, strict=True):
@@ -97,8 +114,8 @@ def test_every_action_has_one_span_and_a_rank_does_one_item_at_a_time(
             done_at, last_position = max(done_at, span.end), position
 
 
-def test_a_rendezvous_send_waits_for_its_receive_and_a_buffered_one_does_not() -> None:
-    """Rank 1 is busy for 5 ticks before it receives; the message takes 2."""
+def test_a_rendezvous_message_leaves_when_both_are_there_and_a_buffered_one_when_it_is_sent() -> None:
+    """Rank 1 is busy for 5 ticks before it receives; the message takes 2. A buffered one has come by then."""
     schedule = parse_schedule(
         "# hand pp=2 num_stages=2 chunks=2 placement=loop\n0F0 0SEND_F0 STEP\n1F1 1RECV_F0 1F0 STEP\n"
     )
@@ -107,6 +124,26 @@ def test_a_rendezvous_send_waits_for_its_receive_and_a_buffered_one_does_not() -
         spans = {span.action: span for span in simulate(schedule, costs, channel).spans}
         assert spans[Action(Kind.SEND_F, 0, 0)].end == sent_at
         assert spans[Action(Kind.RECV_F, 1, 0)] == (1, Action(Kind.RECV_F, 1, 0), 5, received_at)
+
+
+def test_a_buffered_receive_holds_the_computation_that_uses_it_and_nothing_before_it() -> None:
+    """Rank 1 posts its receive first, computes for 3 ticks, and waits from 3 to 9 for what is sent at 1 and takes 8."""
+    schedule = parse_schedule(
+        "# hand pp=2 num_stages=2 chunks=2 placement=loop\n0F0 0SEND_F0 0F1 STEP\n1RECV_F0 1F1 1F0 STEP\n"
+    )
+    costs = [Costs(f=1, comm=8), Costs(f=3)]
+    assert [(str(span.action), span.start, span.end) for span in simulate(schedule, costs).spans] == [
+        ("0F0", 0, 1),
+        ("0SEND_F0", 1, 1),
+        ("0F1", 1, 2),
+        ("STEP", 2, 2),
+        ("1F1", 0, 3),
+        ("1RECV_F0", 3, 9),
+        ("1F0", 9, 12),
+        ("STEP", 12, 12),
+    ]
+    harsh = simulate(schedule, costs, Channel.RENDEZVOUS).spans
+    assert (Action(Kind.F, 1, 1), 9, 12) in [span[1:] for span in harsh]
 
 
 def test_step_costs_the_stages_of_its_rank_and_reduce_its_own() -> None:
@@ -134,5 +171,7 @@ def test_what_cannot_be_simulated() -> None:
     with pytest.raises(ScheduleError, match="lower"):
         simulate(build("1f1b", 2, 2), Costs())
     text = "# hand pp=2 num_stages=2 chunks=1 placement=loop\n0F0 0RECV_B0 0B0 STEP\n1RECV_F0 1F0 STEP\n"
-    with pytest.raises(ScheduleError, match=r"rank 0 at position 1 \(0RECV_B0\), rank 1 at position 0 \(1RECV_F0\)"):
+    with pytest.raises(ScheduleError, match=r"rank 0 at position 2 \(0RECV_B0\), rank 1 at position 1 \(1RECV_F0\)"):
         simulate(parse_schedule(text), Costs())
+    with pytest.raises(ScheduleError, match=r"rank 0 at position 1 \(0RECV_B0\), rank 1 at position 0 \(1RECV_F0\)"):
+        simulate(parse_schedule(text), Costs(), Channel.RENDEZVOUS)

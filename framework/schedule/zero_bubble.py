@@ -1,0 +1,60 @@
+"""Schedules that split the backward: I, for which the next rank waits, and W, for which nobody does: it fills bubbles.
+
+Qi, Wan, Huang, Lin 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): the two that they made by hand. The
+pictures have F, I and W of one length.
+"""
+
+from __future__ import annotations
+
+from framework.schedule.action import Action, Kind, Schedule
+
+
+def zb_h1(pp: int, chunks: int, interleave: int = 1) -> Schedule:
+    """1f1b whose W come late, the later the rank: a third of its bubble in the memory of its first rank.
+
+        rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+        rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+        rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+    (1) pp-1-rank forwards fill the pipeline; (2) F and I take turns; (3) W follows ``rank`` micro-batches behind its I,
+    so that the first I's come back at once; (4) what is left. Bubble (pp-1) (F+I-W) of each rank's time where
+    chunks >= pp. Between F and I rank r holds at most min(pp-r, chunks) micro-batches, as in 1f1b; up to W, which
+    needs a part of them, min(pp, chunks) on every rank: what the first rank holds in 1f1b.
+    """
+    assert interleave == 1, interleave
+    return _with_late_weights("zb_h1", pp, chunks, extra=0)
+
+
+def zb_h2(pp: int, chunks: int, interleave: int = 1) -> Schedule:
+    """zb_h1 with more forwards in the place of its bubble: none is left in a rank's own time, for twice the memory.
+
+        rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+        rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+        rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+    (1) 2 (pp-1-rank) forwards; (3) W is 2 rank micro-batches behind. Rank r begins r ticks late and ends r ticks late:
+    from its first F to its last W there is no idle, and (pp-1) F over all ranks, which counts if their optimizer steps
+    wait for each other. Every rank holds up to 2pp-1 micro-batches until W. With fewer than 2pp-1 of them it does what
+    they allow, and with pp or fewer it is zb_h1.
+    """
+    assert interleave == 1, interleave
+    return _with_late_weights("zb_h2", pp, chunks, extra=max(0, min(pp - 1, chunks - pp)))
+
+
+def _with_late_weights(name: str, pp: int, chunks: int, extra: int) -> Schedule:
+    """``extra``: the micro-batches beyond pp that a rank may hold until W."""
+
+    def row(stage: int) -> tuple[Action, ...]:
+        num_fill = pp - 1 - stage + min(extra, pp - 1 - stage)
+        num_late = stage + min(extra, stage)
+        actions = [Action(Kind.F, stage, microbatch) for microbatch in range(min(num_fill, chunks))]  # (1)
+        for microbatch in range(chunks):
+            if microbatch + num_fill < chunks:
+                actions.append(Action(Kind.F, stage, microbatch + num_fill))  # (2)
+            actions.append(Action(Kind.I, stage, microbatch))
+            if microbatch >= num_late:
+                actions.append(Action(Kind.W, stage, microbatch - num_late))  # (3)
+        actions += [Action(Kind.W, stage, microbatch) for microbatch in range(max(0, chunks - num_late), chunks)]  # (4)
+        return tuple(actions)
+
+    return Schedule(name, pp, pp, chunks, tuple(row(stage) for stage in range(pp)))
