@@ -51,6 +51,7 @@ class Corpus:
 
     ``vocab_size``: the model's; None: any id will do. ``eod_id``: the end-of-document token; None: the fingerprint's.
     ``eod_mask_loss``: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
+    ``num_sentinels``: the last ids of the vocabulary are something else, and no text may use them.
     """
 
     def __init__(
@@ -60,11 +61,15 @@ class Corpus:
         vocab_size: int | None = None,
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
+        num_sentinels: int = 0,
     ) -> None:
         """Check everything that can be checked before a rank starts; with a fingerprint no token is read for it."""
         self.prefix = Path(prefix)
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
+        self.num_sentinels = num_sentinels
+        self.text_ids = None if vocab_size is None else vocab_size - num_sentinels
+        """Text may use the ids below."""
         self.stream = TokenStream(inspect(self.prefix))
         num_tokens = len(self.stream)
         self.num_samples = (num_tokens - 1) // sequence_length
@@ -88,22 +93,22 @@ class Corpus:
         assert 0 <= number < self.num_samples, (number, self.num_samples)
         window = self.stream.read(number * self.sequence_length, self.sequence_length + 1)
         lowest, highest = int(window.min()), int(window.max())
-        if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
+        if lowest < 0 or (self.text_ids is not None and highest >= self.text_ids):
             where = f"in sample {number} (tokens from {number * self.sequence_length:,} on)"
             self._raise_outside(lowest if lowest < 0 else highest, where)
         return window
 
     def _check_largest_id(self) -> None:
-        if self.vocab_size is None:
+        if self.text_ids is None:
             return
         if self.known:
-            if self.known.split.max_token_id >= self.vocab_size:
+            if self.known.split.max_token_id >= self.text_ids:
                 self._raise_outside(self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}")
             return
         if len(self.stream) <= _SCAN_TOKENS:
             for start in range(0, len(self.stream), _TOKENS_AT_ONCE):
                 block = self.stream.read(start, min(_TOKENS_AT_ONCE, len(self.stream) - start))
-                outside = np.flatnonzero((block < 0) | (block >= self.vocab_size))
+                outside = np.flatnonzero((block < 0) | (block >= self.text_ids))
                 if outside.size:
                     at = start + int(outside[0])
                     where = f"in sample {at // self.sequence_length} (token {at:,})"
@@ -112,10 +117,16 @@ class Corpus:
     def _raise_outside(self, token_id: int, where: str) -> None:
         if token_id < 0:
             raise DataError(f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it again")
+        assert self.vocab_size is not None and self.text_ids is not None
+        for_text = f"ids 0 to {self.vocab_size - 1:,}"
+        if self.num_sentinels:
+            for_text = f"of which the last {self.num_sentinels:,} are sentinels, so that text may use ids below "
+            for_text += f"{max(self.text_ids, 0):,}"
         raise DataError(
             f"the corpus {self.prefix} holds token id {token_id:,} {where}, the model's vocabulary has "
-            f"{self.vocab_size:,} (ids 0 to {(self.vocab_size or 0) - 1:,}): set the model's vocab_size to "
-            f"{token_id + 1:,} or more, or prepare the corpus with the tokenizer that belongs to the model"
+            f"{self.vocab_size:,} ({for_text}): set the model's vocab_size to "
+            f"{token_id + 1 + self.num_sentinels:,} or more, or prepare the corpus with the tokenizer that belongs to "
+            f"the model"
         )
 
 

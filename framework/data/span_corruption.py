@@ -1,0 +1,211 @@
+"""T5's objective over a corpus: fill in the spans that were taken out of a window.
+
+Raffel et al. 2019 (arXiv:1910.10683), section 3.1.4 and figure 2: 15 % of the tokens, in spans of 3 on average; each
+span is replaced by a sentinel of its own, the target is the spans, each after its sentinel, and one sentinel more::
+
+    window      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9                3 tokens in 2 spans, for example
+                      -----                --
+    encoder     t0 t1   X   t4 t5 t6 t7 t8  Y
+    labels       X t2 t3  Y t9  Z  .  .                      . IGNORE, up to a multiple of 8
+    decoder      0  X t2 t3  Y t9  0  0                      the labels shifted right, 0 first
+
+X, Y, Z are the last ids of the vocabulary, counting down: the text must not use them. How many tokens are noise, and in
+how many spans, follows from ``data.sequence_length``, the length of the encoder: all samples have the same shapes,
+known without reading one. Where the spans are is a pure function of the seed and of the sample's place in the run, and
+so the same in every layout, after a resume, and another one when the text comes again in the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from framework.data.order import permute, round_keys
+from framework.data.samples import IGNORE, Corpus
+from framework.errors import DataError
+from framework.seeding import derive
+
+NOISE_PERCENT = 15
+MEAN_SPAN = 3
+START = 0
+"""The decoder's first token, and what stands where a label is ignored."""
+DECODER_MULTIPLE = 8
+"""The decoder's length is rounded up to it, so that sequence parallelism can cut it; 5 % of it at length 512."""
+
+
+class Lengths(NamedTuple):
+    """What a sample is made of; all in tokens but ``spans``."""
+
+    window: int
+    noise: int
+    spans: int
+
+    @property
+    def encoder(self) -> int:
+        """The tokens that are left, and a sentinel for each span."""
+        return self.window - self.noise + self.spans
+
+    @property
+    def sentinels(self) -> int:
+        """One for each span, one for the end."""
+        return self.spans + 1
+
+    @property
+    def decoder(self) -> int:
+        """The tokens taken out and all sentinels, rounded up."""
+        return -(-(self.noise + self.sentinels) // DECODER_MULTIPLE) * DECODER_MULTIPLE
+
+
+@cache
+def lengths(sequence_length: int) -> Lengths:
+    """The longest window whose encoder part has ``sequence_length`` tokens.
+
+    A token more makes the encoder longer by one or, when it is one more of noise, not at all: each length from 2 on can
+    be had. Raises DataError for 1.
+    """
+    if sequence_length < 2:
+        raise DataError(
+            f"data.sequence_length = {sequence_length} leaves no room for a token beside a sentinel: span corruption "
+            f"needs 2 or more"
+        )
+    found = _of_window(sequence_length)
+    while (longer := _of_window(found.window + 1)).encoder <= sequence_length:
+        found = longer
+    assert found.encoder == sequence_length, (found, sequence_length)
+    return found
+
+
+def _of_window(window: int) -> Lengths:
+    """Rounded to the nearest, at least one."""
+    noise = max((window * NOISE_PERCENT + 50) // 100, 1)
+    return Lengths(window, noise, max((2 * noise + MEAN_SPAN) // (2 * MEAN_SPAN), 1))
+
+
+def spans_of(shape: Lengths, seed: int, place: int) -> list[tuple[int, int]]:
+    """The spans [start, stop) of noise in the sample at ``place`` of the run, in order; no two touch.
+
+    What is kept and what is noise are each divided into ``spans`` parts, all divisions alike, and laid in turn, kept
+    first (``random_spans_noise_mask`` of the authors' code).
+    """
+    kept = _divide(shape.window - shape.noise, shape.spans, round_keys(derive(seed, "kept between spans"), place))
+    noise = _divide(shape.noise, shape.spans, round_keys(derive(seed, "spans of noise"), place))
+    stops = accumulate(k + n for k, n in zip(kept, noise, strict=True))
+    return [(stop - length, stop) for stop, length in zip(stops, noise, strict=True)]
+
+
+def _divide(tokens: int, parts: int, keys: tuple[int, ...]) -> list[int]:
+    """Lengths of ``parts`` parts of at least one token: the cuts are the first places of a keyed permutation."""
+    cuts = sorted(permute(i, tokens - 1, keys) + 1 for i in range(parts - 1))
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
+
+
+class Example(NamedTuple):
+    """One sample."""
+
+    encoder_ids: NDArray[np.int64]  # (Se,)
+    decoder_ids: NDArray[np.int64]  # (Sd,)
+    labels: NDArray[np.int64]  # (Sd,): IGNORE behind the last sentinel
+
+
+def corrupt(tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size: int, decoder_length: int) -> Example:
+    """Take the spans out of a window (W,). Sentinel i is ``vocab_size - 1 - i``."""
+    kept: list[NDArray[np.int64]] = []
+    target: list[NDArray[np.int64]] = []
+    end = 0
+    for i, (start, stop) in enumerate(spans):
+        sentinel = np.array([vocab_size - 1 - i])
+        kept += [tokens[end:start], sentinel]
+        target += [sentinel, tokens[start:stop]]
+        end = stop
+    kept.append(tokens[end:])
+    whole = np.concatenate([*target, [vocab_size - 1 - len(spans)]])
+    labels = np.full(decoder_length, IGNORE, dtype=np.int64)
+    decoder_ids = np.full(decoder_length, START, dtype=np.int64)
+    labels[: len(whole)] = whole
+    decoder_ids[1 : len(whole)] = whole[:-1]
+    return Example(np.concatenate(kept), decoder_ids, labels)
+
+
+class Microbatch(NamedTuple):
+    """What one forward pass takes in, on the CPU; b samples."""
+
+    inputs: dict[str, Tensor]  # encoder_ids (b, Se), decoder_ids (b, Sd), int64
+    labels: Tensor  # (b, Sd) int64: IGNORE where nothing counts
+    sample_indices: Tensor  # (b,) int64, global: the position in the run, not in the corpus; seeds dropout
+
+
+def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None) -> Corpus:
+    """The corpus as windows of the length that :func:`lengths` says, none with an id that is a sentinel.
+
+    Raises:
+        DataError: whatever is wrong with it; a vocabulary without room for the sentinels, or unknown.
+    """
+    shape = lengths(sequence_length)
+    if vocab_size is None:
+        raise DataError(
+            f"span corruption takes the last {shape.sentinels} ids of the model's vocabulary as sentinels, and its "
+            f"size is not known: set model.options.vocab_size"
+        )
+    return Corpus(prefix, shape.window, vocab_size, num_sentinels=shape.sentinels)
+
+
+class SpanCorruptionFeed(NamedTuple):
+    """A corpus of windows, see :func:`open_corpus`, and the order in which a run goes through it."""
+
+    corpus: Corpus
+    order: Callable[[int], int | None]
+    """Global index -> sample number, None past the end: ``order.SampleOrder`` or ``order.OnceInOrder``."""
+    sequence_length: int
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        """Of the corpus."""
+        return self.corpus.num_samples
+
+    @property
+    def encoder_length(self) -> int:
+        """Se: ``data.sequence_length``."""
+        return self.sequence_length
+
+    @property
+    def decoder_length(self) -> int:
+        """Sd."""
+        return lengths(self.sequence_length).decoder
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> Microbatch:
+        """Micro-batch ``m`` in [0, chunks) of replica ``dp_rank`` in the step that starts at ``samples_seen``.
+
+        The same numbering as :meth:`framework.data.samples.Feed.microbatch`, past the end of a corpus too: there rows
+        have only IGNORE labels.
+        """
+        assert 0 <= dp_rank < dp and 0 <= m < chunks, (dp_rank, dp, m, chunks)
+        shape = lengths(self.sequence_length)
+        assert self.corpus.vocab_size is not None and self.corpus.sequence_length == shape.window
+        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
+        encoder_ids = np.full((micro_batch_size, shape.encoder), START, dtype=np.int64)
+        decoder_ids = np.full((micro_batch_size, shape.decoder), START, dtype=np.int64)
+        labels = np.full((micro_batch_size, shape.decoder), IGNORE, dtype=np.int64)
+        for row in range(micro_batch_size):
+            number = self.order(first + row)
+            if number is None:
+                continue
+            window = self.corpus.sample(number)[:-1]  # its last token is the next window's first
+            spans = spans_of(shape, self.seed, first + row)
+            found = corrupt(window, spans, self.corpus.vocab_size, shape.decoder)
+            encoder_ids[row], decoder_ids[row], labels[row] = found
+        return Microbatch(
+            {"encoder_ids": torch.from_numpy(encoder_ids), "decoder_ids": torch.from_numpy(decoder_ids)},
+            torch.from_numpy(labels),
+            torch.arange(first, first + micro_batch_size, dtype=torch.int64),
+        )
