@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from framework.config import RunConfig, dump
+from framework.data.example import example
 from framework.errors import ConfigError, ModelError, ScheduleError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
 from framework.model import PlainModel, build_model, forward_flops
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
-from framework.pipeline.stage import ValueSpec, describe_boundaries
-from framework.schedule.action import Schedule
+from framework.pipeline.values import Example, ValueSpec, check_output, describe_boundaries
+from framework.schedule.action import Schedule, parse_schedule
 from framework.schedule.build import build as build_schedule
 from framework.schedule.check import check as check_schedule
 from framework.schedule.check import report as report_problems
@@ -44,6 +48,8 @@ class Blueprint:
     model: PlainModel
     """Parameters on meta, in the training dtype, sharded over tp."""
     infos: dict[str, ParameterInfo]
+    example: Example
+    """The shapes of a micro-batch."""
     stages: list[range]
     """Layers of each stage."""
     schedule: Schedule
@@ -109,18 +115,26 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     Raises:
         UserError: whatever cannot work, before any process group exists.
     """
-    parallel, batch, data = config.parallel, batch_numbers(config), config.data
+    parallel, batch = config.parallel, batch_numbers(config)
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
     if tp is None:
         tp = Group("tp", tuple(range(grid.tp)), 0)
-    tokens_BS = (batch.micro_batch_size, data.sequence_length)
+    shapes = Example(*example(config, batch.micro_batch_size))
     if parallel.sequence:
-        check_sequence_length(data.sequence_length, grid.tp)
+        for leaf in tree_leaves(shapes.inputs):
+            if not leaf.is_floating_point() and leaf.dim() > 1:
+                check_sequence_length(leaf.shape[1], grid.tp)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    _, whole = describe_boundaries(model.layers, [range(len(model.layers))], tokens_BS)  # names what does not fit
-    flops = forward_flops(model, tokens_BS)
-    stages = _cut(config, model, flops)
+    last_name = list(model.layers._modules)[-1]
+    inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype
+    _, whole = describe_boundaries(model.layers, [range(len(model.layers))], inputs)  # names what does not fit
+    if model.loss is None:
+        check_output(whole, shapes.labels, f"layer {last_name}")
+    check_recompute(config, model)
+    flops = forward_flops(model, inputs)
+    schedule = draw_schedule(config, grid.pp)
+    stages = _cut(config, model, flops, schedule.num_stages)
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
@@ -129,9 +143,16 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         sequence=parallel.sequence,
         divisible=model.divisible,
     )
-    cast_parameters(model.layers, DTYPES[config.train.dtype])
-    boundaries, local = describe_boundaries(model.layers, stages, tokens_BS)
-    last_name, last_layer = list(model.layers.named_children())[-1]
+    dtype = DTYPES[config.train.dtype]
+    cast_parameters(model.layers, dtype)
+    boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
+    last_layer = model.layers[-1]
+    if model.loss is not None and local.leaves[0].shape != whole.leaves[0].shape:
+        raise ModelError(
+            f"with parallel.tp = {grid.tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
+            f"{whole.leaves[0].shape}, and the model's own loss wants all of it: leave that layer out of the "
+            f"sharding_plan"
+        )
     if local.leaves[0].shape != whole.leaves[0].shape and not any(
         isinstance(m, VocabHead) for m in last_layer.modules()
     ):
@@ -140,11 +161,55 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             f"{whole.leaves[0].shape}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
             f"Make that linear part of the last layer, or leave it out of the sharding_plan"
         )
-    schedule = lower(build_schedule(config.pipeline.schedule, grid.pp, batch.chunks))
+    return Blueprint(config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, flops)
+
+
+def check_recompute(config: RunConfig, model: PlainModel) -> None:
+    """Raise :class:`ModelError` where ``pipeline.recompute`` would recompute nothing."""
+    pipeline = config.pipeline
+    if pipeline.recompute == "none":
+        return
+    names = list(model.layers._modules)
+    for pattern in pipeline.recompute_layers:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(
+                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}"
+            )
+    if pipeline.recompute == "full":
+        return
+    if not model.selective_recompute:
+        raise ModelError(
+            f'pipeline.recompute = "selective", but {config.model.builder} does not say what is cheap to compute and '
+            f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
+            f'["block*.attention.core"], or choose "full"'
+        )
+    parts = [name for name, _ in model.layers.named_modules()]
+    for pattern in model.selective_recompute:
+        if not any(fnmatchcase(name, pattern) for name in parts):
+            raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
+
+
+def draw_schedule(config: RunConfig, pp: int) -> Schedule:
+    """The schedule that runs, lowered and checked: built by its name, or the user's own.
+
+    Raises:
+        ScheduleError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.
+    """
+    pipeline, chunks = config.pipeline, batch_numbers(config).chunks
+    assert pipeline.interleave is None
+    if pipeline.schedule_file is None:
+        schedule = lower(build_schedule(pipeline.schedule, pp, chunks))
+    else:
+        schedule = parse_schedule(Path(pipeline.schedule_file).read_text())
+        if (schedule.pp, schedule.chunks) != (pp, chunks):
+            raise ScheduleError(
+                f"{pipeline.schedule_file} is for pp={schedule.pp} and chunks={schedule.chunks}, but parallel.pp = "
+                f"{pp} and batch.chunks = {chunks}: change the one or the other"
+            )
     problems = check_schedule(schedule)
     if problems:
         raise ScheduleError(report_problems(schedule, problems))
-    return Blueprint(config, grid, model, infos, stages, schedule, boundaries, flops)
+    return schedule
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
@@ -154,15 +219,13 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float]) -> list[range]:
+def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float], num_stages: int) -> list[range]:
     """The stages, by what ``pipeline.balance`` says."""
     balance = config.pipeline.balance
     num_layers = len(model.layers)
     if isinstance(balance, list):
-        if len(balance) != config.parallel.pp:
-            raise ConfigError(
-                f"pipeline.balance = {balance} is for {len(balance)} stages, but parallel.pp = {config.parallel.pp}"
-            )
+        if len(balance) != num_stages:
+            raise ConfigError(f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}")
         return partition_explicit(balance, num_layers)
     if balance == "layers":
         costs = [1.0] * num_layers
@@ -170,4 +233,4 @@ def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float]) -> list[
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in model.layers]
     else:
         costs = list(flops.values())
-    return partition(costs, config.parallel.pp)
+    return partition(costs, num_stages)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
+from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from framework.config import RunConfig
+from framework.data.dataset import DatasetFeed, open_dataset
 from framework.data.order import OnceInOrder, SampleOrder
 from framework.data.samples import Corpus, Feed, validation_steps
 from framework.data.tokenizer import end_of_document_id
@@ -24,8 +28,12 @@ from framework.materialise import materialise, stage_members, tied_groups
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
 from framework.optimizer.adamw import FlatAdamW, Shard
-from framework.pipeline.executor import Executor, Microbatch
-from framework.pipeline.stage import IGNORED_LABEL, Loss, Stage
+from framework.pipeline.executor import Executor, Microbatch, Result
+from framework.pipeline.recompute import Context, recompute_parts
+from framework.pipeline.stage import Stage
+from framework.pipeline.values import IGNORED_LABEL, Loss, cast_floats
+from framework.schedule.action import Kind
+from framework.seeding import Draw
 from framework.state import TrainState
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from framework.tensor_parallel.layers import VocabHead
@@ -36,8 +44,8 @@ class Source(Protocol):
 
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens (B, S), labels (B, S), global sample indices (B,)) of micro-batch m of a replica."""
+    ) -> tuple[Any, Tensor, Tensor]:
+        """(inputs, each tensor (B, ...), labels (B, ...), global sample indices (B,)) of micro-batch m of a replica."""
 
 
 @dataclass
@@ -53,6 +61,8 @@ class Parts:
     feed: Source
     validation: Source | None
     state: TrainState = field(default_factory=TrainState)
+    last: Result | None = None
+    """What the last step's row has brought: when each action ran."""
     data_s: float = 0.0
     """Seconds of the current step that went into reading samples."""
     on_gradients: Callable[[Parts, float], None] | None = None
@@ -65,13 +75,20 @@ class Parts:
         return len(self.blueprint.model.layers)
 
 
-def open_feeds(config: RunConfig) -> tuple[Feed, Feed | None]:
+def open_feeds(config: RunConfig) -> tuple[Feed | DatasetFeed, Feed | DatasetFeed | None]:
     """The training feed, shuffled by the seed, and the validation feed, once in order.
 
     Raises:
         DataError: before anything distributed exists when called by the launcher.
     """
     data = config.data
+    if data.builder is not None:
+        samples, held_out_samples = open_dataset(config, "train"), open_dataset(config, "validation")
+        assert samples is not None
+        return (
+            DatasetFeed(samples, SampleOrder(samples.num_samples, config.run.seed)),
+            DatasetFeed(held_out_samples, OnceInOrder(held_out_samples.num_samples)) if held_out_samples else None,
+        )
     vocab_size = config.model.options.get("vocab_size")
     vocab_size = vocab_size if isinstance(vocab_size, int) else None
     eod_id = None if data.tokenizer is None else end_of_document_id(load_tokenizer(Path(data.tokenizer)))
@@ -87,19 +104,18 @@ def open_feeds(config: RunConfig) -> tuple[Feed, Feed | None]:
     return training, Feed(held_out, OnceInOrder(held_out.num_samples))
 
 
-def token_losses(output: Any, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token, (B, S, V) and (B, S) -> (B, S); in float32, or float64 for float64 logits."""
-    if not isinstance(output, Tensor) or output.dim() != 3:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ModelError(f"the last layer returns {found}: it must return logits of shape (B, S, V)")
+def label_losses(output: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each label, (..., V) and (...) -> (...); in float32, or float64 for float64 logits."""
     logits = output if output.dtype == torch.float64 else output.float()
-    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
     return flat.view(labels.shape)
 
 
 def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
     """The loss for what the model's last layer gives: whole logits, or this tp rank's part of the vocabulary."""
     last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
+    if blueprint.model.loss is not None:
+        return blueprint.model.loss
     heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
     if not heads:
         if blueprint.config.parallel.sequence:
@@ -108,13 +124,48 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
                 f"input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
                 f"parallel.sequence = false"
             )
-        return token_losses
+        return label_losses
     vocab_size = blueprint.infos[f"{heads[-1]}.weight"].global_shape[0]
 
     def loss(output: Any, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
 
     return loss
+
+
+@dataclass
+class Again:
+    """What has to be as it was when layers of a stage are run once more in backward."""
+
+    draw: Draw
+    stage: Stage | None = None
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Called in the first forward: remembers which samples go through; entered around the second."""
+        return self._as_it_was(self.draw.sample_indices)
+
+    @contextmanager
+    def _as_it_was(self, sample_indices: Tensor | None) -> Iterator[None]:
+        assert self.stage is not None
+        now, self.draw.sample_indices = self.draw.sample_indices, sample_indices
+        try:
+            with self.stage.splitting():
+                yield
+        finally:
+            self.draw.sample_indices = now
+
+
+def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) -> dict[str, Context]:
+    """The layers that are recomputed as a whole; parts of layers are prepared in place."""
+    pipeline, model = blueprint.config.pipeline, blueprint.model
+    if pipeline.recompute == "none":
+        return {}
+    chosen = [name for name in layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
+    if pipeline.recompute == "full":
+        return dict.fromkeys(chosen, again)
+    for name in chosen:
+        recompute_parts(name, layers.get_submodule(name), model.selective_recompute, again)
+    return {}
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
@@ -142,7 +193,8 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     training, validation = open_feeds(config) if feeds is None else feeds
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
-    tokens_per_step = batch_numbers(config).global_batch * config.data.sequence_length
+    labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
+    splits = any(action.kind is Kind.I for row in range(mesh.grid.pp) for _, action in blueprint.schedule.actions(row))
     last = len(blueprint.stages) - 1
     replicas: dict[int, StageReplica] = {}
     stages: dict[int, Stage] = {}
@@ -158,6 +210,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
         if config.train.compile:
             for layer in layers:
                 layer.compile()
+        again = Again(blueprint.model.draw)
         stages[index] = Stage(
             index,
             len(blueprint.stages),
@@ -165,9 +218,12 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
             input_spec=blueprint.boundaries[index - 1] if index > 0 else None,
             output_spec=blueprint.boundaries[index] if index < last else None,
             loss=loss,
-            loss_scale=1.0 / tokens_per_step,
+            loss_scale=1.0 / labels_per_step,
             before_layer=replicas[index].ready,
+            recompute=plan_recompute(blueprint, layers, again),
+            splits_backward=splits,
         )
+        again.stage = stages[index]
     optimizer = FlatAdamW(
         [
             Shard(
@@ -192,7 +248,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
         stages,
         mesh.device,
         on_microbatch=on_microbatch,
-        begin_last_backward=lambda stage: replicas[stage].begin_last_backward(),
+        begin_last_backward=lambda stage, awaited: replicas[stage].begin_last_backward(awaited),
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
     return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
@@ -203,23 +259,35 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def feed_of(parts: Parts, feed: Source, samples_seen: int) -> Callable[[int], Microbatch]:
+@dataclass
+class StepFeed:
     """The micro-batches of the step that starts at ``samples_seen``, for this replica, on this device."""
-    mesh = parts.mesh
-    micro_batch_size, chunks, _ = batch_numbers(parts.config)
 
-    def microbatch(m: int) -> Microbatch:
+    parts: Parts
+    source: Source
+    samples_seen: int
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read one; the seconds that takes are added to the parts' ``data_s``."""
+        parts, mesh = self.parts, self.parts.mesh
         start_s = time.perf_counter()
-        found = feed.microbatch(samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
+        micro_batch_size, chunks, _ = batch_numbers(parts.config)
+        found = self.source.microbatch(self.samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
         parts.data_s += time.perf_counter() - start_s
-        return Microbatch(*(_to_device(tensor, mesh.device) for tensor in found))
+        dtype = DTYPES[parts.config.train.dtype]
+        inputs, labels, indices = (tree_map(lambda leaf: _to_device(leaf, mesh.device), part) for part in found)
+        return Microbatch(cast_floats(inputs, dtype), cast_floats(labels, dtype), indices)
 
-    return microbatch
+    def sample_indices(self, m: int) -> Tensor:
+        """(B,) int64 on this device: a step is one run of indices, replicas and their micro-batches in order."""
+        micro_batch_size, chunks, _ = batch_numbers(self.parts.config)
+        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
+        return torch.arange(first, first + micro_batch_size, device=self.parts.mesh.device)
 
 
 def validation_batches(parts: Parts) -> int:
     """Global batches in one validation; 0 without validation data."""
-    if not isinstance(parts.validation, Feed):
+    if not isinstance(parts.validation, Feed | DatasetFeed):
         return 0
     global_batch = batch_numbers(parts.config).global_batch
-    return validation_steps(parts.validation.corpus, global_batch, parts.config.train.validate_steps)
+    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
-import traceback
 
 from torch import nn
 
 from framework.errors import ModelError
-
-
-def place(error: BaseException) -> str:
-    """ " at FILE:LINE", the innermost place in the user's code where an error was raised."""
-    if isinstance(error, SyntaxError):
-        return f" at {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
-    theirs = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 def separate_repeated_layers(layers: nn.Sequential) -> None:
@@ -39,12 +29,15 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         ("sharding_plan", dict, '{"block*.up": "column", "block*.down": "row"}'),
         ("divisible", dict, '{"block*.qkv": 8}'),
         ("tied_weights", (list, tuple), '[("embedding.weight", "head.weight")]'),
+        ("selective_recompute", (list, tuple), '["block*.attention.core"]'),
     ):
         found = getattr(layers, attribute, None)
         if found is not None and not isinstance(found, wanted):
             raise ModelError(f"{path}: model.{attribute} is a {type(found).__name__}; write it as {example}")
     if not callable(getattr(layers, "initialise", len)):
         raise ModelError(f"{path}: model.initialise is no function of (parameter name, tensor)")
+    if getattr(layers, "loss", None) is not None and not callable(getattr(layers, "loss", None)):
+        raise ModelError(f"{path}: model.loss is no function of (output of the last layer, labels)")
 
 
 def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:

@@ -6,6 +6,9 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     tied_weights    [(canonical parameter name, other name, ...), ...]
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
+    loss            (output of the last layer, labels) -> loss of each label, zero where it is -100; without it the
+                    output is logits, (..., classes) for labels (...), and the loss their cross-entropy
+    selective_recompute  [pattern of submodule names]: cheap to compute and dear to keep
 
 A model that carries nothing trains with dp and pp at once; its own ``reset_parameters`` initialise it.
 """
@@ -14,13 +17,10 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from framework import contract
 from framework.errors import ModelError
+from framework.imports import find_function, place
 from framework.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
@@ -43,6 +44,8 @@ class PlainModel:
     tied: list[tuple[str, ...]] = field(default_factory=list)
     divisible: dict[str, int] = field(default_factory=dict)
     initialise: Initialise | None = None
+    loss: Callable[[Any, Tensor], Tensor] | None = None
+    selective_recompute: list[str] = field(default_factory=list)
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
     owners: dict[str, nn.Module] = field(default_factory=dict)
@@ -90,36 +93,6 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def find_builder(path: str) -> Callable[..., Any]:
-    """``package.module:function`` -> the function. The current directory counts, as it does for ``python``.
-
-    Raises:
-        ModelError: no such module or function; an import inside the module that fails is told with its reason.
-    """
-    module_name, _, function_name = path.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ModelError(
-            f"model.builder = {path!r}: cannot import {module_name} ({error}). Run from the directory that holds it, "
-            f"or install it into this environment"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"model.builder = {path!r}: importing {module_name} failed{contract.place(error)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    builder = getattr(module, function_name, None)
-    if not callable(builder):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        close = difflib.get_close_matches(function_name, public, 1)
-        hint = f"did you mean {module_name}:{close[0]}?" if close else "name a function that returns an nn.Sequential"
-        raise ModelError(f"model.builder = {path!r}: {module_name} has no function {function_name}; {hint}")
-    return builder  # type: ignore[no-any-return]
-
-
 def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any]) -> None:
     """Raise :class:`ModelError` for options that the builder does not take, or lacks; all of them at once."""
     parameters = inspect.signature(builder).parameters
@@ -148,14 +121,14 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     Raises:
         ModelError: whatever keeps the result from being cut into stages, with the builder's name.
     """
-    builder = find_builder(path)
+    builder = find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
     check_options(path, builder, options)
     try:
         with parameters_on_meta():
             layers = builder(**options)
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"{path} with model.options {options} failed{contract.place(error)}: {type(error).__name__}: {error}"
+            f"{path} with model.options {options} failed{place(error)}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(layers, nn.Sequential):
         raise ModelError(
@@ -185,19 +158,21 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         tied=tied,
         divisible=dict(getattr(layers, "divisible", {})),
         initialise=getattr(layers, "initialise", None),
+        loss=getattr(layers, "loss", None),
+        selective_recompute=list(getattr(layers, "selective_recompute", [])),
         draw=seed_dropouts(layers, seed),
         seed=seed,
         owners=owners,
     )
 
 
-def forward_flops(model: PlainModel, tokens_BS: tuple[int, int]) -> dict[str, float]:
-    """Floating-point operations of one forward of each layer for a micro-batch of (B, S), counted on meta.
+def forward_flops(model: PlainModel, inputs: Any) -> dict[str, float]:
+    """Floating-point operations of one forward of each layer for the inputs of a micro-batch, counted on meta.
 
     Counts matrix products and attention (full, not causal), two operations per multiply-add; embeddings look up, so 0.
     """
     layers = copy.deepcopy(model.layers).to("meta").eval()
-    value: Any = torch.zeros(tokens_BS, dtype=torch.int64, device="meta")
+    value = inputs
     flops: dict[str, float] = {}
     with torch.no_grad():
         for name, layer in layers.named_children():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from framework.blueprint import batch_numbers
-from framework.build import Parts, feed_of, validation_batches
+from framework.build import Parts, StepFeed, validation_batches
 from framework.errors import NonFiniteError
 from framework.optimizer.adamw import clip_factor
 from framework.optimizer.schedule import learning_rate
@@ -37,7 +37,7 @@ def take_step(parts: Parts) -> StepStats:
     for replica in parts.replicas.values():
         replica.begin_step()
     parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))
-    parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen))
+    parts.last = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen))
     parts.state.step += 1
     parts.state.samples_seen += batch_numbers(parts.config).global_batch
     parts.state.tokens_seen += found[0].num_tokens
@@ -63,7 +63,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     mesh.world.all_reduce(shared).wait()
     loss_sum_, counted, square_norm, busy, passed = shared.tolist()
     counted = max(counted, 1.0)
-    factor = batch_numbers(config).global_batch * config.data.sequence_length / counted
+    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(square_norm) * factor
@@ -88,7 +88,7 @@ def validate(parts: Parts) -> float:
     for stage in stages:
         stage.layers.eval()
     for step in range(validation_batches(parts)):
-        feed = feed_of(parts, parts.validation, step * batch_numbers(parts.config).global_batch)
+        feed = StepFeed(parts, parts.validation, step * batch_numbers(parts.config).global_batch)
         for part in parts.executor.validate(feed):
             if parts.mesh.at.tp_rank == 0:
                 sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])

@@ -64,12 +64,17 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
     """``micro_batch_size x chunks x dp = global_batch``, with numbers; and what that is in tokens."""
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
-    length = blueprint.config.data.sequence_length
-    tokens = f"{batch.global_batch * length:,} tokens per step"
+    example = blueprint.example
+    if blueprint.config.data.builder is None:
+        length, of_each = example.tokens_per_sample, "sequence_length"
+        what = "tokens"
+    else:
+        length, of_each, what = example.labels_per_sample, "labels_per_sample", "labels"
+    tokens = f"{batch.global_batch * length:,} {what} per step"
     return (
         f"micro_batch_size {batch.micro_batch_size} x chunks {batch.chunks} x dp {grid.dp} = "
         f"global_batch {batch.global_batch}",
-        f"global_batch {batch.global_batch} x sequence_length {length} = {tokens}",
+        f"global_batch {batch.global_batch} x {of_each} {length} = {tokens}",
     )
 
 

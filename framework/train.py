@@ -148,7 +148,7 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         learning_rate=stats.learning_rate,
         step_s=step_s,
         data_s=parts.data_s,
-        tokens_per_s=batch_numbers(config).global_batch * config.data.sequence_length / step_s,
+        tokens_per_s=batch_numbers(config).global_batch * parts.blueprint.example.tokens_per_sample / step_s,
         num_devices=world_size,
         tflops_per_device=flops_per_s / 1e12,
         mfu=flops_per_s / peak if peak else None,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from framework.config import batch
 from framework.config.keys import Path, shown, split
-from framework.config.schema import RunConfig, Train
+from framework.config.schema import Data, Pipeline, RunConfig, Train
 
 
 class Rule(NamedTuple):
@@ -76,7 +76,7 @@ def _decay(config: RunConfig) -> str | None:
 
 
 def _validation(config: RunConfig) -> str | None:
-    if config.data.validation is not None:
+    if config.data.validation is not None or config.data.builder is not None:
         return None
     usual = Train()
     useless = [
@@ -111,12 +111,74 @@ def _across_nodes(config: RunConfig) -> str | None:
 
 
 def _balance(config: RunConfig) -> str | None:
-    balance, pp = config.pipeline.balance, config.parallel.pp
-    if isinstance(balance, str) or len(balance) == pp:
+    balance, pp, interleave = config.pipeline.balance, config.parallel.pp, config.pipeline.stages_per_rank
+    if isinstance(balance, str) or config.pipeline.schedule_file is not None or len(balance) == pp * interleave:
+        return None
+    stages = f"parallel.pp = {pp}" + (f" with pipeline.interleave = {interleave}" if interleave > 1 else "")
+    return (
+        f"pipeline.balance = {shown(balance)} names the layers of {len(balance)} stages, but {stages}: give "
+        f'{pp * interleave} number{"s" * (pp * interleave > 1)}, or balance by "time", "parameters" or "layers"'
+    )
+
+
+def _corpus(config: RunConfig) -> str | None:
+    data = config.data
+    if data.builder is None:
+        if not data.train:
+            return (
+                "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
+                'or set data.builder = "module:function" for a dataset of your own'
+            )
+        return "data.options have no effect without data.builder: leave them out" if data.options else None
+    useless = [
+        f"data.{name} = {shown(value)}"
+        for name, value in (
+            ("train", data.train or None),
+            ("validation", data.validation),
+            ("tokenizer", data.tokenizer),
+            ("eod_mask_loss", data.eod_mask_loss or None),
+            ("sequence_length", None if data.sequence_length == Data().sequence_length else data.sequence_length),
+        )
+        if value is not None
+    ]
+    if not useless:
+        return None
+    return f"{' and '.join(useless)} without effect: the samples come from data.builder; leave one or the other out"
+
+
+def _recompute(config: RunConfig) -> str | None:
+    pipeline = config.pipeline
+    if pipeline.recompute == "none" and pipeline.recompute_layers != ["*"]:
+        return (
+            f"pipeline.recompute_layers = {shown(pipeline.recompute_layers)} has no effect with pipeline.recompute = "
+            f'"none": choose "selective" or "full", or leave it out'
+        )
+    if pipeline.recompute == "selective" and config.train.compile:
+        return (
+            'pipeline.recompute = "selective" with train.compile: a compiled layer is recomputed as a whole or not at '
+            'all; choose "full", or --train.compile=false'
+        )
+    return None
+
+
+def _split_backward(config: RunConfig) -> str | None:
+    schedule = config.pipeline.schedule
+    if not config.train.compile or not schedule.startswith(("zb_", "v_")):
         return None
     return (
-        f"pipeline.balance = {shown(balance)} names the layers of {len(balance)} stages, but parallel.pp = {pp}: give "
-        f'{pp} number{"s" * (pp > 1)}, or balance by "time", "parameters" or "layers"'
+        f'pipeline.schedule = "{schedule}" with train.compile: a compiled backward comes as one piece, and this '
+        f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or --train.compile=false"
+    )
+
+
+def _schedule_file(config: RunConfig) -> str | None:
+    pipeline = config.pipeline
+    if pipeline.schedule_file is None or (pipeline.schedule == Pipeline().schedule and pipeline.interleave is None):
+        return None
+    useless = "schedule" if pipeline.schedule != Pipeline().schedule else "interleave"
+    return (
+        f"pipeline.{useless} = {shown(getattr(pipeline, useless))} has no effect with pipeline.schedule_file, which "
+        f"says it all: leave one of them out"
     )
 
 
@@ -155,6 +217,10 @@ RULES = (
     _rule(_sequence, "parallel.sequence", "parallel.tp"),
     _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
     _rule(_balance, "pipeline.balance", "parallel.pp"),
+    _rule(_corpus, "data.train", "data.builder"),
+    _rule(_recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
+    _rule(_split_backward, "pipeline.schedule", "train.compile"),
+    _rule(_schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
     _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
     _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
     _rule(_learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),

@@ -48,14 +48,22 @@ class Model(Section):
 
 
 class Data(Section):
-    """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix."""
+    """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix; or a user's dataset."""
 
-    train: str = Field(description="the path of a .bin/.idx pair, without the suffix")
+    train: str = Field(default="", description="the path of a .bin/.idx pair, without the suffix")
     validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
     tokenizer: str | None = None
     sequence_length: Length = 1024
     eod_mask_loss: bool = False
     """Do not train on predicting the token after an end-of-document token."""
+    builder: str | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description='a module and a function in it, as in "my_package.images:build"',
+    )
+    """Instead of ``train``: a function of (split, **options) that returns any map-style dataset of (inputs, labels)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the dataset's builder."""
 
 
 class Batch(Section):
@@ -84,9 +92,23 @@ class Parallel(Section):
 class Pipeline(Section):
     """The order in which a replica's micro-batches go through the stages, and where the stages are cut."""
 
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"] = "1f1b"
+    schedule_file: str | None = Field(default=None, description="the path of a schedule as text")
+    """A schedule of one's own, instead of ``schedule``."""
+    interleave: Count | None = None
+    """Stages of one pipeline rank; left out: 2 for the schedules that need several, otherwise 1."""
     balance: Literal["time", "parameters", "layers"] | list[PositiveInt] = "time"
     """What a stage's share is measured in; or the number of layers of each stage, first to last."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is not kept for backward but computed again: nothing, what the model names, or whole layers."""
+    recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
+    """Patterns of the layers that this holds for, such as ``block1?``."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The interleave as it is meant."""
+        several = ("interleaved_1f1b", "zb_v", "v_half", "v_min")
+        return self.interleave or (2 if self.schedule in several else 1)
 
 
 class Optimizer(Section):
@@ -154,7 +176,7 @@ class RunConfig(Section):
 
     run: Run = Run()
     model: Model = Model()
-    data: Data
+    data: Data = Data()
     batch: Batch = Batch()
     parallel: Parallel = Parallel()
     pipeline: Pipeline = Pipeline()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ _SCAN_TOKENS = 1 << 26
 class Microbatch(NamedTuple):
     """What one forward pass takes in, on the CPU."""
 
-    tokens: Tensor  # (b, S) int64
+    inputs: Any  # (b, S) int64 token ids; of other feeds a tensor or a tree of tensors, each (b, ...)
     labels: Tensor  # (b, S) int64: the next token, or IGNORE
     sample_indices: Tensor  # (b,) int64, global: the position in the run, not in the corpus; seeds dropout
 
@@ -137,6 +137,11 @@ class Feed(NamedTuple):
     order: Callable[[int], int | None]
     """Global index -> sample number, None past the end: ``order.SampleOrder`` or ``order.OnceInOrder``."""
 
+    @property
+    def num_samples(self) -> int:
+        """Of the corpus."""
+        return self.corpus.num_samples
+
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> Microbatch:
@@ -158,15 +163,15 @@ class Feed(NamedTuple):
             if self.corpus.eod_mask_loss:
                 labels[row, window[:-1] == self.corpus.eod_id] = IGNORE
         return Microbatch(
-            tokens=torch.from_numpy(tokens),
+            inputs=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             sample_indices=torch.arange(first, first + micro_batch_size, dtype=torch.int64),
         )
 
 
-def validation_steps(corpus: Corpus, global_batch: int, at_most: int) -> int:
-    """Global batches until every sample of the corpus was seen once, or ``at_most``; at least 1."""
-    return min(at_most, -(-corpus.num_samples // global_batch))
+def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
+    """Global batches until every sample was seen once, or ``at_most``; at least 1."""
+    return min(at_most, -(-num_samples // global_batch))
 
 
 def unigram_entropy(corpus: Corpus) -> Entropy:

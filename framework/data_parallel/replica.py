@@ -11,7 +11,7 @@ buckets                             r r r -> wait     g g g ->  wait just before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 
 from torch import Tensor, nn
@@ -78,11 +78,30 @@ class StageReplica:
                 self._untouched.add(place.member.parameter)
         self._last_backward = False
 
-    def begin_last_backward(self) -> None:
-        """The next backward of this stage is the step's last: reduce each bucket as soon as it is complete."""
-        self._missing = [len(bucket.places) for bucket in self.buckets]
+    def begin_last_backward(self, awaited: Set[Tensor] | None = None) -> None:
+        """The next backward of this stage is the step's last: reduce each bucket as soon as it is complete.
+
+        ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
+        """
+        self._missing = [
+            sum(awaited is None or place.member.parameter in awaited for place in bucket.places)
+            for bucket in self.buckets
+        ]
         self._next_to_reduce = 0
         self._last_backward = True
+        if awaited is not None:
+            self._zero_untouched(
+                {place.member.parameter for bucket in self.buckets for place in bucket.places} - awaited
+            )
+            self._post_ready()
+
+    def _zero_untouched(self, parameters: Set[Tensor]) -> None:
+        """Those of them that have had no gradient in this step have one of zero."""
+        for bucket in self.buckets:
+            for place in bucket.places:
+                if place.member.parameter in self._untouched & parameters:
+                    bucket.gradient_view(place).zero_()
+        self._untouched -= parameters
 
     def finish_reduce(self) -> None:
         """Block until every shard holds the gradient of the whole global batch.
@@ -91,11 +110,7 @@ class StageReplica:
         Then the sums that other axes owe: over tp for parameters that saw only a part of the tokens or heads, over the
         stages for tied weights. Both on the shard alone, so they cost 1/dp of the bucket with ZeRO-1.
         """
-        for bucket in self.buckets:
-            for place in bucket.places:
-                if place.member.parameter in self._untouched:
-                    bucket.gradient_view(place).zero_()
-        self._untouched.clear()
+        self._zero_untouched(set(self._untouched))
         self._missing = [0] * len(self.buckets)
         if not self._last_backward:
             self._next_to_reduce = 0

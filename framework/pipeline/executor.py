@@ -3,38 +3,51 @@
     item of the row                     roughly
     F stage m                           values[F, stage, m]      = stage.forward(values[F, stage-1, m])
     B stage m                           values[B, stage, m]      = stage.backward(values[B, stage+1, m])
+    I stage m                           values[B, stage, m]      = stage.backward_input(values[B, stage+1, m])
+    W stage m                           stage.backward_weight(m)
     SEND_F / RECV_F                     values[F, stage, m] / values[F, stage-1, m]   to / from the neighbour
     SEND_B / RECV_B                     values[B, stage, m] / values[B, stage+1, m]   to / from the neighbour
     REDUCE stage                        reduce(stage): the gradients become those of the global batch
     STEP                                step(): norm, optimizer, weights on their way back
 
-Communications written as one group are posted together. Receives are waited for, since the next action needs them. A
-send is waited for when as many later ones as there are pipeline ranks are out, or at the end of the step: what it
-reads stays alive until then. The checker has seen that the order is free of deadlock even if each send waited at once.
+Communications written as one group are posted together. A RECV posts; who uses the value waits for it. A send is
+waited for when twice as many later ones as there are pipeline ranks are out, or at the end of the step: what it reads
+stays alive until then. The checker has seen that the order is free of deadlock even if each communication waited at
+once.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from framework.mesh.comm import Group, Handle, Transfer
+from framework.pipeline.clock import Clock, clock_of
 from framework.pipeline.stage import LossPart, Stage
-from framework.schedule.action import SENDS, Action, Item, Kind, Schedule, actions_of
+from framework.schedule.action import COMPUTE, SENDS, Action, Item, Kind, Schedule, actions_of
 from framework.schedule.simulate import Span
 
 
 class Microbatch(NamedTuple):
     """What feeds one micro-batch; the same on every rank of a replica."""
 
-    tokens: Tensor  # (B, S) int64
-    labels: Tensor  # (B, S) int64, IGNORED_LABEL where it does not count
+    inputs: Any  # a tensor, or a tree of tensors, each (B, ...)
+    labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
     sample_indices: Tensor  # (B,) int64, global
+
+
+class Feed(Protocol):
+    """The micro-batches of one step of this replica."""
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read it. Asked by the first stage for the inputs, and by the last for the labels."""
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Its (B,) int64 global indices, without reading it."""
 
 
 class Result(NamedTuple):
@@ -43,46 +56,40 @@ class Result(NamedTuple):
     loss_parts: list[LossPart]
     """Of each micro-batch, on the last stage; empty elsewhere."""
     spans: list[Span]
-    """When each item ran, in seconds from the start of the row."""
+    """When each action ran, in seconds from the start of the row; of a RECV: when somebody waited for it."""
+    data: list[tuple[float, float]]
+    """When samples were read, in the same seconds."""
+    start_s: float
+    """The start of the row on this machine's monotonic clock."""
+    peak_in_flight: int
+    """Most micro-batches of which this rank held something at once, each counted once per stage."""
 
 
-class CpuClock:
-    """Reads the time at which the program is."""
+@dataclass
+class _Recording:
+    """One run of a row: readings of the clock, turned into seconds at its end."""
 
-    def __init__(self) -> None:
-        self._start_s = time.perf_counter()
+    clock: Clock
+    readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    data: list[tuple[Any, Any]] = field(default_factory=list)
+    loss_parts: list[LossPart] = field(default_factory=list)
+    peak_in_flight: int = 0
 
-    def read(self) -> float:
-        """Seconds since the row began."""
-        return time.perf_counter() - self._start_s
-
-    def resolve(self, reading: float) -> float:
-        """A reading, as seconds."""
-        return reading
-
-
-class CudaClock:
-    """Records events on the current stream, read after the row has run: the program is far ahead of the GPU."""
-
-    def __init__(self) -> None:
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._start.record()
-
-    def read(self) -> torch.cuda.Event:
-        """An event at this point of the stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def resolve(self, reading: torch.cuda.Event) -> float:
-        """Seconds from the start of the row to the event; blocks until it has happened."""
-        reading.synchronize()
-        return float(self._start.elapsed_time(reading)) / 1e3
+    def result(self, rank: int) -> Result:
+        """As far as the row has run; blocks until the device has done it."""
+        at = self.clock.resolve
+        return Result(
+            self.loss_parts,
+            [Span(rank, action, at(start), at(end)) for action, start, end in self.readings],
+            [(at(start), at(end)) for start, end in self.data],
+            self.clock.start_s,
+            self.peak_in_flight,
+        )
 
 
 @dataclass
 class Executor:
-    """One rank's executor. ``feed(microbatch)`` gives the inputs; the callbacks are what other axes do."""
+    """One rank's executor. ``feed`` gives the inputs; the callbacks are what other axes do."""
 
     schedule: Schedule
     pp: Group
@@ -90,88 +97,120 @@ class Executor:
     device: torch.device
     on_microbatch: Callable[[Tensor], None] = lambda sample_indices: None
     """Called before each forward with the global indices of its samples (the dropouts' draw)."""
-    begin_last_backward: Callable[[int], None] = lambda stage: None
-    """Called before the last backward of a stage in the step."""
+    begin_last_backward: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
+    """Called before the last B or W of a stage in the step, with the parameters that get gradients in it; None: all."""
     reduce: Callable[[int], None] = lambda stage: None
     step: Callable[[Result], None] = lambda result: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
+    _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle]] = field(default_factory=dict)
     _sends: list[Handle] = field(default_factory=list)
 
-    def run(self, feed: Callable[[int], Microbatch]) -> Result:
+    def __post_init__(self) -> None:
+        self._last_backwards = self.schedule.last_backwards(self.pp.rank)
+        self._compute = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
+        }
+
+    def run(self, feed: Feed) -> Result:
         """One step: every item of my row, in order."""
-        row = self.schedule.rows[self.pp.rank]
-        last_backwards = self.schedule.last_backwards(self.pp.rank)
-        clock = CudaClock() if self.device.type == "cuda" else CpuClock()
-        readings: list[tuple[Item, Any, Any]] = []
-        result = Result([], [])
-        for item in row:
-            start = clock.read()
+        run = _Recording(clock_of(self.device))
+        for item in self.schedule.rows[self.pp.rank]:
+            if isinstance(item, Action) and item.kind in COMPUTE:
+                self._compute[item.kind](item, feed, run)
+                continue
+            start = run.clock.read()
             if not isinstance(item, Action):
                 self._communicate(item)
-            elif item.kind is Kind.F:
-                self._forward(item, feed, result, train=True)
-            elif item.kind is Kind.B:
-                if item in last_backwards:
-                    self.begin_last_backward(_stage(item))
-                self._backward(item)
             elif item.kind is Kind.REDUCE:
                 self.reduce(_stage(item))
             elif item.kind is Kind.STEP:
-                self._finish(clock, readings, result)
-                self.step(result)
+                self.step(run.result(self.pp.rank))
             else:
                 self._communicate((item,))
-            readings.append((item, start, clock.read()))
-        self._finish(clock, readings, result)
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
-        assert not self._values, f"left over: {sorted(self._values)}"
-        return result
+            self._record_sends_and_rest(run, item, start)
+        self._wait_for_sends(0)
+        assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
+        return run.result(self.pp.rank)
 
-    def validate(self, feed: Callable[[int], Microbatch]) -> list[LossPart]:
+    def validate(self, feed: Feed) -> list[LossPart]:
         """Forward only: the same row without what belongs to backward and step."""
-        result = Result([], [])
+        run = _Recording(clock_of(self.device))
         for item in self.schedule.rows[self.pp.rank]:
             kept = tuple(action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F))
             if kept and kept[0].kind is Kind.F:
-                self._forward(kept[0], feed, result, train=False)
+                self._forward(kept[0], feed, run, train=False)
             elif kept:
                 self._communicate(kept)
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
-        return result.loss_parts
+        self._wait_for_sends(0)
+        return run.loss_parts
 
-    def _finish(self, clock: CpuClock | CudaClock, readings: list[tuple[Item, Any, Any]], result: Result) -> None:
-        for item, start, stop in readings:
-            for action in actions_of(item):
-                result.spans.append(Span(self.pp.rank, action, clock.resolve(start), clock.resolve(stop)))
-        readings.clear()
+    # ------------------------------------------------------------------------------------------------- computations
 
-    def _forward(self, action: Action, feed: Callable[[int], Microbatch], result: Result, *, train: bool) -> None:
+    def _forward(self, action: Action, feed: Feed, run: _Recording, *, train: bool = True) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
-        batch = feed(microbatch)
-        self.on_microbatch(batch.sample_indices)
-        inputs = [batch.tokens] if stage.is_first else self._values.pop((Kind.F, index - 1, microbatch))
-        found = stage.forward(microbatch, inputs, batch.labels if stage.is_last else None, train=train)
+        samples = None
+        if stage.is_first or stage.is_last:
+            start = run.clock.read()
+            samples = feed.microbatch(microbatch)
+            run.data.append((start, run.clock.read()))
+        inputs = samples.inputs if stage.is_first and samples else self._take(Kind.F, index - 1, microbatch, run)
+        start = run.clock.read()
+        self.on_microbatch(feed.sample_indices(microbatch) if samples is None else samples.sample_indices)
+        found = stage.forward(microbatch, inputs, samples.labels if stage.is_last and samples else None, train=train)
         if isinstance(found, LossPart):
-            result.loss_parts.append(found)
+            run.loss_parts.append(found)
         else:
             self._values[Kind.F, index, microbatch] = found
+        run.readings.append((action, start, run.clock.read()))
+        run.peak_in_flight = max(run.peak_in_flight, sum(stage.num_in_flight for stage in self.stages.values()))
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, feed: Feed, run: _Recording) -> None:
+        self._back(action, run, self.stages[_stage(action)].backward)
+
+    def _backward_input(self, action: Action, feed: Feed, run: _Recording) -> None:
+        self._back(action, run, self.stages[_stage(action)].backward_input)
+
+    def _back(self, action: Action, run: _Recording, backward: Callable[..., list[Tensor]]) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
-        gradients = None if stage.is_last else self._values.pop((Kind.B, index + 1, microbatch))
-        found = stage.backward(microbatch, gradients)
+        gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
+        start = run.clock.read()
+        if action in self._last_backwards:
+            self.begin_last_backward(index, None)
+        found = backward(microbatch, gradients)
         if not stage.is_first:
             self._values[Kind.B, index, microbatch] = found
+        run.readings.append((action, start, run.clock.read()))
+
+    def _backward_weight(self, action: Action, feed: Feed, run: _Recording) -> None:
+        index, microbatch = _stage(action), _microbatch(action)
+        stage = self.stages[index]
+        start = run.clock.read()
+        if action in self._last_backwards:
+            self.begin_last_backward(index, stage.awaited(microbatch))
+        stage.backward_weight(microbatch)
+        run.readings.append((action, start, run.clock.read()))
+
+    # ------------------------------------------------------------------------------------------------ communication
+
+    def _take(self, kind: Kind, index: int, microbatch: int, run: _Recording) -> list[Tensor]:
+        """What a stage has made; waits until it is here."""
+        key = (kind, index, microbatch)
+        if key in self._arriving:
+            receive, handle = self._arriving.pop(key)
+            start = run.clock.read()
+            handle.wait()
+            run.readings.append((receive, start, run.clock.read()))
+        return self._values.pop(key)
 
     def _communicate(self, actions: Sequence[Action]) -> None:
-        """Post these together; block until the received ones are here."""
+        """Post these together. Blocks only for sends of long ago."""
         transfers: list[Transfer] = []
+        received: list[tuple[Action, tuple[Kind, int, int]]] = []
         for action in actions:
             index, microbatch = _stage(action), _microbatch(action)
             stage = self.stages[index]
@@ -182,18 +221,31 @@ class Executor:
             elif action.kind is Kind.RECV_F:
                 assert stage.input_spec is not None
                 tensors = stage.input_spec.empty_leaves(self.device)
-                self._values[Kind.F, index - 1, microbatch] = tensors
+                received.append((action, (Kind.F, index - 1, microbatch)))
+                self._values[received[-1][1]] = tensors
             else:
                 assert stage.output_spec is not None
                 tensors = stage.output_spec.empty_gradients(self.device)
-                self._values[Kind.B, index + 1, microbatch] = tensors
+                received.append((action, (Kind.B, index + 1, microbatch)))
+                self._values[received[-1][1]] = tensors
             peer = self.schedule.peer(action)
             transfers += [Transfer(tensor, peer, action.kind in SENDS) for tensor in tensors]
-        posted, received = self.pp.exchange(transfers, " + ".join(map(str, actions)))
-        received.wait()
+        posted, arriving = self.pp.exchange(transfers, " + ".join(map(str, actions)))
+        self._arriving |= {key: (action, arriving) for action, key in received}
         self._sends = [send for send in self._sends if not send.done()] + [posted]
-        while len(self._sends) > self.pp.size:  # gloo calls a send done only when somebody has waited for it
+        self._wait_for_sends(2 * self.pp.size)  # gloo calls a send done only when somebody has waited for it
+
+    def _wait_for_sends(self, at_most: int) -> None:
+        """Wait for the oldest sends until so many are left."""
+        while len(self._sends) > at_most:
             self._sends.pop(0).wait()
+
+    def _record_sends_and_rest(self, run: _Recording, item: Item, start: Any) -> None:
+        """When something was posted, reduced or stepped; a RECV's span comes when somebody waits for it."""
+        end = run.clock.read()
+        for action in actions_of(item):
+            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
+                run.readings.append((action, start, end))
 
 
 def _stage(action: Action) -> int:

@@ -1,104 +1,19 @@
-"""A stage: a contiguous piece of the Sequential, what it saved per micro-batch, forward and backward.
-
-Between layers goes a *value*: a tensor, or a tuple, list or dict of tensors, some without gradient. What a stage
-receives and sends is worked out once, on the meta device, as a :class:`ValueSpec`; at run time only numbers travel.
-"""
+"""A stage: a piece of the Sequential, what it saved per micro-batch, forward and backward, whole or in halves."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from framework.errors import ModelError
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the last layer, labels (B, S)) -> loss of each token (B, S), zero where the label is ignored."""
-
-IGNORED_LABEL = -100
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of a value, local to this rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    needs_gradient: bool
-
-
-class ValueSpec(NamedTuple):
-    """The shape of a value between two stages."""
-
-    tree: TreeSpec
-    leaves: tuple[TensorSpec, ...]
-
-    def empty_leaves(self, device: torch.device) -> list[Tensor]:
-        """Buffers to receive the value's tensors into."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves]
-
-    def empty_gradients(self, device: torch.device) -> list[Tensor]:
-        """Buffers to receive the gradients of the tensors that need one."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves if leaf.needs_gradient]
-
-
-def describe_value(value: Any, where: str) -> ValueSpec:
-    """The spec of a value that a layer handed on.
-
-    Raises:
-        ModelError: something in it is not a tensor.
-    """
-    leaves, tree = tree_flatten(value)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ModelError(
-                f"{where} hands on a {type(leaf).__name__}: between layers go tensors, or tuples and dicts of tensors"
-            )
-    return ValueSpec(tree, tuple(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves))
-
-
-def describe_boundaries(
-    layers: nn.Sequential, stages: Sequence[range], tokens_BS: tuple[int, int]
-) -> tuple[list[ValueSpec], ValueSpec]:
-    """What each stage hands to the next one, and what the last layer returns, found by one forward on meta.
-
-    Args:
-        layers: the whole model with its parameters on meta and tensor parallelism applied: shapes are this rank's.
-        tokens_BS: shape of one micro-batch of token ids.
-
-    Raises:
-        ModelError: a layer does not take what the one before it hands on, with both named; the last gives no logits.
-    """
-    on_meta = copy.deepcopy(layers).to("meta")
-    value: Any = torch.zeros(tokens_BS, dtype=torch.int64, device="meta")
-    last_of_stage = {stage[-1] for stage in stages[:-1]}
-    specs = []
-    previous = "the token ids"
-    for index, (name, layer) in enumerate(on_meta.named_children()):
-        try:
-            value = layer(value)
-        except Exception as error:
-            taken = " ".join(str(tuple(leaf.shape)) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
-            raise ModelError(
-                f"layer {name} ({type(layer).__name__}) cannot take what {previous} hands on, shape {taken} for a "
-                f"micro-batch of (B, S) = {tokens_BS}: {type(error).__name__}: {error}"
-            ) from error
-        previous = f"layer {name}"
-        if index in last_of_stage:
-            specs.append(describe_value(value, previous))
-            # as the next stage will have it: a leaf, which autograd does not let a layer overwrite
-            value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
-    last = describe_value(value, previous)
-    if not isinstance(value, Tensor) or value.dim() != 3 or tuple(value.shape[:2]) != tokens_BS:
-        found = ", ".join(str(leaf.shape) for leaf in last.leaves)
-        raise ModelError(
-            f"{previous} is the last and returns {type(value).__name__} {found} for token ids of shape (B, S) = "
-            f"{tokens_BS}: it must return logits of shape (B, S, V), one row for each token"
-        )
-    return specs, last
+from framework.pipeline.recompute import Context, recomputed
+from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
+from framework.pipeline.values import IGNORED_LABEL, Loss, ValueSpec
 
 
 class LossPart(NamedTuple):
@@ -106,6 +21,13 @@ class LossPart(NamedTuple):
 
     loss_sum: Tensor  # () in the logits' accumulation dtype
     num_tokens: Tensor  # () int64, labels that count
+
+
+class _Saved(NamedTuple):
+    """Of a micro-batch between F and its backward: the leaves that came in, and what backward starts from."""
+
+    inputs: list[Tensor]
+    roots: list[Tensor]
 
 
 class Stage:
@@ -122,24 +44,30 @@ class Stage:
         loss: Loss,
         loss_scale: float,
         before_layer: Callable[[str], None] = lambda name: None,
+        recompute: Mapping[str, Context] | None = None,
+        splits_backward: bool = False,
     ) -> None:
         self.index = index
         self.num_stages = num_stages
         self.layers = layers
         self.input_spec = input_spec
-        """None: this is the first stage, fed with token ids."""
+        """None: this is the first stage, fed with the samples."""
         self.output_spec = output_spec
         """None: this is the last stage, which ends in the loss."""
         self.loss = loss
         self.loss_scale = loss_scale
-        """Gradients are those of ``loss_sum * loss_scale``: 1 / (tokens of the global batch), known from the config."""
+        """Gradients are those of ``loss_sum * loss_scale``: 1 / (labels of the global batch), known from the config."""
         self.before_layer = before_layer
+        self.recompute = dict(recompute or {})
+        """Layers that are computed again in backward, each with what has to be as it was."""
+        self.split = SplitBackward() if splits_backward else None
         self._seen_all = False
-        self._saved: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._saved: dict[int, _Saved] = {}
+        self._notes: dict[int, list[Note]] = {}
 
     @property
     def is_first(self) -> bool:
-        """True when this stage takes the token ids."""
+        """True when this stage takes the samples."""
         return self.input_spec is None
 
     @property
@@ -147,59 +75,55 @@ class Stage:
         """True when this stage computes the loss."""
         return self.output_spec is None
 
-    def forward(
-        self, microbatch: int, inputs: list[Tensor], labels: Tensor | None, *, train: bool
-    ) -> list[Tensor] | LossPart:
-        """Run the layers on the leaves of the input value; keep what backward needs when training.
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches of which something is held: from F to B, or to W."""
+        return len(self._saved) + len(self._notes)
+
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Around a forward whose backward comes in halves; entered again by what is recomputed."""
+        with self.split if self.split is not None else nullcontext():
+            yield
+
+    def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
+        """Run the layers; keep what backward needs when training.
+
+        Args:
+            inputs: on the first stage the samples, a value; on others the leaves that the stage before has sent.
+            labels: on the last stage.
 
         Returns the leaves of the output value, detached, or the last stage's part of the loss.
         """
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
-        with torch.set_grad_enabled(train):
-            if self.input_spec is None:
-                value: Any = inputs[0]
-            else:
-                leaves = zip(inputs, self.input_spec.leaves, strict=True)
-                inputs = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in leaves]
-                value = tree_unflatten(inputs, self.input_spec.tree)
+        leaves: list[Tensor] = []
+        with torch.set_grad_enabled(train), self.splitting():
+            value = inputs
+            if self.input_spec is not None:
+                pairs = zip(inputs, self.input_spec.leaves, strict=True)
+                leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
+                value = tree_unflatten(leaves, self.input_spec.tree)
             for name, layer in self.layers.named_children():
                 self.before_layer(name)
-                value = self._watched(name, layer, value) if train and not self._seen_all else layer(value)
+                value = self._run(name, layer, value, train)
             self._seen_all = self._seen_all or train
             if self.output_spec is not None:
                 outputs, _ = tree_flatten(value)
                 if train:
-                    self._saved[microbatch] = (inputs, outputs)
+                    specs = zip(outputs, self.output_spec.leaves, strict=True)
+                    self._saved[microbatch] = _Saved(leaves, [out for out, spec in specs if spec.needs_gradient])
                 return [output.detach().contiguous() for output in outputs]
             assert labels is not None
             loss_sum = self.loss(value, labels).sum()
             if train:
-                self._saved[microbatch] = (inputs, [loss_sum * self.loss_scale])
+                self._saved[microbatch] = _Saved(leaves, [loss_sum * self.loss_scale])
             return LossPart(loss_sum.detach(), (labels != IGNORED_LABEL).sum())
 
-    def _watched(self, name: str, layer: nn.Module, value: Any) -> Any:
-        """Run a layer for the first time, and see that it keeps nothing and draws nothing by itself.
-
-        Raises:
-            ModelError: it changes a buffer (a running mean), or draws from torch's generator (``F.dropout``): what it
-                gives would depend on the layout, and on whether the run was resumed.
-        """
-        buffers = {key: buffer._version for key, buffer in layer.named_buffers()}
-        drawn = torch.default_generator.get_state()
-        value = layer(value)
-        changed = [key for key, buffer in layer.named_buffers() if buffer._version != buffers.get(key)]
-        if changed:
-            raise ModelError(
-                f"layer {name} changes its buffer {changed[0]} in forward: that would depend on the order of "
-                f"micro-batches and on the replica, and is not in checkpoints. Use a layer without running state "
-                f"(LayerNorm, RMSNorm, GroupNorm), or BatchNorm with track_running_stats=False"
-            )
-        if not torch.equal(drawn, torch.default_generator.get_state()):
-            raise ModelError(
-                f"layer {name} draws from torch's random generator in forward: the draw would differ between layouts "
-                f"and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is drawn by name"
-            )
-        return value
+    def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
+        run: Callable[[Any], Any] = _Watched(name, layer) if train and not self._seen_all else layer
+        if name in self.recompute:
+            return recomputed(run, self.recompute[name], value)
+        return run(value)
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Backward of one micro-batch; weight gradients accumulate where they lie.
@@ -209,12 +133,9 @@ class Stage:
 
         Returns the gradients of the input leaves that need one (nothing on the first stage).
         """
-        inputs, outputs = self._saved.pop(microbatch)
-        if self.output_spec is None:
-            roots = outputs
-        else:
-            roots = [out for out, spec in zip(outputs, self.output_spec.leaves, strict=True) if spec.needs_gradient]
-        torch.autograd.backward(roots, gradients)
+        inputs, roots = self._saved.pop(microbatch)
+        if roots:
+            torch.autograd.backward(roots, gradients)
         if self.input_spec is None:
             return []
         found = []
@@ -223,7 +144,51 @@ class Stage:
                 found.append(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
         return [gradient.contiguous() for gradient in found]
 
-    @property
-    def num_in_flight(self) -> int:
-        """Micro-batches whose activations are held."""
-        return len(self._saved)
+    def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
+        """I: :meth:`backward` without the weight gradients of linears and embeddings, which are noted."""
+        assert self.split is not None, f"stage {self.index} was built for whole backwards"
+        with self.split.putting_off() as notes:
+            found = self.backward(microbatch, gradients)
+        self._notes[microbatch] = notes
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the weight gradients that I has noted."""
+        complete(self._notes.pop(microbatch))
+
+    def awaited(self, microbatch: int) -> set[Tensor]:
+        """The parameters whose gradients W of this micro-batch will add to."""
+        return parameters_of(self._notes[microbatch])
+
+
+class _Watched:
+    """A layer run for the first time: sees that it keeps nothing and draws nothing by itself."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name = name
+        self.layer = layer
+
+    def __call__(self, value: Any) -> Any:
+        """Run it.
+
+        Raises:
+            ModelError: it changes a buffer (a running mean), or draws from torch's generator (``F.dropout``): what it
+                gives would depend on the layout, and on whether the run was resumed.
+        """
+        buffers = {key: buffer._version for key, buffer in self.layer.named_buffers()}
+        drawn = torch.default_generator.get_state()
+        value = self.layer(value)
+        changed = [key for key, buffer in self.layer.named_buffers() if buffer._version != buffers.get(key)]
+        if changed:
+            raise ModelError(
+                f"layer {self.name} changes its buffer {changed[0]} in forward: that would depend on the order of "
+                f"micro-batches and on the replica, and is not in checkpoints. Use a layer without running state "
+                f"(LayerNorm, RMSNorm, GroupNorm), or BatchNorm with track_running_stats=False"
+            )
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            raise ModelError(
+                f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
+                f"layouts and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is "
+                f"drawn by name"
+            )
+        return value

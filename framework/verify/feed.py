@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
 
 from framework.build import Source
-from framework.pipeline.stage import IGNORED_LABEL
+from framework.pipeline.values import IGNORED_LABEL
 from framework.seeding import derive
 
 
 class VerifyFeed(NamedTuple):
     """Samples by global index; sample i ignores its first ``i * 7 mod (S/2)`` labels, so that samples count unevenly.
 
-    A loss averaged per micro-batch, or divided by the number of micro-batches, then differs from the mean over tokens.
+    A loss averaged per micro-batch, or divided by the number of micro-batches, then differs from the mean over labels.
+    Of samples with one label each every fourth is ignored. Labels that are no integers all count.
     """
 
-    sample: Callable[[int], tuple[Tensor, Tensor]]
+    sample: Callable[[int], tuple[Any, Tensor]]
 
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Any, Tensor, Tensor]:
         """Micro-batch m of a replica, as :class:`framework.data.samples.Feed` numbers them."""
         first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
         indices = list(range(first, first + micro_batch_size))
         rows = [self.sample(index) for index in indices]
         labels = torch.stack([row[1] for row in rows])
         for row, index in enumerate(indices):
-            labels[row, : index * 7 % max(1, labels.shape[1] // 2)] = IGNORED_LABEL
-        return torch.stack([row[0] for row in rows]), labels, torch.tensor(indices)
+            if labels.dtype != torch.int64:
+                continue
+            if labels.dim() > 1:
+                labels[row, : index * 7 % max(1, labels.shape[1] // 2)] = IGNORED_LABEL
+            elif index % 4 == 3:
+                labels[row] = IGNORED_LABEL
+        return default_collate([row[0] for row in rows]), labels, torch.tensor(indices)
 
 
 def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -45,11 +53,11 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
     return sample
 
 
-def corpus_sample(feed: Source, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def own_sample(feed: Source) -> Callable[[int], tuple[Any, Tensor]]:
     """The run's own samples, in its own order."""
 
-    def sample(index: int) -> tuple[Tensor, Tensor]:
-        tokens, labels, _ = feed.microbatch(index, 0, 1, 1, 1, 0)
-        return tokens[0, :sequence_length], labels[0, :sequence_length]
+    def sample(index: int) -> tuple[Any, Tensor]:
+        inputs, labels, _ = feed.microbatch(index, 0, 1, 1, 1, 0)
+        return tree_map(lambda leaf: leaf[0], inputs), labels[0]
 
     return sample

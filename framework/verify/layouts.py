@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 from framework.config import RunConfig
 from framework.errors import ConfigError
 
-WORDS = "dpN, ppN, tpN, mbsN (micro_batch_size), zero0, zero1, sequence, 1f1b, gpipe"
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+WORDS = (
+    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, sequence, selective or full (recompute), "
+    + ", ".join(SCHEDULES)
+)
 
 
 class Layout(NamedTuple):
@@ -22,6 +26,9 @@ class Layout(NamedTuple):
     zero: int = 1
     sequence: bool = False
     micro_batch_size: int = 1
+    interleave: int = 0
+    """Stages of a pipeline rank; 0: what the schedule takes by itself."""
+    recompute: str = "none"
 
     @property
     def size(self) -> int:
@@ -31,6 +38,8 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
         words += ["sequence"] if self.sequence else []
+        words += [f"interleave{self.interleave}"] if self.interleave else []
+        words += [self.recompute] if self.recompute != "none" else []
         return ",".join([*words, f"mbs{self.micro_batch_size}"])
 
 
@@ -38,14 +47,16 @@ def parse_layout(text: str) -> Layout:
     """``dp2,pp2`` -> Layout(dp=2, pp=2). Raises ConfigError with the word that it does not know."""
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
-        found = re.fullmatch(r"(dp|pp|tp|mbs|zero)(\d+)", word)
+        found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave)(\d+)", word)
         if found:
             key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
             value = int(found[2])
             if (value < 1 and key != "zero") or (key == "zero" and value > 1):
                 raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
             layout = Layout(**{**layout._asdict(), key: value})
-        elif word in ("1f1b", "gpipe"):
+        elif word in ("selective", "full"):
+            layout = layout._replace(recompute=word)
+        elif word in SCHEDULES:
             layout = layout._replace(schedule=word)
         elif word == "sequence":
             layout = layout._replace(sequence=True)
@@ -64,7 +75,15 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
         )
     # lists in the TOML sense stay valid only for the pp they were written for
     balance = config.pipeline.balance
-    if isinstance(balance, list) and len(balance) != layout.pp:
+    pipeline = config.pipeline.model_copy(
+        update={
+            "schedule": layout.schedule,
+            "schedule_file": None,
+            "interleave": layout.interleave or None,
+            "recompute": layout.recompute,
+        }
+    )
+    if isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
         balance = "time"
     return config.model_copy(
         update={
@@ -77,7 +96,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
                     "sequence": layout.sequence,
                 }
             ),
-            "pipeline": config.pipeline.model_copy(update={"schedule": layout.schedule, "balance": balance}),
+            "pipeline": pipeline.model_copy(update={"balance": balance}),
             "batch": config.batch.model_copy(
                 update={
                     "micro_batch_size": layout.micro_batch_size,

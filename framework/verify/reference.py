@@ -7,17 +7,18 @@ learning rate of a step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.build import Source
 from framework.config import RunConfig
 from framework.model import PlainModel, build_model
 from framework.optimizer.schedule import learning_rate
-from framework.pipeline.stage import IGNORED_LABEL
+from framework.pipeline.values import IGNORED_LABEL, cast_floats
 
 
 class Findings(NamedTuple):
@@ -34,9 +35,11 @@ class Findings(NamedTuple):
     """After the last step."""
 
 
-def checksum(tokens: Tensor, labels: Tensor) -> int:
-    """A number that changes when any token, label or their order does. Both (S,) int64."""
-    both = torch.cat([tokens, labels])
+def checksum(inputs: Any, labels: Tensor) -> int:
+    """A number that changes when any token, pixel, label or their order does. All of one sample, on CPU."""
+    parts = [leaf.reshape(-1).contiguous() for leaf in (*tree_leaves(inputs), labels)]
+    whole = [p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts]
+    both = torch.cat(whole)
     return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
 
 
@@ -50,6 +53,14 @@ def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
         owner_name, _, attribute = name.rpartition(".")
         model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
     return model.layers
+
+
+def _loss_sum(model: PlainModel, output: Any, labels: Tensor) -> Tensor:
+    """Of the labels that count: the model's own loss, or cross-entropy over the last dim."""
+    if model.loss is not None:
+        return model.loss(output, labels).sum()
+    logits = output if output.dtype == torch.float64 else output.float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtype) -> Findings:
@@ -77,12 +88,11 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
         optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
         for index in range(step * global_batch, (step + 1) * global_batch):
-            tokens, labels, sample_indices = feed.microbatch(index, 0, 1, 1, 1, 0)
-            checksums[index] = checksum(tokens[0], labels[0])
+            inputs, labels, sample_indices = feed.microbatch(index, 0, 1, 1, 1, 0)
+            checksums[index] = checksum(tree_map(lambda leaf: leaf[0], inputs), labels[0])
             model.draw.sample_indices = sample_indices
-            logits = layers(tokens)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            loss = F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED_LABEL, reduction="sum")
+            output = layers(cast_floats(inputs, dtype))
+            loss = _loss_sum(model, output, cast_floats(labels, dtype))
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach().double()
             num_tokens += int((labels != IGNORED_LABEL).sum())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES
 from framework.build import Parts, Source, build, open_feeds
@@ -20,7 +21,7 @@ from framework.parameters import ParameterInfo
 from framework.state import flat_pieces, whole
 from framework.step import take_step
 from framework.verify.compare import BARS, Report, Row, compare, worst
-from framework.verify.feed import VerifyFeed, corpus_sample, random_sample
+from framework.verify.feed import VerifyFeed, own_sample, random_sample
 from framework.verify.layouts import Layout, layout_config
 from framework.verify.reference import Findings, checksum, run_reference
 
@@ -46,10 +47,10 @@ class RankFindings(NamedTuple):
 def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
     """The run's own samples, or random ones."""
     length = config.data.sequence_length
-    if random_tokens:
+    if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
         return VerifyFeed(random_sample(config.run.seed, int(vocab_size), length))
-    return VerifyFeed(corpus_sample(open_feeds(config)[0], length))
+    return VerifyFeed(own_sample(open_feeds(config)[0]))
 
 
 def count_logits(config: RunConfig) -> int:
@@ -70,11 +71,12 @@ class Recorder:
 
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Any, Tensor, Tensor]:
         """As the source gives it."""
-        tokens, labels, indices = self.source.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
-        self.seen.update({int(i): checksum(t, y) for t, y, i in zip(tokens, labels, indices, strict=True)})
-        return tokens, labels, indices
+        inputs, labels, indices = self.source.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
+        for row, index in enumerate(indices.tolist()):
+            self.seen[index] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
+        return inputs, labels, indices
 
 
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
@@ -187,8 +189,9 @@ def verify(
         rows.append(compare(str(layout), runs[0], runs[1], expected, BARS[dtype], rounding))
         on_row(rows[-1])
     parameters = sum(tensor.numel() for tensor in expected.initial.values())
+    of_tokens = "" if config.data.builder is not None else f" of {config.data.sequence_length} tokens"
     return Report(
-        f"{config.model.builder}, {parameters:,} parameters, {dtype}, {steps} steps of {global_batch} samples "
-        f"of {config.data.sequence_length} tokens, against one plain process",
+        f"{config.model.builder}, {parameters:,} parameters, {dtype}, {steps} steps of {global_batch} samples"
+        f"{of_tokens}, against one plain process",
         rows,
     )

@@ -89,7 +89,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         ),
         (
             '[pipeline]\nschedule = "1f1bb"',
-            'run.toml: pipeline.schedule = "1f1bb" is not allowed: "1f1b" or "gpipe"; did you mean "1f1b"?',
+            'run.toml: pipeline.schedule = "1f1bb" is not allowed: "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", '
+            '"zb_h2", "zb_v", "v_half" or "v_min"; did you mean "1f1b"?',
         ),
         (
             '[train]\ndtype = "fp32"',
@@ -192,8 +193,8 @@ def test_a_key_outside_of_the_sections(write: Write) -> None:
 
 def test_a_missing_key(write: Write) -> None:
     assert the_problem(write("[batch]\nchunks = 1\nglobal_batch = 8")) == (
-        "run.toml: data.train is missing: the path of a .bin/.idx pair, without the suffix; or --data.train=... on the "
-        "command line"
+        "run.toml: data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes "
+        'one), or set data.builder = "module:function" for a dataset of your own'
     )
 
 

@@ -118,21 +118,21 @@ def test_the_last_token_may_be_only_a_label(tmp_path: Path) -> None:
 def test_microbatch_matches_the_naive_version(prefix: Path, masked: bool) -> None:
     feed = Feed(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 3))
     got = feed.microbatch(samples_seen=40, dp_rank=1, dp=3, micro_batch_size=2, chunks=4, m=3)
-    assert got.tokens.dtype == got.labels.dtype == got.sample_indices.dtype == torch.int64
-    assert got.tokens.shape == got.labels.shape == (2, LENGTH)
+    assert got.inputs.dtype == got.labels.dtype == got.sample_indices.dtype == torch.int64
+    assert got.inputs.shape == got.labels.shape == (2, LENGTH)
     first = 40 + 1 * 2 * 4 + 3 * 2
     assert got.sample_indices.tolist() == [first, first + 1]
     for row in range(2):
         expected = naive_row(feed.order(first + row) or 0, masked)
-        assert (got.tokens[row].tolist(), got.labels[row].tolist()) == expected
+        assert (got.inputs[row].tolist(), got.labels[row].tolist()) == expected
 
 
 def test_masking_ignores_what_follows_an_end_of_document(prefix: Path) -> None:
     order = OnceInOrder(NUM_SAMPLES)
     plain = Feed(Corpus(prefix, LENGTH), order).microbatch(0, 0, 1, NUM_SAMPLES, 1, 0)
     masked = Feed(Corpus(prefix, LENGTH, eod_id=END, eod_mask_loss=True), order).microbatch(0, 0, 1, NUM_SAMPLES, 1, 0)
-    assert torch.equal(plain.tokens, masked.tokens)
-    after_end = plain.tokens == END
+    assert torch.equal(plain.inputs, masked.inputs)
+    after_end = plain.inputs == END
     assert 0 < after_end.sum() < after_end.numel()
     assert torch.equal(masked.labels == IGNORE, after_end)
     assert torch.equal(masked.labels[~after_end], plain.labels[~after_end])
@@ -174,14 +174,14 @@ def test_validation_counts_each_sample_once(prefix: Path) -> None:
     corpus = Corpus(prefix, LENGTH, VOCAB)
     feed = Feed(corpus, OnceInOrder(corpus.num_samples))
     for dp, chunks, micro_batch_size in [(1, 1, 8), (2, 2, 2), (4, 2, 1)]:
-        steps = validation_steps(corpus, global_batch=8, at_most=100)
+        steps = validation_steps(corpus.num_samples, global_batch=8, at_most=100)
         assert steps == 3
         rows = [row for step in range(steps) for row in rows_of(step_of(feed, 8 * step, dp, chunks, micro_batch_size))]
         assert [index for index, _, _ in rows] == list(range(24))
         assert [row[1:] for row in rows[:NUM_SAMPLES]] == [naive_row(number, False) for number in range(NUM_SAMPLES)]
         assert rows[NUM_SAMPLES][1:] == ([0] * LENGTH, [IGNORE] * LENGTH)
-    assert validation_steps(corpus, global_batch=8, at_most=2) == 2
-    assert validation_steps(corpus, global_batch=100, at_most=2) == 1
+    assert validation_steps(corpus.num_samples, global_batch=8, at_most=2) == 2
+    assert validation_steps(corpus.num_samples, global_batch=100, at_most=2) == 1
 
 
 def test_too_short_for_one_sample(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_token_id_beyond_the_vocabulary_that_the_fingerprint_hides(tmp_path: Pat
     prefix = write(tmp_path / "train", [[1] * 7 + [60] + [1] * 12])
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=1)
     feed = Feed(Corpus(prefix, LENGTH, vocab_size=60), OnceInOrder(3))
-    assert feed.microbatch(0, 0, 1, 1, 1, 0).tokens.tolist() == [[1] * LENGTH]
+    assert feed.microbatch(0, 0, 1, 1, 1, 0).inputs.tolist() == [[1] * LENGTH]
     with pytest.raises(DataError, match=r"train holds token id 60 in sample 1 \(tokens from 5 on\).*has 60"):
         feed.microbatch(1, 0, 1, 1, 1, 0)
 

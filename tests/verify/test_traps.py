@@ -28,7 +28,8 @@ from framework.model import PlainModel
 from framework.optimizer.adamw import FlatAdamW, Shard
 from framework.parameters import ParameterInfo
 from framework.pipeline.executor import Executor
-from framework.pipeline.stage import IGNORED_LABEL, LossPart, Stage
+from framework.pipeline.stage import LossPart, Stage
+from framework.pipeline.values import IGNORED_LABEL
 from framework.schedule.action import Action
 from framework.seeding import SeededDropout, seeded
 from framework.verify import compare, layout_config, parse_layout
@@ -174,10 +175,10 @@ def only_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
     """What the earlier micro-batches accumulated is gone when the reduction begins."""
     begin = StageReplica.begin_last_backward
 
-    def forgetful(replica: StageReplica) -> None:
+    def forgetful(replica: StageReplica, awaited: set[Tensor] | None = None) -> None:
         for bucket in replica.buckets:
             bucket.flat_gradient.zero_()
-        begin(replica)
+        begin(replica, awaited)
 
     patch.setattr(StageReplica, "begin_last_backward", forgetful)
 
@@ -190,10 +191,10 @@ def reduced_per_microbatch(patch: pytest.MonkeyPatch) -> None:
         reduce(bucket)
         bucket.wait()
 
-    def taken_for_the_last(executor: Executor, action: Action) -> None:
+    def taken_for_the_last(executor: Executor, action: Action, *more: Any) -> None:
         assert action.stage is not None
-        executor.begin_last_backward(action.stage)
-        backward(executor, action)
+        executor.begin_last_backward(action.stage, None)
+        backward(executor, action, *more)
 
     patch.setattr(Executor, "_backward", taken_for_the_last)
     patch.setattr(Bucket, "reduce", reduce_now)
@@ -297,6 +298,24 @@ def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(framework.step, "feed_of", lambda parts, feed, seen: feed_of(parts, First(feed), seen))
 
 
+def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
+    """The second forward draws dropout for the micro-batch that went forward last."""
+    patch.setattr(Again, "__call__", lambda again: contextlib.nullcontext())
+
+
+def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """W of the first micro-batch does nothing."""
+    weigh = Stage.backward_weight
+
+    def forgetful(stage: Stage, microbatch: int) -> None:
+        if microbatch:
+            weigh(stage, microbatch)
+        else:
+            stage._notes.pop(microbatch)
+
+    patch.setattr(Stage, "backward_weight", forgetful)
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
 
 LOSS, GRADIENTS, NORM = "loss of step 1", "gradients of step 1", "gradient norm of step 1"
@@ -391,6 +410,9 @@ TRAPS = [
     ),
     Trap(data_from_the_next_sample, "dp2", (f"{TOKENS}, first in step 1", LOSS), (INITIAL,)),
     Trap(cursor_moves_too_far, "pp2", (f"{TOKENS}, first in step 2",), (INITIAL, LOSS, GRADIENTS)),
+    Trap(recomputed_with_the_masks_of_now, "pp2,gpipe,full", (GRADIENTS, NORM), (LOSS, INITIAL, TOKENS)),
+    Trap(recomputed_with_the_masks_of_now, "pp2,zb_h1,full", (GRADIENTS, NORM), (LOSS, INITIAL, TOKENS)),
+    Trap(weight_gradients_forgotten, "pp2,zb_h1", (GRADIENTS, NORM), (LOSS, INITIAL, TOKENS)),
     Trap(replicas_see_the_same_samples, "dp2,pp2", (f"{TOKENS}, first in step 1", LOSS), (INITIAL,)),
 ]
 

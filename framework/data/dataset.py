@@ -1,0 +1,115 @@
+"""A user's own samples: any map-style dataset of (inputs, labels), named in the configuration by its builder.
+
+    data.builder = "my_package.images:build"        build(split, **data.options) -> dataset, or None
+    dataset[i] -> (inputs, labels)                   inputs: a tensor, or a tuple or dict of tensors, of one sample
+                                                     labels: a tensor, or a number; -100 does not count
+
+``split`` is "train" or "validation"; a dataset that has no validation returns None for it. The same index must give
+the same sample in every process: that is all that layouts, resuming and verify need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import default_collate
+
+from framework.config import RunConfig
+from framework.data.samples import IGNORE, Microbatch
+from framework.errors import DataError
+from framework.imports import find_function, place
+
+
+class Samples(NamedTuple):
+    """A dataset, checked."""
+
+    name: str
+    dataset: Any
+    num_samples: int
+
+    def sample(self, number: int) -> tuple[Any, Tensor]:
+        """(inputs, labels) of one sample, as tensors.
+
+        Raises:
+            DataError: the dataset fails, or gives something else than a pair of tensors.
+        """
+        try:
+            found = self.dataset[number]
+        except Exception as error:
+            raise DataError(
+                f"{self.name}: sample {number} of {self.num_samples:,} failed{place(error)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise DataError(
+                f"{self.name}: sample {number} is a {type(found).__name__}: return (inputs, labels), inputs a tensor "
+                f"or a tuple or dict of tensors, labels a tensor or a number"
+            )
+        inputs, labels = (tree_map(torch.as_tensor, part) for part in found)
+        if not isinstance(labels, Tensor) or not tree_leaves(inputs):
+            raise DataError(f"{self.name}: the labels of sample {number} are a {type(found[1]).__name__}, no tensor")
+        return inputs, labels
+
+
+class DatasetFeed(NamedTuple):
+    """A dataset and the order in which a run goes through it; see :class:`framework.data.samples.Feed`."""
+
+    samples: Samples
+    order: Callable[[int], int | None]
+
+    @property
+    def num_samples(self) -> int:
+        """Of the dataset."""
+        return self.samples.num_samples
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> Microbatch:
+        """Micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``.
+
+        Past the end of what is read once, sample 0 stands there with labels that do not count.
+        """
+        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
+        indices = range(first, first + micro_batch_size)
+        rows = [self._row(index) for index in indices]
+        try:
+            inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
+        except RuntimeError as error:
+            raise DataError(
+                f"{self.samples.name}: samples of one micro-batch differ in shape ({error}): pad them, so that stages "
+                f"know what they hand on"
+            ) from error
+        return Microbatch(inputs, labels, torch.tensor(list(indices), dtype=torch.int64))
+
+    def _row(self, index: int) -> tuple[Any, Tensor]:
+        number = self.order(index)
+        inputs, labels = self.samples.sample(number or 0)
+        return inputs, labels if number is not None else torch.full_like(labels, IGNORE)
+
+
+def open_dataset(config: RunConfig, split: str) -> Samples | None:
+    """The dataset of a split; None where its builder has none.
+
+    Raises:
+        DataError: the builder cannot be found, fails, or returns nothing that has a length and samples.
+    """
+    path = config.data.builder
+    assert path is not None
+    builder = find_function(path, "data.builder", "a function of (split, **data.options)", DataError)
+    try:
+        dataset = builder(split, **config.data.options)
+        if dataset is None and split != "train":
+            return None
+        num_samples = len(dataset)
+    except Exception as error:
+        raise DataError(
+            f"data.builder {path}({split!r}) with data.options {config.data.options} failed{place(error)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if num_samples < 1 or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"data.builder {path}({split!r}) returned a {type(dataset).__name__} of {num_samples} samples")
+    return Samples(f"{path}({split!r})", dataset, num_samples)

@@ -1,0 +1,32 @@
+"""The shapes of a micro-batch, known from the configuration before anything is read: on meta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from framework.config import RunConfig
+from framework.data.dataset import open_dataset
+
+
+def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
+    """(inputs, labels) of one micro-batch on meta. A user's own dataset is opened and asked for its first sample.
+
+    Raises:
+        DataError: that dataset cannot be opened, or is not of pairs of tensors.
+    """
+    if config.data.builder is not None:
+        dataset = open_dataset(config, "train")
+        assert dataset is not None
+        inputs, labels = dataset.sample(0)
+        return tree_map(lambda leaf: _batched(leaf, micro_batch_size), inputs), _batched(labels, micro_batch_size)
+    shape = (micro_batch_size, config.data.sequence_length)
+    tokens, labels = (torch.zeros(shape, dtype=torch.int64, device="meta") for _ in range(2))
+    return tokens, labels
+
+
+def _batched(leaf: Tensor, micro_batch_size: int) -> Tensor:
+    return torch.empty((micro_batch_size, *leaf.shape), dtype=leaf.dtype, device="meta")

@@ -1,0 +1,50 @@
+"""Activations that are not kept but computed again in backward: whole layers, or the parts that a model names.
+
+    none        keep everything
+    selective   the submodules that the model names in ``selective_recompute`` (attention's core: cheap to compute,
+                dear to keep; Korthikanti et al. 2022, section 5)
+    full        keep the input of each layer only
+
+The second forward must be the first one again. Dropout here is a function of the sample and not of the moment, so what
+has to be brought back is which samples were going through (and the split backward's mode, which notes weight
+gradients): ``context`` says it for a forward that is about to run, and is entered again around the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Context = Callable[[], AbstractContextManager[object]]
+"""Called as a forward begins; what it returns is entered around the second forward."""
+
+
+def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
+    """``function(...)``, of which only the arguments are kept when gradients are wanted."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # nothing here draws from torch's generators
+        context_fn=lambda: (nullcontext(), context()),
+        **kwargs,
+    )
+
+
+def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:
+    """Have each submodule whose full name fits a pattern recomputed, in place; the names found."""
+    found = []
+    for name, module in layer.named_modules(prefix=layer_name):
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            module.forward = partial(recomputed, module.forward, context)
+            found.append(name)
+    return found

@@ -1,0 +1,171 @@
+"""The backward in two halves: input gradients at once, weight gradients when the schedule has time for them.
+
+    forward     y = x W^T                               under :class:`SplitBackward`, a torch function mode
+    I           gx = gy W        notes (W: gy^T x)      one pass of autograd over the stage, without weight products
+    W           W.grad += gy^T x                        the notes, in the order in which they were made
+
+Whoever calls ``F.linear`` or ``F.embedding`` with a parameter as its weight takes part: nn.Linear and nn.Embedding,
+their tensor-parallel versions, a user's module. Every other parameter (a norm's, a convolution's, one that is
+multiplied by hand) has its gradient computed with the input gradients, in I, and nothing is left for W: later than
+need be is impossible, earlier is only less of a gain. Between I and W a note holds x and gy.
+
+Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+
+class Note(NamedTuple):
+    """A weight gradient that is not computed yet."""
+
+    parameter: Tensor
+    gradient: Callable[[], Tensor]
+
+
+class SplitBackward(TorchFunctionMode):
+    """Enter it around a stage's forward. In backward, weight gradients are put off while ``putting_off`` is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notes: list[Note] | None = None
+
+    @contextmanager
+    def putting_off(self) -> Iterator[list[Note]]:
+        """Within: backward notes the weight gradients of linears and embeddings instead of computing them."""
+        assert self._notes is None, "one backward at a time"
+        self._notes = []
+        try:
+            yield self._notes
+        finally:
+            self._notes = None
+
+    def later(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+        """The gradient now, or a note and None."""
+        if self._notes is None:
+            return gradient()
+        self._notes.append(Note(parameter, gradient))
+        return None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            if func is F.linear:
+                return self._linear(*args, **kwargs)
+            if func is F.embedding:
+                return self._embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _is_trained(weight):
+            return F.linear(input, weight, bias)
+        if bias is not None and not _is_trained(bias):
+            return _Linear.apply(input, weight, None, self) + bias  # type: ignore[no-untyped-call,no-any-return]
+        return _Linear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _embedding(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if max_norm is not None or sparse or not _is_trained(weight):
+            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, self)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """A parameter itself: of a tensor computed from one, autograd must be told the gradient in I."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def complete(notes: list[Note]) -> None:
+    """Compute the noted gradients and have autograd add each to its parameter, hooks and all. Empties the list.
+
+    A parameter that was used several times gets the sum, once: whoever counts finished parameters counts right.
+    """
+    last = {note.parameter: position for position, note in enumerate(notes)}
+    sums: dict[Tensor, Tensor] = {}
+    for position in range(len(notes)):
+        parameter, gradient = notes[position]
+        notes[position] = Note(parameter, gradient_is_gone)  # frees x and gy
+        found = gradient()
+        earlier = sums.pop(parameter, None)
+        total = found if earlier is None else earlier.add_(found)
+        if last[parameter] == position:
+            torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
+        else:
+            sums[parameter] = total
+        del gradient, found, total
+    notes.clear()
+
+
+def gradient_is_gone() -> Tensor:
+    """Stands in for a gradient that has been computed."""
+    raise AssertionError("a weight gradient is computed once")
+
+
+def parameters_of(notes: Sequence[Note]) -> set[Tensor]:
+    """Whose gradients are still to come."""
+    return {note.parameter for note in notes}
+
+
+class _Linear(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O) or None -> (..., O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.mode = weight, bias, mode
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gx = gy.matmul(ctx.weight.detach()) if ctx.needs_input_grad[0] else None
+        gw = ctx.mode.later(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
+        gb = None
+        if ctx.bias is not None:
+            gb = ctx.mode.later(ctx.bias, lambda: gy.reshape(-1, gy.shape[-1]).sum(0))
+        return gx, gw, gb, None
+
+
+class _Embedding(torch.autograd.Function):
+    """ids (...), weight (V, D) -> (..., D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool, mode: SplitBackward
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx, ctx.by_frequency, ctx.mode = weight, padding_idx, by_frequency, mode
+        return F.embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        rows, padding = ctx.weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx
+
+        def gradient() -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(gy, ids, rows, padding, ctx.by_frequency)  # type: ignore[no-any-return]
+
+        return None, ctx.mode.later(ctx.weight, gradient), None, None, None

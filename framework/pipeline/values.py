@@ -1,0 +1,169 @@
+"""What goes between layers: a *value*, a tensor or a tuple, list or dict of tensors, some without gradient.
+
+What a stage receives and sends is worked out once, on the meta device, as a :class:`ValueSpec`; at run time only
+numbers travel. All tensors of a value go on to the next stage; of those that need a gradient, gradients come back. A
+layer hands on what later ones want by handing it on unchanged: so a value skips layers, and stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+
+from framework.errors import ModelError
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the last layer, labels) -> loss of each label, of the labels' shape; zero where the label is ignored."""
+
+IGNORED_LABEL = -100
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a value, local to this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+
+class ValueSpec(NamedTuple):
+    """The shape of a value between two stages."""
+
+    tree: TreeSpec
+    leaves: tuple[TensorSpec, ...]
+
+    def empty_leaves(self, device: torch.device) -> list[Tensor]:
+        """Buffers to receive the value's tensors into."""
+        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves]
+
+    def empty_gradients(self, device: torch.device) -> list[Tensor]:
+        """Buffers to receive the gradients of the tensors that need one."""
+        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves if leaf.needs_gradient]
+
+
+class Example(NamedTuple):
+    """A micro-batch without numbers: what the first layer takes and what the loss is held against, on meta."""
+
+    inputs: Any
+    """A tensor, or a tuple or dict of tensors; B, the samples, is the first dim of each."""
+    labels: Tensor
+
+    @property
+    def labels_per_sample(self) -> int:
+        """Of which the loss is the mean, when none is ignored."""
+        return self.labels[0].numel()
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Integers that go in; for inputs without any (images), the labels."""
+        counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if not leaf.is_floating_point()]
+        return sum(counts) or self.labels_per_sample
+
+    def cast(self, dtype: torch.dtype) -> Example:
+        """With floating-point numbers in the training dtype: images come in the precision of the weights."""
+        return Example(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its floating-point tensors in ``dtype``."""
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
+
+
+def shapes_of(value: Any) -> str:
+    """The shapes of a value's tensors, for a message: "(2, 6, 8)"."""
+    return " ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def describe_value(value: Any, where: str) -> ValueSpec:
+    """The spec of a value that a layer handed on.
+
+    Raises:
+        ModelError: something in it is not a tensor.
+    """
+    leaves, tree = tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ModelError(
+                f"{where} hands on a {type(leaf).__name__}: between layers go tensors, or tuples and dicts of tensors"
+            )
+    return ValueSpec(tree, tuple(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves))
+
+
+def describe_boundaries(
+    layers: nn.Sequential, stages: Sequence[range], inputs: Any
+) -> tuple[list[ValueSpec], ValueSpec]:
+    """What each stage hands to the next one, and what the last layer returns, found by one forward on meta.
+
+    Args:
+        layers: the whole model with its parameters on meta and tensor parallelism applied: shapes are this rank's.
+        inputs: of one micro-batch, on meta.
+
+    Raises:
+        ModelError: a layer does not take what the one before it hands on, with both named; it decides by numbers that
+            are not there yet, or overwrites what it was handed.
+    """
+    on_meta = copy.deepcopy(layers).to("meta")
+    value = inputs
+    last_of_stage = {stage[-1] for stage in stages[:-1]}
+    specs = []
+    previous = "the input"
+    received = tree_leaves(value)
+    for index, (name, layer) in enumerate(on_meta.named_children()):
+        where = f"layer {name} ({type(layer).__name__})"
+        versions = [leaf._version for leaf in received]
+        shapes = shapes_of(value)
+        try:
+            value = layer(value)
+        except Exception as error:
+            raise ModelError(_cannot_take(where, previous, shapes, error)) from error
+        overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
+        if overwritten:
+            raise ModelError(_overwrites(where, shapes_of(overwritten)))
+        previous = f"layer {name}"
+        if index in last_of_stage:
+            specs.append(describe_value(value, previous))
+            # as the next stage will have it: a leaf, which autograd does not let a layer overwrite
+            value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
+            received = tree_leaves(value)
+    return specs, describe_value(value, previous)
+
+
+def _overwrites(where: str, shapes: str) -> str:
+    return (
+        f"{where} overwrites, in place, a tensor {shapes} that its stage was handed: the stage before it may still be "
+        f"sending it, and a layer that it skips to would see other numbers. Write into a copy (inplace=False)"
+    )
+
+
+def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> str:
+    """The message for a layer that fails on meta."""
+    text = str(error)
+    if "in-place operation" in text:
+        return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
+    if isinstance(error, NotImplementedError) or "meta tensor" in text or "data-dependent" in text:
+        return (
+            f"{where} looks at the numbers it is handed (.item(), a Python `if` or a loop over values): what it sends "
+            f"on would depend on data, and the stages must know shapes before any data comes. Use torch.where or a "
+            f"mask instead. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+        )
+    return (
+        f"{where} cannot take what {previous} hands on, shape {shapes} for one micro-batch: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
+    """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more."""
+    fits = len(last.leaves) == 1 and last.tree.num_nodes == 1 and last.leaves[0].shape[:-1] == tuple(labels.shape)
+    if not fits:
+        found = ", ".join(str(leaf.shape) for leaf in last.leaves)
+        raise ModelError(
+            f"{name} is the last and returns {found} for labels of shape {tuple(labels.shape)}: it must return logits "
+            f"of shape ({', '.join(map(str, labels.shape))}, classes), one row for each label, or carry a `loss` of "
+            f"its own: (output, labels) -> loss of each label"
+        )
