@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -44,6 +44,7 @@ def assemble(
     sharding_plan: dict[str, str],
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
+    selective_recompute: Sequence[str] = (),
 ) -> nn.Sequential:
     """The Sequential with all that the contract in ``models/__init__.py`` lets it carry, ties made, weights drawn."""
     model = nn.Sequential(OrderedDict(layers))
@@ -54,7 +55,8 @@ def assemble(
     for name, parameter in model.named_parameters():  # free on the meta device
         initialise(name, parameter)
     carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
-    for attribute, value in (carried | {"initialise": initialise}).items():
+    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)}
+    for attribute, value in carried.items():
         setattr(model, attribute, value)
     return model
 
@@ -134,6 +136,7 @@ class Attention(nn.Module):
         self.head_dim = hidden_size // num_heads
         self.heads_per_group = num_heads // num_kv_heads
         self.drops = dropout > 0
+        self.core = AttentionCore()
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.rotary = rotary
         self.dropout = nn.Dropout(dropout)
@@ -145,22 +148,32 @@ class Attention(nn.Module):
         if self.rotary is not None:
             cos, sin = self.rotary(q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = self._attend(rearrange(q, "b g r s d -> b (g r) s d"), k, v)  # (B, H, S, d)
+        dropout = self.dropout if self.training and self.drops else None
+        mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout)  # (B, H, S, d)
         return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class AttentionCore(nn.Module):
+    """Scores, probabilities and their mixture: what is cheap to compute again and dear to keep.
+
+    A module of its own so that ``selective_recompute`` can name it. It has no parameters, and the dropout of the
+    probabilities is handed to it: its masks go by the name that it has where it belongs.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None) -> Tensor:
         """(B, H, S, d), (B, G, S, d), (B, G, S, d) -> (B, H, S, d).
 
         The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
         """
-        if not (self.training and self.drops):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads_per_group > 1)
-        k, v = (repeat(t, "b g s d -> b (g r) s d", r=self.heads_per_group) for t in (k, v))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)  # (B, H, S, S)
+        heads_per_group = q.shape[1] // k.shape[1]
+        if dropout is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
+        k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        return self.dropout(probabilities) @ v
+        return dropout(probabilities) @ v  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

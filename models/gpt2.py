@@ -91,4 +91,5 @@ def build(
             "block*.mlp.down": ffn_size,
         },
         tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
+        selective_recompute=["block*.attention.core"],
     )

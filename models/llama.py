@@ -182,4 +182,5 @@ def build(
             "block*.mlp.down": num_blocks,
         },
         tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
+        selective_recompute=["block*.attention.core"],
     )

@@ -6,6 +6,7 @@ and what must still be the same: a report that blames everything would help nobo
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import framework.model
 import framework.step
 import framework.tensor_parallel.cross_entropy
 import framework.tensor_parallel.plan
+from framework.build import Again
 from framework.data_parallel.buckets import Bucket, BucketKind
 from framework.data_parallel.replica import StageReplica
 from framework.mesh.comm import Group, Handle
