@@ -1,24 +1,52 @@
-"""A schedule, or a timeline of one, as a grid for a terminal: a row per rank, time from left to right, idle as dots.
+"""What can be drawn, and the drawing for a terminal: a row per rank, time from left to right, idle as dots.
 
     1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
 
-Communication is not drawn: what it costs is seen as dots.
+Communication is not drawn: what it costs is seen as dots. :mod:`figure` makes SVG and PNG, :mod:`perfetto` a trace.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from statistics import median
+from typing import NamedTuple
 
 from framework.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Schedule
 from framework.schedule.lower import lower
 from framework.schedule.simulate import Costs, Span, Timeline, bubble_share, peak_activations, simulate
 
-_TICKS = Costs(f=1, b=1, i=1, w=1)
+TICKS = Costs(f=1, b=1, i=1, w=1)
+"""F as long as B: every computation is a cell."""
 _MAX_ROWS = 16
 _MARGIN = " … "
+
+
+class Unit(StrEnum):
+    """What the times of a timeline are."""
+
+    TICKS = "ticks"
+    SECONDS = "seconds"
+
+
+class Reading(NamedTuple):
+    """The time in which the pipeline rank ``rank`` read samples, on the clock of a timeline."""
+
+    rank: int
+    start: float
+    end: float
+
+
+class Panel(NamedTuple):
+    """A timeline of a figure or trace that may have several."""
+
+    timeline: Timeline
+    caption: str = ""
+    """Above it; empty: its name, bubble share and peak activations."""
+    readings: tuple[Reading, ...] = ()
 
 
 def text(drawn: Schedule | Timeline, width: int = 100) -> str:
@@ -27,20 +55,28 @@ def text(drawn: Schedule | Timeline, width: int = 100) -> str:
     A schedule is drawn in ticks, F as long as B, and may be lowered or not. In a timeline a column is a fixed time: the
     label of a span that is too short for it is cut, one of no length is not drawn, a long one is filled with dashes.
     """
-    if isinstance(drawn, Schedule):
-        is_lowered = any(action.kind not in COMPUTE for rank in range(drawn.pp) for _, action in drawn.actions(rank))
-        timeline = simulate(drawn if is_lowered else lower(drawn), _TICKS)
-        title = f"{drawn.name} pp={drawn.pp} chunks={drawn.chunks}"
-    else:
-        timeline = drawn
-        title = drawn.name
-    peaks = _elided([str(peak) for peak in peak_activations(timeline)])
-    title += f": bubble {100 * bubble_share(timeline):.1f} % of total time; activations in flight {' '.join(peaks)}"
+    timeline = timeline_of(drawn) if isinstance(drawn, Schedule) else drawn
     rows = _elided([f"rank {rank}" for rank in timeline.ranks])
     prefix = max(len(name) for name in rows)
     bodies = dict(zip((f"rank {rank}" for rank in timeline.ranks), _bodies(timeline, width - prefix - 3), strict=True))
     lines = [f"{name:<{prefix}} | {bodies[name]}".rstrip() if name in bodies else name for name in rows]
-    return "\n".join([_cut(title, width), *lines])
+    return "\n".join([_cut(caption(timeline), width), *lines])
+
+
+def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
+    """The simulation of a schedule, lowered or not, under a name that tells its size."""
+    is_lowered = any(action.kind not in COMPUTE for rank in range(schedule.pp) for _, action in schedule.actions(rank))
+    timeline = simulate(schedule if is_lowered else lower(schedule), costs)
+    interleave = schedule.num_stages // schedule.pp
+    size = f"pp={schedule.pp} chunks={schedule.chunks}" + (f" interleave={interleave}" if interleave > 1 else "")
+    return timeline._replace(name=f"{schedule.name} {size}")
+
+
+def caption(timeline: Timeline) -> str:
+    """``1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1``."""
+    peaks = _elided([str(peak) for peak in peak_activations(timeline)])
+    share = 100 * bubble_share(timeline)
+    return f"{timeline.name}: bubble {share:.1f} % of total time; activations in flight {' '.join(peaks)}"
 
 
 def _bodies(timeline: Timeline, width: int) -> list[str]:
@@ -52,7 +88,7 @@ def _bodies(timeline: Timeline, width: int) -> list[str]:
     )
     cell = 1 + max(len(_label(span.action, has_many_stages)) for span in shown)
     start = min(span.start for span in timeline.spans)
-    columns_per_time = cell / _typical_shortest(shown)
+    columns_per_time = cell / typical_shortest(shown)
     num_columns = int((max(span.end for span in shown) - start) * columns_per_time + 0.5)
     bodies = {rank: [".", *" " * (cell - 1)] * (num_columns // cell + 1) for rank in timeline.ranks}
     for span in shown:
@@ -61,7 +97,7 @@ def _bodies(timeline: Timeline, width: int) -> list[str]:
     return [_middle_out("".join(bodies[rank][:num_columns]), cell, width) for rank in timeline.ranks]
 
 
-def _typical_shortest(spans: list[Span]) -> float:
+def typical_shortest(spans: Iterable[Span]) -> float:
     """The time that gets a whole cell: the median of the kind of computation that is the quickest."""
     durations: dict[Kind, list[float]] = defaultdict(list)
     for span in spans:

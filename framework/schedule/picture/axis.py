@@ -1,0 +1,64 @@
+"""The time axis of a figure: all of the time, or of a long run its two ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from framework.schedule.action import Kind
+from framework.schedule.draw import typical_shortest
+from framework.schedule.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
+from framework.schedule.simulate import Span
+
+MOST_COLUMNS = 240
+"""So many of the shortest kind of computation can still be told apart; of a longer run the two ends are drawn."""
+
+
+class TimeAxis(NamedTuple):
+    """From time to the figure's columns. Without a cut ``first_end == second_start``."""
+
+    start: float
+    first_end: float
+    second_start: float
+    end: float
+    gap: float
+    """What stands for the time that is left out, as long as so much time."""
+
+    @property
+    def length(self) -> float:
+        """Of the whole axis, in time that is drawn."""
+        return self.first_end - self.start + self.gap + self.end - self.second_start
+
+    @property
+    def parts(self) -> list[tuple[float, float, float]]:
+        """(from, to) in time, and what is added to a time to have its place on the axis."""
+        first = (self.start, self.first_end, -self.start)
+        by = self.first_end + self.gap - self.second_start - self.start
+        return [first, (self.second_start, self.end, by)] if self.gap else [first]
+
+    def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
+        """What is seen of a span: (from, to) on the axis; none, one or, across the cut, two."""
+        seen = [(max(start, first) + by, min(end, last) + by) for first, last, by in self.parts]
+        return [(first, last) for first, last in seen if last > first]
+
+
+def time_axis(spans: Sequence[Span]) -> TimeAxis:
+    """All of the time; of a long run its two ends, in which numbers fit and the pipeline is filled and emptied."""
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
+    column = typical_shortest(spans)
+    if (end - start) / column <= MOST_COLUMNS:
+        return TimeAxis(start, end, end, end, 0.0)
+    digits = max(len(label(span.action)) for span in spans)
+    readable = MOST_WIDTH * POINTS / (DIGIT_WIDTH * LEAST_FONT * digits + 1.5) / 2 * column
+    backwards = {span.rank: span.end for span in reversed(spans) if span.action.kind in (Kind.B, Kind.I)}
+    filled = max(backwards.values(), default=end) - start + 8 * column
+    keep = max(readable, filled if filled < 1.5 * MOST_COLUMNS * column else 0)
+    if 2 * keep > 0.9 * (end - start):
+        return TimeAxis(start, end, end, end, 0.0)
+    return TimeAxis(start, start + keep, end - keep, end, 3 * column)
+
+
+def unit_of_seconds(length: float) -> tuple[float, str]:
+    """The unit in which a length of so many seconds is a number that reads well."""
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    return next((unit for unit in units if length >= 10 * unit[0]), units[-1])

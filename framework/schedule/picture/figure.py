@@ -1,0 +1,241 @@
+"""A timeline as a figure for a paper, SVG or PNG: a row per rank, a box per computation, what is idle left blank.
+
+    caption      1f1b pp=4 chunks=8: bubble 27.3 % of total time; peak activations 4 3 2 1
+    rank 0      [0][1][2][3]          [  0  ][4][  1  ] ...
+    rank 1         [0][1][2]    [  0  ][3][  1  ] ...
+                |------|------|------|      time (ticks) or (ms)
+    legend       forward  backward ...      a kind with several stages on a rank has a shade for each
+
+Several panels share one time axis (a measured step above its simulation). A run of too many columns keeps its first and
+its last ones, with a gap between; of more ranks than there is room for the first and the last are drawn.
+matplotlib is imported only where something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from framework.errors import UserError
+from framework.schedule.action import COMPUTE, Kind
+from framework.schedule.draw import Panel, Unit, caption, typical_shortest
+from framework.schedule.picture.axis import TimeAxis, time_axis, unit_of_seconds
+from framework.schedule.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
+from framework.schedule.picture.palette import (
+    COLUMN,
+    DIGIT_WIDTH,
+    FAINT,
+    INK,
+    LEAST_FONT,
+    LEAST_WIDTH,
+    LETTER_WIDTH,
+    MOST_FONT,
+    MOST_WIDTH,
+    PAINTS,
+    POINTS,
+    ROW_FONT,
+    TITLE_FONT,
+    label,
+    shade,
+)
+from framework.schedule.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PNG_DPI = 200
+MOST_RANKS = 64
+ABOVE, BETWEEN, BELOW, RIGHT = 0.28, 0.42, 0.46, 0.1
+"""Inches: for the first title, from one panel to the next, for the time axis, at the right."""
+STYLE: dict[Any, Any] = {"hatch.linewidth": 0.45, "svg.fonttype": "none", "svg.hashsalt": "meshwright"}
+"""matplotlib's own settings, in force only while a figure is made or saved."""
+
+
+def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
+    """The panels one below the other over one time axis.
+
+    Raises UserError where matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("matplotlib is not installed, so no picture is drawn: pip install matplotlib") from error
+    shown = [_boxes(panel.timeline) for panel in panels]
+    everything = [span for spans in shown for span in spans]
+    assert everything, "nothing to draw: no span has a length"
+    axis, column = time_axis(everything), typical_shortest(everything)
+    titles = [panel.caption or caption(panel.timeline) for panel in panels]
+    plot_width = MOST_WIDTH if axis.gap else min(MOST_WIDTH, max(LEAST_WIDTH, axis.length / column * COLUMN))
+    plot_width = max(plot_width, max(map(len, titles)) * LETTER_WIDTH * TITLE_FONT / POINTS)
+    rows = [len(_drawn_ranks(panel.timeline)) for panel in panels]
+    row_inches = min(0.28, max(0.13, 5.0 / sum(rows)))
+    names = [f"rank {panel.timeline.ranks[-1]}" for panel in panels]
+    left = max(len(name) for name in names) * LETTER_WIDTH * ROW_FONT / POINTS + 0.1
+    width = left + plot_width + RIGHT
+    points_per_time = plot_width * POINTS / axis.length
+    told = [*entries_of(everything), *([READINGS] if any(panel.readings for panel in panels) else [])]
+    lines = lines_of(told, width - left)
+    height = ABOVE + sum(rows) * row_inches + BETWEEN * (len(panels) - 1) + BELOW + len(lines) * LINE
+    with matplotlib.rc_context(STYLE):
+        drawn = Figure(figsize=(width, height), facecolor="white")
+        FigureCanvasAgg(drawn)  # pyplot would keep the figure in a global and look for a display
+        font = _font(everything, column * points_per_time, row_inches * POINTS)
+        top = height - ABOVE
+        for index, (panel, spans, num_rows) in enumerate(zip(panels, shown, rows, strict=True)):
+            top -= num_rows * row_inches
+            axes = drawn.add_axes((left / width, top / height, plot_width / width, num_rows * row_inches / height))
+            _rows(axes, panel.timeline, axis, row_inches * POINTS)
+            _paint(axes, f"panel{index}", panel.timeline, spans, axis, points_per_time, font)
+            _paint_readings(axes, panel, axis)
+            axes.set_title(titles[index], loc="left", color=INK, fontsize=TITLE_FONT, pad=5)
+            _time_labels(axes, axis, unit, named=index == len(panels) - 1)
+            top -= BETWEEN
+        add_legend(drawn, lines, left)
+    return drawn
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write ``.svg`` (letters stay letters) or ``.png``, as the suffix says; the same figure gives the same bytes."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        if path.suffix == ".svg":
+            drawn.savefig(path, format="svg", metadata={"Date": None})
+        else:
+            drawn.savefig(path, format="png", dpi=PNG_DPI, metadata={"Software": None})
+
+
+def stage_places(timeline: Timeline) -> Mapping[tuple[int, int | None], tuple[int, int]]:
+    """(rank, stage) -> which of how many stages of its rank it is: its shade."""
+    held: dict[int, set[int]] = defaultdict(set)
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE and span.action.stage is not None:
+            held[span.rank].add(span.action.stage)
+    return {
+        (rank, stage): (place, len(stages))
+        for rank, stages in held.items()
+        for place, stage in enumerate(sorted(stages))
+    }
+
+
+def _boxes(timeline: Timeline) -> list[Span]:
+    return [span for span in timeline.spans if span.action.kind in PAINTS and span.end > span.start]
+
+
+def _drawn_ranks(timeline: Timeline) -> list[int | None]:
+    """The ranks that get a row, None for those that are left out."""
+    ranks: list[int | None] = list(timeline.ranks)
+    half = MOST_RANKS // 2
+    return ranks if len(ranks) <= MOST_RANKS else [*ranks[: half - 1], None, *ranks[-half:]]
+
+
+def _font(spans: Iterable[Span], column_points: float, row_points: float) -> float:
+    """The largest size at which the longest number fits into the shortest kind of box, within what can be read."""
+    digits = max(len(label(span.action)) for span in spans)
+    fitting = (column_points - 1.5) / (DIGIT_WIDTH * max(digits, 1))
+    return max(LEAST_FONT, min(MOST_FONT, fitting, 0.62 * row_points))
+
+
+def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> None:
+    """The frame: a row per rank, and the cut."""
+    ranks = _drawn_ranks(timeline)
+    axes.set_xlim(0, axis.length)
+    axes.set_ylim(len(ranks), 0)
+    names = ["⋮" if rank is None else f"rank {rank}" for rank in ranks]
+    size = max(LEAST_FONT, min(ROW_FONT, 0.75 * row_points))
+    axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=size, color=INK)
+    axes.tick_params(axis="y", length=0, pad=3)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(FAINT)
+    if axis.gap:
+        middle = axis.first_end - axis.start + axis.gap / 2
+        axes.plot([middle, middle], [0, len(ranks)], color=FAINT, lw=1.2, ls=(0, (1, 2)))
+
+
+def _paint(
+    axes: Axes,
+    name: str,
+    timeline: Timeline,
+    spans: Sequence[Span],
+    axis: TimeAxis,
+    points_per_time: float,
+    font: float,
+) -> None:
+    """The boxes, and the numbers of those kinds into whose boxes they fit. In an SVG a box is ``NAME-rank0-1F2``."""
+    from matplotlib.patches import Rectangle
+
+    rows = {rank: row for row, rank in enumerate(_drawn_ranks(timeline)) if rank is not None}
+    places = stage_places(timeline)
+    edge = 0.5 if typical_shortest(spans) * points_per_time > 5 else 0.2
+    numbered = _numbered(spans, points_per_time, font)
+    for span in spans:
+        if span.rank not in rows:
+            continue
+        row, paint, action = rows[span.rank], PAINTS[span.action.kind], span.action
+        colour = shade(action.kind, *places.get((span.rank, action.stage), (0, 1)))
+        pieces = axis.pieces(span.start, span.end)
+        for first, last in pieces:
+            box = Rectangle((first, row + 0.04), last - first, 0.92, facecolor=colour, edgecolor=INK, linewidth=edge)
+            box.set_hatch(paint.hatch)
+            box.set_gid(f"{name}-rank{span.rank}-{action}")
+            axes.add_artist(box)
+            box.set_clip_on(False)
+            if action.kind in numbered and last - first > 0.9 * (span.end - span.start):
+                axes.text(
+                    (first + last) / 2,
+                    row + 0.53,
+                    label(action),
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=font,
+                    color=paint.letters,
+                )
+
+
+def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
+    """A dark line at the foot of the box in which samples were read."""
+    rows = {rank: row for row, rank in enumerate(_drawn_ranks(panel.timeline)) if rank is not None}
+    for reading in panel.readings:
+        for first, last in axis.pieces(reading.start, reading.end) if reading.rank in rows else ():
+            foot = rows[reading.rank] + 0.9
+            axes.plot([first, last], [foot, foot], color=INK, lw=2.0, solid_capstyle="butt")
+
+
+def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
+    """The kinds into whose typical box their longest number fits: all boxes of a kind have one, or none has."""
+    lengths: dict[Kind, list[float]] = defaultdict(list)
+    digits: dict[Kind, int] = defaultdict(int)
+    for span in spans:
+        lengths[span.action.kind].append(span.end - span.start)
+        digits[span.action.kind] = max(digits[span.action.kind], len(label(span.action)))
+    return {
+        kind
+        for kind, found in lengths.items()
+        if digits[kind] and median(found) * points_per_time >= DIGIT_WIDTH * font * digits[kind] + 1
+    }
+
+
+def _time_labels(axes: Axes, axis: TimeAxis, unit: Unit, *, named: bool) -> None:
+    """Round times below the axis, on both sides of a cut, counted from the first start."""
+    from matplotlib.ticker import MaxNLocator
+
+    size, name = (1.0, "ticks") if unit is Unit.TICKS else unit_of_seconds(axis.end - axis.start)
+    locator = MaxNLocator(nbins=6 if axis.gap else 10, steps=[1, 2, 5, 10], integer=unit is Unit.TICKS)
+    places, names = [], []
+    for first, last, by in axis.parts:
+        for value in locator.tick_values((first - axis.start) / size, (last - axis.start) / size):
+            time = value * size + axis.start
+            if first - 1e-9 * axis.length <= time <= last + 1e-9 * axis.length:
+                places.append(time + by)
+                names.append(f"{value:.12g}")
+    axes.set_xticks(places, names, fontsize=7, color=INK)
+    axes.tick_params(axis="x", length=2.5, color=FAINT, pad=1.5)
+    if named:
+        axes.set_xlabel(f"time ({name})", fontsize=8, color=INK, labelpad=2)

@@ -1,0 +1,73 @@
+"""How a figure looks: colours and sizes.
+
+The kinds are told apart without red and green, and as greys in print: each has a band of lightness (CIE L*) of its own,
+F above B and I above W. A virtual stage is a shade inside its kind's band, the later the darker. REDUCE and STEP are
+hatched.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from framework.schedule.action import Action, Kind
+
+INK, FAINT = "#1f2933", "#9aa5b1"
+TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
+LEAST_FONT, MOST_FONT = 5.0, 7.5
+"""Of the numbers in boxes, in points."""
+DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
+"""Of a digit, and on average of a letter, in font sizes."""
+POINTS = 72.0
+"""In an inch."""
+LEAST_WIDTH, MOST_WIDTH, COLUMN = 4.5, 13.0, 0.135
+"""Of what is inside the axes, and of a column where there is room, in inches."""
+
+
+class Paint(NamedTuple):
+    """How the boxes of a kind look: from the rank's first stage (``light``) to its last (``dark``)."""
+
+    name: str
+    """For the legend."""
+    light: str
+    dark: str
+    letters: str
+    """The colour of the number inside."""
+    hatch: str = ""
+
+
+PAINTS: dict[Kind, Paint] = {
+    Kind.F: Paint("forward", "#cfe4f8", "#7fb4e6", INK),  # L* 89 .. 71
+    Kind.B: Paint("backward", "#f0983c", "#cc6a12", INK),  # L* 70 .. 55
+    Kind.I: Paint("input gradient", "#ec8f6a", "#cb5c37", INK),  # L* 69 .. 53
+    Kind.W: Paint("weight gradient", "#22777a", "#0c4448", "#ffffff"),  # L* 46 .. 26
+    Kind.REDUCE: Paint("reduce", "#ffffff", "#ffffff", INK, "/////"),
+    Kind.STEP: Paint("optimizer step", "#d6d9dd", "#d6d9dd", INK, "\\\\\\\\\\"),
+}
+"""Of what is drawn as a box. Communication is seen as the time in which nobody computes."""
+
+
+def shade(kind: Kind, index: int, count: int) -> str:
+    """The colour of the rank's stage number ``index`` of ``count``: one stage alone is painted as the first."""
+    paint = PAINTS[kind]
+    share = index / (count - 1) if count > 1 else 0.0
+    pairs = zip(_channels(paint.light), _channels(paint.dark), strict=True)
+    return "#" + "".join(f"{round(light + share * (dark - light)):02x}" for light, dark in pairs)
+
+
+def lightness(colour: str) -> float:
+    """CIE L* of ``#rrggbb``, 0 (black) to 100 (white): what is left of it in grey."""
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in _channels(colour))
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 216 / 24389 else luminance * 24389 / 27
+
+
+def label(action: Action) -> str:
+    """What stands in a box: the micro-batch. REDUCE and STEP have none."""
+    return "" if action.microbatch is None else str(action.microbatch)
+
+
+def _channels(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
