@@ -53,6 +53,26 @@ def build_parser() -> argparse.ArgumentParser:
     mesh.add_argument("--nodes", type=_count, metavar="N", help="number of nodes (default: what the degrees need)")
     mesh.add_argument("--devices-per-node", type=_count, default=8, metavar="M", help="ranks on each (default: 8)")
 
+    draw = _command(
+        added,
+        "draw",
+        commands.draw,
+        "draw the schedule of a configuration",
+        "Prints who computes what when, the bubble and the activations in flight, in ticks and without torch; "
+        "with --out it writes text, SVG, PNG and a trace for ui.perfetto.dev.",
+        "meshwright draw configs/demo.toml --parallel.pp=4 --batch.chunks=8 --costs f=1,b=2,comm=0.1 --out pictures",
+        takes_overrides=True,
+    )
+    draw.add_argument("drawn", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
+    draw.usage = f"{draw.prog} CONFIG [options] [--section.key=value ...]"
+    draw.add_argument("--out", type=Path, metavar="DIR", help="where files are written (default: none are)")
+    draw.add_argument("--format", metavar="LIST", help="of text, svg, png, trace, with commas between (default: all)")
+    draw.add_argument(
+        "--costs",
+        metavar="LIST",
+        help="of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1 and 0 for the rest)",
+    )
+
     verify = _command(
         added,
         "verify",

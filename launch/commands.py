@@ -116,6 +116,13 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def draw(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.drawing import draw
+
+    draw(options.drawn, overrides, options.out, options.format, options.costs)
+    return 0
+
+
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import load
     from launch.pool import RankPool
