@@ -196,9 +196,8 @@ def draw_schedule(config: RunConfig, pp: int) -> Schedule:
         ScheduleError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.
     """
     pipeline, chunks = config.pipeline, batch_numbers(config).chunks
-    assert pipeline.interleave is None
     if pipeline.schedule_file is None:
-        schedule = lower(build_schedule(pipeline.schedule, pp, chunks))
+        schedule = lower(build_schedule(pipeline.schedule, pp, chunks, pipeline.interleave or pipeline.stages_per_rank))
     else:
         schedule = parse_schedule(Path(pipeline.schedule_file).read_text())
         if (schedule.pp, schedule.chunks) != (pp, chunks):

@@ -20,6 +20,7 @@ from framework.config import RunConfig
 from framework.data.dataset import DatasetFeed, open_dataset
 from framework.data.order import OnceInOrder, SampleOrder
 from framework.data.samples import Corpus, Feed, validation_steps
+from framework.data.span_corruption import SpanCorruptionFeed, open_corpus
 from framework.data.tokenizer import end_of_document_id
 from framework.data.tokenizer import load as load_tokenizer
 from framework.data_parallel.replica import StageReplica
@@ -46,6 +47,10 @@ class Source(Protocol):
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> tuple[Any, Tensor, Tensor]:
         """(inputs, each tensor (B, ...), labels (B, ...), global sample indices (B,)) of micro-batch m of a replica."""
+
+
+AnyFeed = Feed | SpanCorruptionFeed | DatasetFeed
+"""What the data room reads a run's own samples with."""
 
 
 @dataclass
@@ -75,7 +80,7 @@ class Parts:
         return len(self.blueprint.model.layers)
 
 
-def open_feeds(config: RunConfig) -> tuple[Feed | DatasetFeed, Feed | DatasetFeed | None]:
+def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     """The training feed, shuffled by the seed, and the validation feed, once in order.
 
     Raises:
@@ -91,6 +96,19 @@ def open_feeds(config: RunConfig) -> tuple[Feed | DatasetFeed, Feed | DatasetFee
         )
     vocab_size = config.model.options.get("vocab_size")
     vocab_size = vocab_size if isinstance(vocab_size, int) else None
+    if data.task == "span_corruption":
+
+        def corrupted(prefix: str, order: type[SampleOrder] | type[OnceInOrder]) -> SpanCorruptionFeed:
+            found = open_corpus(prefix, data.sequence_length, vocab_size)
+            how = (
+                SampleOrder(found.num_samples, config.run.seed)
+                if order is SampleOrder
+                else OnceInOrder(found.num_samples)
+            )
+            return SpanCorruptionFeed(found, how, data.sequence_length, config.run.seed)
+
+        held_out_feed = corrupted(data.validation, OnceInOrder) if data.validation is not None else None
+        return corrupted(data.train, SampleOrder), held_out_feed
     eod_id = None if data.tokenizer is None else end_of_document_id(load_tokenizer(Path(data.tokenizer)))
 
     def corpus_at(prefix: str) -> Corpus:
@@ -201,7 +219,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
         layers = materialise(blueprint, index, mesh.device)
         replicas[index] = StageReplica(
-            stage_members(blueprint, layers, tied),
+            stage_members(blueprint, index, layers, tied),
             mesh.dp,
             mesh.tp,
             zero=config.parallel.zero,
@@ -287,7 +305,7 @@ class StepFeed:
 
 def validation_batches(parts: Parts) -> int:
     """Global batches in one validation; 0 without validation data."""
-    if not isinstance(parts.validation, Feed | DatasetFeed):
+    if not isinstance(parts.validation, AnyFeed):
         return 0
     global_batch = batch_numbers(parts.config).global_batch
     return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)

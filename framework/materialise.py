@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from framework.blueprint import DTYPES, Blueprint
-from framework.data_parallel.buckets import Member
+from framework.data_parallel.buckets import Member, Tie
 from framework.data_parallel.replica import members_of
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
@@ -35,7 +35,7 @@ def materialise(blueprint: Blueprint, stage: int, device: torch.device) -> nn.Se
 
 
 def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
-    """Canonical name -> the ranks (with my dp and tp coordinates) that hold a copy of a weight tied across stages.
+    """Canonical name -> the ranks (with my dp and tp coordinates) that hold copies of a weight tied across stages.
 
     Every rank calls this, in step: it makes process groups.
     """
@@ -43,17 +43,19 @@ def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
     found: dict[str, Group] = {}
     for name, stages in sorted(blueprint.stage_of_parameter().items()):
         pp_ranks = tuple(sorted({blueprint.schedule.rank_of(stage) for stage in stages}))
-        if len(pp_ranks) > 1:
+        if len(stages) > 1:
             if pp_ranks not in groups:
                 groups[pp_ranks] = mesh.stage_group(pp_ranks)
             found[name] = groups[pp_ranks]
     return found
 
 
-def stage_members(blueprint: Blueprint, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
+def stage_members(blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
     """The parameters of a stage, frozen ones too, with what the data-parallel axis must know of each."""
     members = []
+    stages = blueprint.stage_of_parameter()
     for name, parameter, layer in members_of(layers):
         canonical = blueprint.model.canonical(name)
-        members.append(Member(blueprint.infos[canonical], parameter, layer, tied.get(canonical)))
+        tie = Tie(canonical, tied[canonical], stages[canonical][0] == stage) if canonical in tied else None
+        members.append(Member(blueprint.infos[canonical], parameter, layer, tie))
     return members

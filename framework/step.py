@@ -9,6 +9,7 @@ import torch
 
 from framework.blueprint import batch_numbers
 from framework.build import Parts, StepFeed, validation_batches
+from framework.data_parallel.replica import sum_ties
 from framework.errors import NonFiniteError
 from framework.optimizer.adamw import clip_factor
 from framework.optimizer.schedule import learning_rate
@@ -51,6 +52,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
     """
     config, mesh = parts.config, parts.mesh
+    sum_ties(parts.replicas.values())
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
     loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if speaks else zero

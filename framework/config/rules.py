@@ -129,7 +129,11 @@ def _corpus(config: RunConfig) -> str | None:
                 "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
                 'or set data.builder = "module:function" for a dataset of your own'
             )
-        return "data.options have no effect without data.builder: leave them out" if data.options else None
+        if data.options:
+            return "data.options have no effect without data.builder: leave them out"
+        if data.eod_mask_loss and data.task == "span_corruption":
+            return 'data.eod_mask_loss has no effect with data.task = "span_corruption": leave it out'
+        return None
     useless = [
         f"data.{name} = {shown(value)}"
         for name, value in (
@@ -137,6 +141,7 @@ def _corpus(config: RunConfig) -> str | None:
             ("validation", data.validation),
             ("tokenizer", data.tokenizer),
             ("eod_mask_loss", data.eod_mask_loss or None),
+            ("task", None if data.task == Data().task else data.task),
             ("sequence_length", None if data.sequence_length == Data().sequence_length else data.sequence_length),
         )
         if value is not None

@@ -56,6 +56,8 @@ class Data(Section):
     sequence_length: Length = 1024
     eod_mask_loss: bool = False
     """Do not train on predicting the token after an end-of-document token."""
+    task: Literal["causal", "span_corruption"] = "causal"
+    """What is asked of the corpus: the next token; or, of an encoder-decoder, the spans that were taken out."""
     builder: str | None = Field(
         default=None,
         pattern=r"^[\w.]+:\w+$",

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from framework.config import RunConfig
 from framework.data.dataset import open_dataset
+from framework.data.span_corruption import lengths
 
 
 def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
@@ -23,9 +24,18 @@ def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
         assert dataset is not None
         inputs, labels = dataset.sample(0)
         return tree_map(lambda leaf: _batched(leaf, micro_batch_size), inputs), _batched(labels, micro_batch_size)
-    shape = (micro_batch_size, config.data.sequence_length)
-    tokens, labels = (torch.zeros(shape, dtype=torch.int64, device="meta") for _ in range(2))
-    return tokens, labels
+    if config.data.task == "span_corruption":
+        shape = lengths(config.data.sequence_length)
+        ids = {
+            "encoder_ids": _ids(micro_batch_size, shape.encoder),
+            "decoder_ids": _ids(micro_batch_size, shape.decoder),
+        }
+        return ids, _ids(micro_batch_size, shape.decoder)
+    return tuple(_ids(micro_batch_size, config.data.sequence_length) for _ in range(2))  # type: ignore[return-value]
+
+
+def _ids(samples: int, length: int) -> Tensor:
+    return torch.zeros((samples, length), dtype=torch.int64, device="meta")
 
 
 def _batched(leaf: Tensor, micro_batch_size: int) -> Tensor:

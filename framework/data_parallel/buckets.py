@@ -24,6 +24,17 @@ ALIGNED_ELEMENTS = 8
 vector loads and compiled kernels want of an address. The elements between are zero and stay so."""
 
 
+class Tie(NamedTuple):
+    """What a copy of a weight that several stages hold must know of the others."""
+
+    name: str
+    """Canonical, the same for all copies."""
+    ranks: Group
+    """The ranks that hold copies, with me; of one rank when all copies are here."""
+    is_first: bool
+    """Of the first stage that holds it: the copy that is counted, and saved."""
+
+
 class Member(NamedTuple):
     """One parameter of this rank's stage, and what is special about it."""
 
@@ -31,8 +42,8 @@ class Member(NamedTuple):
     parameter: nn.Parameter
     layer: str
     """The element of the Sequential that uses it (the first, when several do)."""
-    tied: Group | None = None
-    """The ranks of other stages that hold a copy of the same weight, with me; None: nobody else does."""
+    tied: Tie | None = None
+    """None: no other stage holds it."""
 
 
 def kind_of(member: Member) -> BucketKind:
@@ -47,11 +58,11 @@ class BucketKind(NamedTuple):
     decays: bool
     replicated_over_tp: bool
     sum_over_tp: bool
-    tied: Group | None
+    tied: Tie | None
 
     def owns(self, tp_rank: int) -> bool:
         """True on the one rank, among those that hold the same weight, that counts it (norm, parameter numbers)."""
-        return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.rank == 0)
+        return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
 
 
 class Place(NamedTuple):

@@ -11,7 +11,7 @@ buckets                             r r r -> wait     g g g ->  wait just before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ class StageReplica:
     def _accumulated(self, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
         """Autograd has added a micro-batch's gradient of one parameter."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # autograd has come by without one: the split backward brings it later
+            return
         if gradient is not view:  # the step's first (autograd made a tensor of its own), or another dtype
             if parameter in self._untouched:
                 self._untouched.remove(parameter)
@@ -107,8 +108,8 @@ class StageReplica:
         """Block until every shard holds the gradient of the whole global batch.
 
         Parameters that the last backward did not reach leave their bucket incomplete: it is reduced here all the same.
-        Then the sums that other axes owe: over tp for parameters that saw only a part of the tokens or heads, over the
-        stages for tied weights. Both on the shard alone, so they cost 1/dp of the bucket with ZeRO-1.
+        Then the sum over tp for parameters that saw only a part of the tokens or heads, on the shard alone, so that it
+        costs 1/dp of the bucket with ZeRO-1. What tied weights owe each other is the matter of :func:`sum_ties`.
         """
         self._zero_untouched(set(self._untouched))
         self._missing = [0] * len(self.buckets)
@@ -120,11 +121,6 @@ class StageReplica:
             bucket.wait()
             if bucket.kind.sum_over_tp:
                 bucket.pending = self.tp.all_reduce(bucket.shard_gradient)
-        for bucket in self.buckets:
-            bucket.wait()
-        for bucket in sorted(self.buckets, key=lambda bucket: bucket.places[0].member.info.name):
-            if bucket.kind.tied is not None:  # by name: two stages may hold their tied weights in another order
-                bucket.pending = bucket.kind.tied.all_reduce(bucket.shard_gradient)
         for bucket in self.buckets:
             bucket.wait()
 
@@ -142,6 +138,30 @@ class StageReplica:
         """Block until all weights are whole."""
         for bucket in self.buckets:
             bucket.wait()
+
+
+def sum_ties(replicas: Iterable[StageReplica]) -> None:
+    """Give all copies of each tied weight the sum of their gradients, when all stages are reduced. Blocks.
+
+    Every rank that holds a tied weight calls it at the end of its row, not in a stage's REDUCE: the stages are done at
+    different times, and one that waited for the other there could keep it from what it has yet to send. Copies of one
+    rank are summed here, those of several by an all-reduce of the shard; by name, the same order on all ranks.
+    """
+    copies: dict[str, list[Bucket]] = defaultdict(list)
+    for replica in replicas:
+        for bucket in replica.buckets:
+            if bucket.kind.tied is not None:
+                copies[bucket.kind.tied.name].append(bucket)
+    for name in sorted(copies):
+        first, *others = copies[name]
+        assert first.kind.tied is not None
+        for other in others:
+            first.shard_gradient.add_(other.shard_gradient)
+        first.pending = first.kind.tied.ranks.all_reduce(first.shard_gradient)
+    for first, *others in copies.values():
+        first.wait()
+        for other in others:
+            other.shard_gradient.copy_(first.shard_gradient)
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:

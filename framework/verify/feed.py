@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from framework.build import Source
+from framework.data.span_corruption import corrupt, lengths, spans_of
+from framework.errors import ConfigError
 from framework.pipeline.values import IGNORED_LABEL
 from framework.seeding import derive
 
@@ -49,6 +51,21 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
         generator = torch.Generator().manual_seed(derive(seed, "verify tokens", index))
         window = torch.randint(vocab_size, (sequence_length + 1,), generator=generator)
         return window[:-1], window[1:].clone()
+
+    return sample
+
+
+def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
+    """The same, with spans taken out: what an encoder-decoder is trained on."""
+    shape = lengths(sequence_length)
+    if vocab_size <= shape.sentinels + 1:
+        raise ConfigError(f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
+    window = random_sample(seed, vocab_size - shape.sentinels, shape.window)
+
+    def sample(index: int) -> tuple[Any, Tensor]:
+        found = corrupt(window(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
+        encoder_ids, decoder_ids, labels = (torch.from_numpy(part) for part in found)
+        return {"encoder_ids": encoder_ids, "decoder_ids": decoder_ids}, labels
 
     return sample
 

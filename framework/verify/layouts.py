@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from framework.config import RunConfig
+from framework.config import Pipeline, RunConfig
 from framework.errors import ConfigError
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
@@ -34,6 +34,11 @@ class Layout(NamedTuple):
     def size(self) -> int:
         """Number of ranks."""
         return self.dp * self.pp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Pieces of the model, as far as the schedule's name tells."""
+        return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
@@ -115,7 +120,17 @@ def default_layouts(config: RunConfig, num_layers: int, global_batch: int, max_r
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
     micro = config.batch.micro_batch_size or 1
     wanted = [
-        Layout(dp, own.pp, own.tp, config.pipeline.schedule, own.zero, own.sequence, micro),
+        Layout(
+            dp,
+            own.pp,
+            own.tp,
+            config.pipeline.schedule,
+            own.zero,
+            own.sequence,
+            micro,
+            config.pipeline.interleave or 0,
+            config.pipeline.recompute,
+        ),
         Layout(),
         Layout(dp=2, zero=0),
         Layout(dp=4),
@@ -129,12 +144,15 @@ def default_layouts(config: RunConfig, num_layers: int, global_batch: int, max_r
         Layout(pp=2, tp=2),
         Layout(dp=2, pp=2, tp=2),
         Layout(dp=2, pp=2, tp=2, sequence=True, schedule="gpipe", micro_batch_size=2),
+        Layout(pp=2, schedule="interleaved_1f1b", recompute="full"),
+        Layout(dp=2, pp=2, schedule="zb_h1"),
+        Layout(pp=2, tp=2, schedule="zb_v"),
     ]
     fitting = [
         layout
         for layout in wanted
         if layout.size <= max_ranks
-        and layout.pp <= num_layers
+        and layout.num_stages <= num_layers
         and global_batch % (layout.dp * layout.micro_batch_size) == 0
         and (not layout.sequence or (layout.tp > 1 and config.data.sequence_length % layout.tp == 0))
     ]

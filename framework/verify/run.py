@@ -14,6 +14,7 @@ from framework.blueprint import DTYPES
 from framework.build import Parts, Source, build, open_feeds
 from framework.checkpoint import Kind
 from framework.config import RunConfig, parse
+from framework.data.example import example
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.model import build_model
@@ -21,7 +22,7 @@ from framework.parameters import ParameterInfo
 from framework.state import flat_pieces, whole
 from framework.step import take_step
 from framework.verify.compare import BARS, Report, Row, compare, worst
-from framework.verify.feed import VerifyFeed, own_sample, random_sample
+from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_sample
 from framework.verify.layouts import Layout, layout_config
 from framework.verify.reference import Findings, checksum, run_reference
 
@@ -49,7 +50,8 @@ def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
-        return VerifyFeed(random_sample(config.run.seed, int(vocab_size), length))
+        draw = random_corruption if config.data.task == "span_corruption" else random_sample
+        return VerifyFeed(draw(config.run.seed, int(vocab_size), length))
     return VerifyFeed(own_sample(open_feeds(config)[0]))
 
 
@@ -57,7 +59,7 @@ def count_logits(config: RunConfig) -> int:
     """The vocabulary of a model that calls it otherwise, or has a default: the length of its logits, found on meta."""
     layers = build_model(config.model.builder, config.model.options, config.run.seed).layers.to("meta")
     with torch.no_grad():
-        logits = layers(torch.zeros((1, config.data.sequence_length), dtype=torch.int64, device="meta"))
+        logits = layers(example(config, 1)[0])
     return int(logits.shape[-1])
 
 

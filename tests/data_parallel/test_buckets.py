@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from framework.data_parallel.buckets import Bucket, Member, accumulation_dtype, plan_buckets
+from framework.data_parallel.buckets import Bucket, Member, Tie, accumulation_dtype, plan_buckets
 from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 
-TIED = Group("tied", (0, 4), 0)
+TIED = Tie("embedding.weight", Group("tied", (0, 4), 0), True)
 
 
 def lonely(rank: int = 0, size: int = 1) -> Group:
@@ -26,7 +26,7 @@ def member(
     *,
     sliced: bool = False,
     partial: bool = False,
-    tied: Group | None = None,
+    tied: Tie | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Member:
     """A parameter of layer ``name.split(".")[0]``, filled with numbers of its own."""
@@ -161,6 +161,6 @@ def test_float32_and_float64_have_none() -> None:
     [(True, None, 0, True), (True, None, 1, False), (False, None, 1, True), (False, 0, 1, True), (False, 1, 1, False)],
 )
 def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_rank: int, owns: bool) -> None:
-    tied = None if tied_rank is None else Group("tied", (0, 4), tied_rank)
+    tied = None if tied_rank is None else Tie("a.weight", Group("tied", (0, 4), tied_rank), tied_rank == 0)
     [(kind, _)] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
     assert kind.owns(tp_rank) is owns

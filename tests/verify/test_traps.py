@@ -103,7 +103,7 @@ def padding_in_the_loss(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_tp_times(patch: pytest.MonkeyPatch) -> None:
     """Parameters that every tp rank holds are counted by every one."""
-    patch.setattr(BucketKind, "owns", lambda kind, tp_rank: kind.tied is None or kind.tied.rank == 0)
+    patch.setattr(BucketKind, "owns", lambda kind, tp_rank: kind.tied is None or kind.tied.is_first)
 
 
 def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
