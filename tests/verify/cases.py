@@ -50,7 +50,7 @@ SEQUENCE_LENGTHS = {1: 8, 3: 12, 5: 10, 7: 14}
 def size_for(layout: Layout) -> Size:
     """The smallest model and batch that a layout fits: more than four ranks of tp are slow on two cores."""
     odd = next((odd for odd in (3, 5, 7) if layout.size % odd == 0), 1)
-    num_blocks = max(2, layout.pp - 3)  # embedding, norm and head are layers too
+    num_blocks = max(2, layout.num_stages - 3)  # embedding, norm and head are layers too
     chunks = 4 if layout.tp < 5 else 2
     return Size(HEADS[odd], SEQUENCE_LENGTHS[odd], num_blocks, chunks * layout.dp * layout.micro_batch_size)
 
@@ -110,24 +110,51 @@ def prove(
     global_batch: int,
     steps: int,
     dtype: str = "float64",
+    twice: bool = True,
 ) -> Row:
-    """What ``verify`` does for one layout, with the reference remembered."""
+    """What ``verify`` does for one layout, with the reference remembered; ``twice``: also whether it repeats."""
     expected, rounding = references.expected(config, global_batch, steps, dtype)
     text = layout_config(config, layout, global_batch, dtype).model_dump_json()
-    found, again = (merge(pool.run(run_layout, layout.size, text, steps, True)) for _ in range(2))
+    found = merge(pool.run(run_layout, layout.size, text, steps, True))
+    again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else found
     return compare(str(layout), found, again, expected, BARS[dtype], rounding)
 
 
+DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]
+"""(dp, pp, tp) with a product of at most 8."""
+
+LATER_SCHEDULES = ("interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
+
+
 def every_layout() -> list[Layout]:
-    """All that differ: degrees with a product of at most 8, and what can be chosen besides where it has an effect."""
-    degrees = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]
+    """All that differ in 1F1B and GPipe: degrees, and what can be chosen besides where it has an effect."""
     return [
         Layout(dp, pp, tp, schedule, zero, sequence, micro_batch_size)
-        for dp, pp, tp in degrees
+        for dp, pp, tp in DEGREES
         for schedule in ("1f1b", "gpipe")
         for zero in ((0, 1) if dp > 1 else (1,))
         for sequence in ((False, True) if tp > 1 else (False,))
         for micro_batch_size in (1, 2)
+    ]
+
+
+def every_other_schedule() -> list[Layout]:
+    """The other schedules on all degrees, with and without sequence parallelism."""
+    return [
+        Layout(dp, pp, tp, schedule, sequence=sequence)
+        for dp, pp, tp in DEGREES
+        for schedule in LATER_SCHEDULES
+        for sequence in ((False, True) if tp > 1 else (False,))
+    ]
+
+
+def other_choices() -> list[Layout]:
+    """What a pairwise selection of the other schedules is made of: with recomputation, degrees that halve the ranks."""
+    return [
+        layout._replace(recompute=recompute)
+        for layout in every_other_schedule()
+        if {layout.dp, layout.pp, layout.tp} <= {1, 2, 4} and layout.num_stages <= 8
+        for recompute in ("none", "selective", "full")
     ]
 
 

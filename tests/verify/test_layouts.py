@@ -10,11 +10,25 @@ import itertools
 import pytest
 
 from launch.pool import RankPool
-from tests.verify.cases import MODELS, Case, References, every_layout, model_config, pairs, pairwise, prove, size_for
+from tests.verify.cases import (
+    MODELS,
+    Case,
+    References,
+    every_layout,
+    every_other_schedule,
+    model_config,
+    other_choices,
+    pairs,
+    pairwise,
+    prove,
+    size_for,
+)
 
-EVERY_LAYOUT = every_layout()
-FLOAT64 = [Case(model, layout, "float64") for layout in EVERY_LAYOUT for model in MODELS]
+FLOAT64 = [Case(model, layout) for layout in every_layout() for model in MODELS]
+OTHER_SCHEDULES = [Case(model, layout) for layout in every_other_schedule() for model in MODELS]
+CHOICES = [Case(model, layout) for layout in other_choices() for model in MODELS]
 SELECTION = pairwise(FLOAT64)
+OTHER_SELECTION = pairwise(CHOICES)
 FLOAT32 = [case._replace(dtype="float32") for case in SELECTION[:: len(SELECTION) // 8]]
 
 
@@ -24,16 +38,30 @@ def references() -> References:
     return References()
 
 
-def check(case: Case, steps: int, pool: RankPool, references: References) -> None:
+def check(case: Case, steps: int, pool: RankPool, references: References, twice: bool = True) -> None:
     size = size_for(case.layout)
     config = model_config(case.model, size)
-    row = prove(config, case.layout, pool, references, global_batch=size.global_batch, steps=steps, dtype=case.dtype)
+    row = prove(
+        config,
+        case.layout,
+        pool,
+        references,
+        global_batch=size.global_batch,
+        steps=steps,
+        dtype=case.dtype,
+        twice=twice,
+    )
     assert row.passed, "\n".join(row.problems)
 
 
 @pytest.mark.parametrize("case", SELECTION, ids=str)
 def test_the_layout_gives_the_numbers_of_one_process(case: Case, pool: RankPool, references: References) -> None:
     check(case, 3, pool, references)
+
+
+@pytest.mark.parametrize("case", OTHER_SELECTION, ids=str)
+def test_the_other_schedules_do_with_recomputation_too(case: Case, pool: RankPool, references: References) -> None:
+    check(case, 3, pool, references, twice=False)
 
 
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
@@ -47,15 +75,24 @@ def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references
 def test_every_layout_gives_the_numbers_of_one_process(
     case: Case, dtype: str, pool: RankPool, references: References
 ) -> None:
-    check(case._replace(dtype=dtype), 10, pool, references)
+    check(case._replace(dtype=dtype), 10, pool, references, twice=False)
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("case", OTHER_SCHEDULES, ids=str)
+def test_every_other_schedule_gives_the_numbers_of_one_process(
+    case: Case, pool: RankPool, references: References
+) -> None:
+    check(case, 10, pool, references, twice=False)
 
 
 def test_the_selection_misses_no_pair() -> None:
     """Counted anew, without the generator's own bookkeeping."""
-    seen = set().union(*(pairs(case) for case in SELECTION))
-    for case in FLOAT64:
-        chosen = {"model": case.model, **case.layout._asdict()}
-        for two in itertools.combinations(sorted(chosen.items()), 2):
-            if case.layout.dp > 1 or "zero" not in dict(two):
-                assert two in seen, two
-    assert len(SELECTION) < len(FLOAT64) / 10
+    for selection, cases in ((SELECTION, FLOAT64), (OTHER_SELECTION, CHOICES)):
+        seen = set().union(*(pairs(case) for case in selection))
+        for case in cases:
+            chosen = {"model": case.model, **case.layout._asdict()}
+            for two in itertools.combinations(sorted(chosen.items()), 2):
+                if case.layout.dp > 1 or "zero" not in dict(two):
+                    assert two in seen, two
+        assert len(selection) < len(cases) / 10
