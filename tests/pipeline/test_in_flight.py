@@ -1,0 +1,142 @@
+"""What ranks really hold of micro-batches, in number and in bytes, against what the schedule says beforehand."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from framework.build import Parts, build
+from framework.config import parse
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.pipeline.stage import Stage
+from framework.schedule.action import Kind
+from framework.schedule.simulate import peak_activations
+from framework.step import take_step
+from framework.verify.layouts import Layout, layout_config
+from framework.verify.run import open_feed
+from launch.pool import RankPool
+from tests.verify.cases import config_of
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
+WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")
+"""Their backward is whole: what forward has saved lives until B, and then nothing of it does."""
+
+
+class Kept:
+    """Stands for a tensor in autograd's graph; gone when the graph lets go of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedBytes:
+    """Bytes of the storages that autograd keeps for the forwards of a rank; parameters are not ours.
+
+    Told after each forward: (stage, micro-batch, bytes that it has added, bytes that are kept).
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.not_ours: set[int] = set()
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.told: list[tuple[int, int, int, int]] = []
+        for stage in parts.executor.stages.values():
+            self.not_ours |= {p.untyped_storage().data_ptr() for p in stage.layers.parameters()}
+            stage.forward = partial(self.forward, stage, stage.forward)  # type: ignore[method-assign]
+
+    def forward(self, stage: Stage, forward: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        before = self.bytes()
+        with saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+            found = forward(microbatch, *args, **kwargs)
+        after = self.bytes()
+        self.told.append((stage.index, microbatch, after - before, after))
+        return found
+
+    def pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        if tensor.untyped_storage().data_ptr() not in self.not_ours:
+            self.kept.add(kept)
+        return kept
+
+    def bytes(self) -> int:
+        storages = [kept.tensor.untyped_storage() for kept in self.kept]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Held(NamedTuple):
+    """What one rank found in one step of one schedule."""
+
+    peak: int
+    predicted: int
+    told: list[tuple[int, int, int, int]]
+    left: int
+    rows: list[tuple[str, int]]
+    """(kind, stage) of the computations of its row."""
+
+
+def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
+    mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+    found = []
+    for text in configs:
+        config = parse(text)
+        parts = build(config, mesh, (open_feed(config, True), None))
+        saved = SavedBytes(parts)
+        take_step(parts)
+        assert parts.last is not None
+        schedule = parts.blueprint.schedule
+        row = [(action.kind.value, action.stage) for _, action in schedule.actions(rank) if action.stage is not None]
+        predicted = peak_activations(schedule)[rank]
+        found.append(Held(parts.last.peak_in_flight, predicted, saved.told, saved.bytes(), row))
+    return found
+
+
+def config_for(schedule: str, pp: int, chunks: int) -> str:
+    options = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2 * pp - 3 if pp > 2 else 1, "num_heads": 2}
+    options |= {"max_sequence_length": 4, "dropout": 0.1}
+    config = config_of("models.gpt2:build", options, 4)
+    return layout_config(config, Layout(pp=pp, schedule=schedule), chunks, "float32").model_dump_json()
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 3), (3, 4), (4, 6)])
+def test_what_a_rank_holds_is_what_its_schedule_says(pp: int, chunks: int, pool: RankPool) -> None:
+    """Micro-batches at once, of each rank, exactly. Bytes: each forward of a stage adds the same, and the most that
+    lives is the sum over what is held where the backward is whole; where it is split, I frees some of it early."""
+    ranks = pool.run(held, pp, [config_for(schedule, pp, chunks) for schedule in SCHEDULES])
+    for index, schedule in enumerate(SCHEDULES):
+        for rank in range(pp):
+            found = ranks[rank][index]
+            where = f"{schedule} rank {rank}: {found}"
+            assert found.peak == found.predicted, where
+            assert found.left == 0, where
+            of_one = {stage: added for stage, _, added, _ in found.told}
+            assert all(added > 0 for added in of_one.values()), where
+            measured = max(live for *_, live in found.told)
+            if schedule in WHOLE:
+                assert all(added == of_one[stage] for stage, _, added, _ in found.told), where
+                assert measured == peak_bytes(found.rows, of_one), where
+            else:
+                assert measured <= peak_bytes(found.rows, of_one), where
+
+
+def peak_bytes(row: list[tuple[str, int]], of_one: dict[int, int]) -> int:
+    """The most that the row holds when each micro-batch costs that much from its F to its B or W."""
+    now = most = 0
+    for kind, stage in row:
+        now += of_one[stage] * ((kind == Kind.F) - (kind in (Kind.B, Kind.W)))
+        most = max(most, now)
+    return most
+
+
+def test_one_stage_of_gpt_holds_so_many_times_what_one_micro_batch_costs(pool: RankPool) -> None:
+    """In bytes: GPipe's first rank all micro-batches, 1F1B's as many as there are ranks."""
+    configs = [config_for(schedule, 3, 6) for schedule in ("gpipe", "1f1b")]
+    ranks = pool.run(held, 3, configs)
+    for rank, (gpipe, one_f_one_b) in enumerate(ranks):
+        one = gpipe.told[0][2]
+        assert max(live for *_, live in gpipe.told) == 6 * one
+        assert max(live for *_, live in one_f_one_b.told) == (3 - rank) * one
