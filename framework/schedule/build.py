@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from framework.errors import ScheduleError
 from framework.schedule.action import Action, Kind, Schedule
-from framework.schedule.v_shape import zb_v
+from framework.schedule.v_shape import v_half, v_min, zb_v
 from framework.schedule.zero_bubble import zb_h1, zb_h2
 
 
@@ -112,10 +112,12 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
 }
 """The schedules by the name that the configuration gives them: (pp, chunks, interleave) -> Schedule."""
 
-INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), "zb_v": range(2, 3)}
+INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
 """The stages per rank that a schedule can have, where that is not 1."""
 
 

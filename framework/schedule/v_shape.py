@@ -6,7 +6,8 @@ micro-batches for long and its late one for short, and the sum is the same on al
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import replace
 
 from framework.schedule.action import Action, Kind, Placement, Schedule
 
@@ -23,11 +24,12 @@ def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
     late stage alone until that comes back up; (4) three of each stage in turns; (5) (6) the gradients that are left,
     those that others wait for first; (7) the weight gradients that are left.
 
-    No idle between a rank's first F and its last W where chunks >= 2pp-1, and (pp-1) F over all ranks, of half-size
-    stages. Each rank holds up to 2pp micro-batches of half-size stages until W: the pp of 1f1b's first rank.
+    Over all ranks (pp-1) F of half-size stages are idle where chunks >= pp; between a rank's first F and its last W
+    none where chunks >= 2pp-1. Each rank holds up to 2pp micro-batches of half-size stages until W: the pp of 1f1b's
+    first rank. With fewer than 2pp-1 micro-batches this is the schedule of 2pp-1 with the others struck out, since no
+    micro-batch needs another, and with weight gradients in the gaps that they leave (8).
     """
     assert interleave == 2, interleave
-    # What one micro-batch needs is of itself: a schedule of more micro-batches with some struck out is one of fewer.
     planned = max(chunks, 2 * pp - 1)
 
     def row(rank: int) -> tuple[Action, ...]:
@@ -62,4 +64,119 @@ def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
                 do(stage, Kind.W)
         return tuple(action for action in actions if action.microbatch in range(chunks))
 
-    return Schedule("zb_v", pp, 2 * pp, chunks, tuple(row(rank) for rank in range(pp)), Placement.V)
+    schedule = Schedule("zb_v", pp, 2 * pp, chunks, tuple(row(rank) for rank in range(pp)), Placement.V)
+    return schedule if chunks == planned else _with_weights_in_gaps(schedule, room=2 * pp)  # (8)
+
+
+def _with_weights_in_gaps(schedule: Schedule, room: int) -> Schedule:
+    """F and I in the order of the rows; W when a rank, in ticks, would wait, or has no room for another micro-batch."""
+    todo = [deque(a for _, a in schedule.actions(rank) if a.kind is not Kind.W) for rank in range(schedule.pp)]
+    weights: list[deque[Action]] = [deque() for _ in todo]
+    rows: list[list[Action]] = [[] for _ in todo]
+    held = [0] * schedule.pp
+    done: set[Action] = set()
+    while any(todo) or any(weights):
+        in_this_tick = []
+        for rank, row in enumerate(rows):
+            action = todo[rank][0] if todo[rank] else None
+            if action and _needed(schedule, action) <= done and (action.kind is Kind.I or held[rank] < room):
+                todo[rank].popleft()
+            elif weights[rank]:
+                action = weights[rank].popleft()
+            else:
+                continue
+            row.append(action)
+            held[rank] += (action.kind is Kind.F) - (action.kind is Kind.W)
+            if action.kind is Kind.I:
+                weights[rank].append(action._replace(kind=Kind.W))
+            in_this_tick.append(action)
+        assert in_this_tick, f"{schedule.name}: nobody can go on"
+        done.update(in_this_tick)
+    return replace(schedule, rows=tuple(tuple(row) for row in rows))
+
+
+def _needed(schedule: Schedule, action: Action) -> set[Action]:
+    """What must be done in an earlier tick, on this rank or on another."""
+    assert action.stage is not None
+    if action.kind is Kind.F:
+        return {action._replace(stage=action.stage - 1)} if action.stage > 0 else set()
+    is_last = action.stage == schedule.num_stages - 1
+    return {action._replace(kind=Kind.F) if is_last else action._replace(stage=action.stage + 1)}
+
+
+def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
+    """Half the memory of 1f1b and zb_v, for a bubble of half of 1f1b's (Qi et al. 2024, arXiv 2405.15362, "V-Half").
+
+    One micro-batch, two slots from rank to rank when it goes from an early stage to the next, one slot between late
+    ones; its gradient the other way round in both (1). The next one comes 6 slots later, and so on (2): no two
+    computations of a rank meet. pp=3:
+
+        rank 0 | F . . . . . . . f i . w . . . . I . . W     F I W of the early stage, f i w of the late one
+        rank 1 | . . F . . . . f . . . i w . . I W
+        rank 2 | . . . . F . f . . . . . . i I w . W
+
+    In this order, (3), and as soon as they can, which is what simulator and executor do, this is with four of them:
+
+        rank 0 | F0 F1 .  .  .  f0 i0 w0 F2 .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  I3 W3
+        rank 1 | .  F0 .  .  f0 F1 .  i0 w0 f1 F2 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 I2 W2 i3 w3 .  I3 W3
+        rank 2 | .  .  F0 f0 .  .  F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 .  i3 I3 w3 W3
+
+    Each rank holds up to pp+1 micro-batches of half-size stages until W where pp is odd, pp+2 where it is even. Bubble
+    (7 pp - 8) / 2 of the F of half-size stages, rounded down, where there are micro-batches enough.
+    """
+    assert interleave == 2, interleave
+    pauses = (1, 0, 0) if pp % 2 else (3, 0, 4)
+    return _from_block("v_half", pp, chunks, steps=(2, 1, 2, 1), pauses=pauses)
+
+
+def v_min(pp: int, chunks: int, interleave: int = 2) -> Schedule:
+    """A third of the memory of 1f1b, for a bubble of two thirds of 1f1b's (Qi et al. 2024, arXiv 2405.15362, "V-Min").
+
+    As v_half, with one slot from rank to rank on all ways: a micro-batch comes and goes as fast as it can. pp=3:
+
+        rank 0 | F0 .  .  .  .  f0 F1 i0 w0 .  .  f1 F2 I0 i1 w1 W0 f2 F3 I1 i2 w2 W1 f3 .  I2 i3 w3 W2 .  .  I3 W3
+        rank 1 | .  F0 .  .  f0 .  .  F1 i0 .  f1 w0 I0 F2 W0 i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
+        rank 2 | .  .  F0 f0 .  .  .  .  F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
+
+    Each rank holds up to 2 floor((pp+4) / 3) micro-batches of half-size stages until W. Bubble 4 pp - 5 of the F of
+    half-size stages, two more where 3 divides pp; but there is no slack, and where F, I and W do not take equally long
+    or messages take time, each further micro-batch adds to it.
+    """
+    assert interleave == 2, interleave
+    return _from_block("v_min", pp, chunks, steps=(1, 1, 1, 1), pauses=(0, 0 if pp % 3 else 2, 0))
+
+
+_PERIOD = 6
+"""Slots between micro-batches: F I W of two stages."""
+
+
+def _from_block(
+    name: str, pp: int, chunks: int, steps: tuple[int, int, int, int], pauses: tuple[int, int, int]
+) -> Schedule:
+    """``steps``: slots from rank to rank on the ways F down, F up, I down, I up; ``pauses``: slots lost between."""
+    turn, back, home = (1 + pause for pause in pauses)
+    forward_up = (steps[0] + steps[1]) * (pp - 1) + turn  # on the first rank, where also the gradient begins
+    gradient_down = forward_up + back
+    gradient_up = gradient_down + (steps[2] + steps[3]) * (pp - 1) + home
+
+    def row(rank: int) -> tuple[Action, ...]:
+        down, up = rank, 2 * pp - 1 - rank
+        slots = {  # (1)
+            (Kind.F, down): steps[0] * rank,
+            (Kind.F, up): forward_up - steps[1] * rank,
+            (Kind.I, up): gradient_down + steps[2] * rank,
+            (Kind.I, down): gradient_up - steps[3] * rank,
+        }
+        for stage in (up, down):
+            taken = {slot % _PERIOD for slot in slots.values()}
+            after = slots[Kind.I, stage] + 1
+            slots[Kind.W, stage] = next(s for s in range(after, after + _PERIOD) if s % _PERIOD not in taken)
+        assert len({slot % _PERIOD for slot in slots.values()}) == _PERIOD, (name, pp, rank, slots)
+        planned = [
+            (slot + _PERIOD * microbatch, Action(kind, stage, microbatch))  # (2)
+            for (kind, stage), slot in slots.items()
+            for microbatch in range(chunks)
+        ]
+        return tuple(action for _, action in sorted(planned))  # (3)
+
+    return Schedule(name, pp, 2 * pp, chunks, tuple(row(rank) for rank in range(pp)), Placement.V)

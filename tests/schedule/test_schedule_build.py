@@ -50,7 +50,7 @@ def test_complete_and_safe(schedule: Schedule, channel: Channel) -> None:
     assert check(lower(schedule), channel) == []
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(["gpipe", "1f1b"]),
     degrees,
@@ -66,7 +66,7 @@ def test_ideal(name: str, pp: int, chunks: int, channel: Channel, f: int, b: int
     assert bubble_share(simulate(lower(build(name, pp, chunks)), costs, channel)) == (pp - 1) / (chunks + pp - 1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(built(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
 def test_lowering_adds_no_bubble(schedule: Schedule, f: int, i: int, w: int, comm: int) -> None:
     """Where messages are posted is of no matter to computations that wait for what they use, and for nothing else."""
@@ -90,7 +90,7 @@ def rank_idle(timeline: Timeline) -> list[float]:
     return idle
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(degrees, num_chunks, st.integers(2, 4), st.integers(1, 5), st.integers(1, 5))
 def test_interleaved_has_the_bubble_over_the_interleave(pp: int, chunks: int, interleave: int, f: int, b: int) -> None:
     schedule = lower(build("interleaved_1f1b", pp, chunks, interleave))
@@ -101,20 +101,35 @@ def test_interleaved_has_the_bubble_over_the_interleave(pp: int, chunks: int, in
         assert found == pytest.approx(1 - chunks * interleave / (interleave * pp + chunks - 1))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(degrees, num_chunks)
 def test_zero_bubbles(pp: int, chunks: int) -> None:
     """In ticks, F = I = W: over all ranks pp-1 idle ticks each; in zb_h2 and zb_v none in a rank's own time."""
     ticks = Costs(f=1, i=1, w=1)
-    for name, work, enough in [("zb_h1", 3 * chunks, pp), ("zb_h2", 3 * chunks, pp), ("zb_v", 6 * chunks, 2 * pp - 1)]:
+    for name, work in [("zb_h1", 3 * chunks), ("zb_h2", 3 * chunks), ("zb_v", 6 * chunks)]:
         timeline = simulate(lower(smallest(name, pp, chunks)), ticks)
-        if chunks >= enough:
+        if chunks >= pp:
             assert max(span.end for span in computed(timeline)) == work + pp - 1
         if name != "zb_h1":
             assert (max(rank_idle(timeline)) == 0) == (chunks >= 2 * pp - 1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
+@given(degrees, num_chunks)
+def test_controllable_memory(pp: int, chunks: int) -> None:
+    """Peak and bubble of v_half and v_min, in ticks and in half-size stages; the paper has these memories."""
+    half, least = (smallest(name, pp, chunks) for name in ("v_half", "v_min"))
+    assert max(peak_activations(half)) <= 2 * ((pp + 2) // 2)
+    assert max(peak_activations(least)) <= 2 * ((pp + 4) // 3)
+    if chunks >= 2 * pp:
+        assert max(peak_activations(half)) == 2 * ((pp + 2) // 2)
+        assert max(peak_activations(least)) == 2 * ((pp + 4) // 3)
+        for schedule, idle in [(half, (7 * pp - 8) // 2), (least, 4 * pp - 5 + 2 * (pp % 3 == 0))]:
+            timeline = simulate(lower(schedule), Costs(f=1, i=1, w=1))
+            assert max(span.end for span in computed(timeline)) == 6 * chunks + (idle if pp > 1 else 0)
+
+
+@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 8), st.integers(0, 12), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 def test_zb_h1_saves_two_weight_gradients(pp: int, more: int, f: int, i: int, w: int) -> None:
     """(pp-1) (F+I-W) in the paper, against (pp-1) (F+I+W) of 1f1b; where no kind takes longer than the others."""
@@ -126,7 +141,7 @@ def test_zb_h1_saves_two_weight_gradients(pp: int, more: int, f: int, i: int, w:
         assert idle == (pp - 1) * (f + i - w)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(degrees, num_chunks)
 def test_peak_activations(pp: int, chunks: int) -> None:
     gpipe, one_f_one_b = build("gpipe", pp, chunks), build("1f1b", pp, chunks)
@@ -148,7 +163,7 @@ def as_if_whole(row: tuple[Item, ...]) -> tuple[Item, ...]:
     return tuple(a._replace(kind=kinds[a.kind]) for item in row for a in actions_of(item) if a.kind in kinds)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(degrees, num_chunks, st.integers(2, 4))
 def test_peak_activations_interleaved(pp: int, chunks: int, interleave: int) -> None:
     group = pp if chunks % pp == 0 else -(-chunks // max(1, chunks // pp))
@@ -158,7 +173,7 @@ def test_peak_activations_interleaved(pp: int, chunks: int, interleave: int) -> 
     assert chunks < 3 * pp or peaks == tuple(bounds)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(built())
 def test_micro_batches_stay_in_order(schedule: Schedule) -> None:
     """Of each stage: running buffers see them in order, and gradients are summed in one order in every layout."""
@@ -182,6 +197,8 @@ PICTURES = [
     ("zb_h1", 3, 5, 1),
     ("zb_h2", 3, 6, 1),
     ("zb_v", 2, 4, 2),
+    ("v_half", 3, 4, 2),
+    ("v_min", 3, 4, 2),
 ]
 
 
@@ -218,11 +235,11 @@ def test_one_rank_accumulates_gradients() -> None:
 @pytest.mark.parametrize(
     ("name", "pp", "chunks", "interleave", "said"),
     [
-        ("zigzag", 2, 2, 1, "choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v"),
+        ("zigzag", 2, 2, 1, "one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min"),
         ("1f1b", 0, 1, 1, "at least one"),
         ("gpipe", 1, 0, 1, "at least one"),
         ("interleaved_1f1b", 1, 1, 0, "at least one"),
-        ("1f1b", 2, 2, 2, "set pipeline.interleave=1, or choose a schedule that can have 2: interleaved_1f1b, zb_v"),
+        ("1f1b", 2, 2, 2, "interleave=1, or choose a schedule that can have 2: interleaved_1f1b, zb_v, v_half, v_min"),
         ("zb_h2", 2, 2, 3, "set pipeline.interleave=1, or choose a schedule that can have 3: interleaved_1f1b"),
         ("interleaved_1f1b", 2, 2, 1, "2 or more stages on each rank: set pipeline.interleave=2"),
         ("zb_v", 2, 2, 1, "zb_v has 2 stages on each rank: set pipeline.interleave=2"),
