@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from framework.errors import ScheduleError
@@ -202,43 +203,79 @@ def format_schedule(schedule: Schedule) -> str:
     return "\n".join([header, *(" ".join(format_item(item) for item in row) for row in schedule.rows), ""])
 
 
-def parse_schedule(text: str) -> Schedule:
-    """The schedule of a text form. Raises :class:`ScheduleError` with the line and the word that it cannot read."""
-    header, *lines = text.removesuffix("\n").split("\n")
-    found = _HEADER.fullmatch(header.strip())
-    if found is None or found["placement"] not in list(Placement):
+def read_schedule(path: str | Path) -> Schedule:
+    """The schedule in a text file. Raises :class:`ScheduleError` with file, line and word; what it does is not checked.
+
+    Rows of computations only (``is_lowered`` is false) are for :func:`lower`; what comes of that, or is in the file
+    already, is for :func:`check`.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ScheduleError(f"{path}: the schedule cannot be read: {reason}") from None
+    return parse_schedule(text, f"{path}, ")
+
+
+def parse_schedule(text: str, source: str = "") -> Schedule:
+    """The schedule of a text form; blank lines and comments, lines that begin with ``#``, may stand anywhere.
+
+    Raises :class:`ScheduleError` with the line and the word that it cannot read, behind ``source``.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    headers = [(number, _HEADER.fullmatch(line)) for number, line in lines if _HEADER.fullmatch(line)]
+    rows = [(number, line) for number, line in lines if not line.startswith("#")]
+    if len(headers) != 1 or (rows and rows[0][0] < headers[0][0]):
+        number = headers[-1][0] if headers else lines[0][0] if lines else 1
+        what = f"{len(headers)} headers" if len(headers) > 1 else "no header above the first row"
         raise ScheduleError(
-            f"line 1: {header!r} is no header of a schedule: write "
-            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}'"
+            f"{source}line {number}: {what}: write one line "
+            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}' above the rows"
         )
-    pp = int(found["pp"])
-    if pp < 1 or len(lines) != pp:
-        raise ScheduleError(f"line 1 says pp={pp}, but {len(lines)} rows follow: write one row per pipeline rank")
+    ((number, found),) = headers
+    assert found is not None
+    pp, num_stages, chunks = (int(found[name]) for name in ("pp", "num_stages", "chunks"))
+    problem = _header_problem(pp, num_stages, chunks, found["placement"], len(rows))
+    if problem:
+        raise ScheduleError(f"{source}line {number}: {problem}")
     return Schedule(
         name=found["name"],
         pp=pp,
-        num_stages=int(found["num_stages"]),
-        chunks=int(found["chunks"]),
+        num_stages=num_stages,
+        chunks=chunks,
         rows=tuple(
-            tuple(_parse_item(word, line_number) for word in line.split())
-            for line_number, line in enumerate(lines, start=2)
+            tuple(
+                _parse_item(word, f"{source}line {number}, word {index}: {word!r}")
+                for index, word in enumerate(line.split(), start=1)
+            )
+            for number, line in rows
         ),
         placement=Placement(found["placement"]),
     )
 
 
-def _parse_item(word: str, line_number: int) -> Item:
+def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_rows: int) -> str | None:
+    if placement not in list(Placement):
+        return f"placement={placement} is not known: choose one of {', '.join(Placement)}"
+    if pp < 1 or chunks < 1:
+        return f"pp={pp} chunks={chunks}: a step needs at least one pipeline rank and one micro-batch"
+    if num_stages < 1 or num_stages % pp:
+        return f"num_stages={num_stages} with pp={pp}: every rank holds equally many: write {pp}, {2 * pp}, {3 * pp} .."
+    if num_rows != pp:
+        return f"pp={pp}, but there are {num_rows} rows: write one row per pipeline rank"
+    return None
+
+
+def _parse_item(word: str, where: str) -> Item:
     if not word.startswith("{"):
-        return _parse_action(word, line_number)
-    group = tuple(_parse_action(part, line_number) for part in word[1:].removesuffix("}").split("+"))
+        return _parse_action(word, where)
+    group = tuple(_parse_action(part, where) for part in word[1:].removesuffix("}").split("+"))
     if not word.endswith("}") or not {action.kind for action in group} <= COMMUNICATION:
-        raise ScheduleError(
-            f"line {line_number}: {word!r}: a group is written {{0SEND_F1+0RECV_B0}}, of SEND and RECV only"
-        )
+        raise ScheduleError(f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only")
     return group
 
 
-def _parse_action(word: str, line_number: int) -> Action:
+def _parse_action(word: str, where: str) -> Action:
     found = _ACTION.fullmatch(word)
     if found is not None and found["kind"] in list(Kind):
         kind = Kind(found["kind"])
@@ -246,6 +283,6 @@ def _parse_action(word: str, line_number: int) -> Action:
         if (stage is not None) == (kind in _HAS_STAGE) and (microbatch is not None) == (kind in _HAS_MICROBATCH):
             return Action(kind, stage, microbatch)
     raise ScheduleError(
-        f"line {line_number}: {word!r} is no action: write <stage><kind><micro-batch> like 2F0 or 1RECV_F1, 2REDUCE, "
-        f"STEP; kinds: {', '.join(Kind)}"
+        f"{where} is no action: write <stage><kind><micro-batch> like 2F0 or 1RECV_F1, 2REDUCE, STEP; kinds: "
+        f"{', '.join(Kind)}"
     )

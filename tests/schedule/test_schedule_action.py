@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from framework.schedule.action import (
     format_item,
     format_schedule,
     parse_schedule,
+    read_schedule,
 )
 from framework.schedule.build import build
 from framework.schedule.lower import lower
@@ -68,14 +70,44 @@ def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
     [
         "",
         "0F0 0B0\n",
+        "# only a comment\n",
         "# a pp=2 num_stages=2 chunks=1 placement=loop\n0F0\n",
         "# a pp=0 num_stages=0 chunks=1 placement=loop\n",
+        "# a pp=1 num_stages=1 chunks=0 placement=loop\n0F0\n",
+        "# a pp=2 num_stages=3 chunks=1 placement=loop\n0F0\n1F0\n",
+        "# a pp=2 num_stages=0 chunks=1 placement=loop\n0F0\n1F0\n",
         "# a pp=1 num_stages=1 chunks=1 placement=spiral\n0F0\n",
     ],
 )
 def test_an_unreadable_header_is_an_error(text: str) -> None:
     with pytest.raises(ScheduleError, match="line 1"):
         parse_schedule(text)
+
+
+def test_comments_and_blank_lines_may_stand_anywhere() -> None:
+    commented = "# by hand\n\n" + HEADER + "#pp=1 is easy\n\n  0F0 0B0\t\n# the end\n"
+    assert parse_schedule(commented) == parse_schedule(HEADER + "0F0 0B0")
+    with pytest.raises(ScheduleError, match="line 4, word 2: '0Q0' is no action"):
+        parse_schedule("# by hand\n" + HEADER + "# more\n0F0 0Q0")
+    with pytest.raises(ScheduleError, match="line 3: 2 headers"):
+        parse_schedule(HEADER + "0F0\n" + HEADER)
+    with pytest.raises(ScheduleError, match="line 2: no header above"):
+        parse_schedule("0F0\n" + HEADER)
+
+
+def test_a_file_is_named_with_line_and_word(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("# my own\n" + format_schedule(build("zb_v", 2, 3, 2)))
+    assert read_schedule(path) == build("zb_v", 2, 3, 2)
+    path.write_text(HEADER + "0F0 {0SEND_F0 0B0")
+    with pytest.raises(ScheduleError) as caught:
+        read_schedule(path)
+    assert str(caught.value).startswith(f"{path}, line 2, word 2: '{{0SEND_F0': a group is written")
+    path.write_bytes(b"# caf\xe9")
+    with pytest.raises(ScheduleError, match=r"mine.txt: the schedule cannot be read: it is not UTF-8"):
+        read_schedule(path)
+    with pytest.raises(ScheduleError, match=r"other.txt: the schedule cannot be read: No such file"):
+        read_schedule(tmp_path / "other.txt")
 
 
 def test_only_communications_are_posted_together() -> None:
