@@ -36,10 +36,15 @@ class Fault(StrEnum):
     """What can be wrong."""
 
     MISSING = "missing"
+    RECEIVE_MISSING = "receive missing"
+    SEND_MISSING = "send missing"
+    WEIGHTS_MISSING = "weight gradient missing"
     REPEATED = "repeated"
     WRONG_RANK = "on the wrong rank"
+    BACKWARD_TWICE = "backward both whole and in halves"
     UNEXPECTED = "unexpected"
     BACKWARD_TOO_EARLY = "backward before its forward"
+    WEIGHTS_TOO_EARLY = "weight gradient before its input gradient"
     USED_TOO_EARLY = "used before it is there"
     SENT_TOO_EARLY = "sent before it is made"
     REDUCED_TOO_EARLY = "reduced before the last backward"
@@ -64,6 +69,8 @@ def check(
     schedule: Schedule, channel: Channel = Channel.RENDEZVOUS, max_activations: int | None = None
 ) -> list[Problem]:
     """Everything that is wrong with a lowered schedule, causes before consequences; empty: it runs.
+
+    ``channel``: the reading under which nobody may wait for ever; what runs under rendezvous runs under both.
 
     ``max_activations``: the micro-batches whose activations a rank has room for, per stage it holds. Linear in the
     number of actions.
@@ -90,10 +97,12 @@ def _computations(schedule: Schedule, rank: int, places: dict[Action, int]) -> I
     """What a rank has to compute: F and, as the row has it, a whole or a split backward."""
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.chunks):
-            halves = [Action(kind, stage, microbatch) for kind in (Kind.I, Kind.W)]
-            is_split = any(half in places for half in halves)
-            yield Action(Kind.F, stage, microbatch)
-            yield from halves if is_split else [Action(Kind.B, stage, microbatch)]
+            whole = Action(Kind.B, stage, microbatch)
+            halves = [whole._replace(kind=kind) for kind in (Kind.I, Kind.W)]
+            num_halves = sum(half in places for half in halves)
+            is_split = num_halves == 2 or (num_halves == 1 and whole not in places)
+            yield whole._replace(kind=Kind.F)
+            yield from halves if is_split else [whole]
 
 
 def _expected(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
@@ -129,23 +138,40 @@ def _out_of_place(schedule: Schedule, rank: int, position: int, action: Action) 
     elif schedule.rank_of(stage) != rank:
         text = f"{action}: stage {stage} is held by rank {schedule.rank_of(stage)}, not by rank {rank}"
         return Problem(Fault.WRONG_RANK, rank, position, action, text)
-    elif action.kind is Kind.B:
-        text = f"{action}: this micro-batch has its backward in halves, I and W; a whole one would do it twice"
+    elif action.kind in COMPUTE:  # F is always expected
+        other = "in halves, I and W" if action.kind is Kind.B else "whole, B"
+        text = f"{action}: this micro-batch has its backward {other}: part of it would be done twice"
+        return Problem(Fault.BACKWARD_TWICE, rank, position, action, text)
     else:
         text = f"{action}: stage {stage} has nobody on another rank to exchange this with"
     return Problem(Fault.UNEXPECTED, rank, position, action, text)
 
 
 def _missing(schedule: Schedule, rank: int, action: Action, places: dict[Action, int]) -> Problem:
-    position, text = len(schedule.rows[rank]), f"{action} is nowhere in the row"
+    text = f"{action} is nowhere in the row"
     if action.kind in RECEIVES | SENDS:
         text += f"; its partner is {action.partner()} of rank {schedule.peer(action)}"
-    for user in (Action(kind, action.stage, action.microbatch) for kind in COMPUTE):
-        if user in places and action == schedule.receive_for(user):
-            position = places[user]
-        elif user in places and action == schedule.send_after(user):
-            position = places[user] + 1
-    return Problem(Fault.MISSING, rank, position, action, text)
+    position = len(schedule.rows[rank])
+    for _, earlier, later in _around(schedule, action):
+        if earlier == action and later in places:
+            position = places[later]
+        elif later == action and earlier in places:
+            position = places[earlier] + 1
+    return Problem(_MISSING.get(action.kind, Fault.MISSING), rank, position, action, text)
+
+
+def _around(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, Action, Action]]:
+    """The rules of the one stage and micro-batch of an action, each kind of backward taken as if it were there."""
+    if action.kind in COMPUTE | RECEIVES | SENDS:
+        for computation in (action._replace(kind=kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)):
+            yield from _rules_of_one(schedule, computation)
+
+
+_MISSING = {
+    **dict.fromkeys(RECEIVES, Fault.RECEIVE_MISSING),
+    **dict.fromkeys(SENDS, Fault.SEND_MISSING),
+    Kind.W: Fault.WEIGHTS_MISSING,
+}
 
 
 def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
@@ -163,17 +189,21 @@ def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Itera
 def _rules(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[tuple[Fault, Action, Action]]:
     last_backwards: dict[int | None, Action] = {}
     for action in _computations(schedule, rank, places):
-        receive, send = schedule.receive_for(action), schedule.send_after(action)
-        if receive is not None:
-            yield Fault.USED_TOO_EARLY, receive, action
-        if send is not None:
-            yield Fault.SENT_TOO_EARLY, action, send
-        yield from _rules_on_one_rank(action)
+        yield from _rules_of_one(schedule, action)
         last = last_backwards.get(action.stage)
         if action.kind in LAST_HALVES and (last is None or places.get(last, -1) < places.get(action, -1)):
             last_backwards[action.stage] = action
     for stage, action in last_backwards.items():
         yield Fault.REDUCED_TOO_EARLY, action, Action(Kind.REDUCE, stage)
+
+
+def _rules_of_one(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, Action, Action]]:
+    receive, send = schedule.receive_for(action), schedule.send_after(action)
+    if receive is not None:
+        yield Fault.USED_TOO_EARLY, receive, action
+    if send is not None:
+        yield Fault.SENT_TOO_EARLY, action, send
+    yield from _rules_on_one_rank(action)
 
 
 def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]:
@@ -186,7 +216,7 @@ def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]
     if action.kind is Kind.F:
         yield Fault.USED_TOO_EARLY, Action(Kind.F, stage - 1, microbatch), action
     elif action.kind is Kind.W:
-        yield Fault.BACKWARD_TOO_EARLY, Action(Kind.I, stage, microbatch), action
+        yield Fault.WEIGHTS_TOO_EARLY, Action(Kind.I, stage, microbatch), action
     else:
         yield Fault.BACKWARD_TOO_EARLY, Action(Kind.F, stage, microbatch), action
         for kind in (Kind.B, Kind.I):

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.schedule.action import SENDS, Action, Item, Kind, Schedule, actions_of, format_schedule, parse_schedule
+from framework.schedule.action import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Item,
+    Kind,
+    Schedule,
+    actions_of,
+    format_schedule,
+    parse_schedule,
+)
 from framework.schedule.build import build
 from framework.schedule.check import Fault, Problem, check, report
 from framework.schedule.lower import lower
@@ -49,24 +59,32 @@ def test_sound_schedules_have_no_problem() -> None:
     assert report(SOUND, []) == "1f1b pp=3 chunks=4: no problem found"
 
 
-EVERY_ACTION = [(rank, action) for rank in range(SOUND.pp) for _, action in SOUND.actions(rank)]
+SOUND_V = lower(build("zb_v", 2, 2, 2))
+EVERY_ACTION = [
+    pytest.param(schedule, rank, action, id=f"{schedule.name}-{action}")
+    for schedule in (SOUND, SOUND_V)
+    for rank in range(schedule.pp)
+    for _, action in schedule.actions(rank)
+]
 
 
-@pytest.mark.parametrize(("rank", "action"), EVERY_ACTION, ids=str)
-def test_whatever_is_dropped_is_missing(rank: int, action: Action) -> None:
+@pytest.mark.parametrize(("schedule", "rank", "action"), EVERY_ACTION)
+def test_whatever_is_dropped_is_missing(schedule: Schedule, rank: int, action: Action) -> None:
     """A receive, a send, a computation, REDUCE, STEP: each of them, one at a time."""
-    problems = check(without(SOUND, rank, action))
-    missing = [(problem.rank, problem.action) for problem in problems if problem.fault is Fault.MISSING]
+    problems = check(without(schedule, rank, action))
+    name = {Kind.W: Fault.WEIGHTS_MISSING, **dict.fromkeys(RECEIVES, Fault.RECEIVE_MISSING)}.get(action.kind)
+    expected = name or (Fault.SEND_MISSING if action.kind in SENDS else Fault.MISSING)
+    missing = [(problem.rank, problem.action) for problem in problems if problem.fault is expected]
     assert missing == [(rank, action)]
 
 
-@pytest.mark.parametrize(("rank", "action"), EVERY_ACTION, ids=str)
-def test_whatever_is_done_twice_is_repeated(rank: int, action: Action) -> None:
+@pytest.mark.parametrize(("schedule", "rank", "action"), EVERY_ACTION)
+def test_whatever_is_done_twice_is_repeated(schedule: Schedule, rank: int, action: Action) -> None:
     """Directly after the first time, where no order is violated by it."""
     items: list[Item] = []
-    for item in SOUND.rows[rank]:
+    for item in schedule.rows[rank]:
         items += [item, action] if action in actions_of(item) else [item]
-    problems = check(with_row(SOUND, rank, items))
+    problems = check(with_row(schedule, rank, items))
     assert [(p.rank, p.action) for p in problems if p.fault is Fault.REPEATED] == [(rank, action)]
 
 
@@ -84,9 +102,11 @@ def test_whatever_is_done_twice_is_repeated(rank: int, action: Action) -> None:
         ([("0F3", "0F3 0F4")], Fault.UNEXPECTED, "0F4"),
         ([("0F3", "0F3 3F3")], Fault.UNEXPECTED, "3F3"),
         ([("2F3", "2F3 2SEND_F3")], Fault.UNEXPECTED, "2SEND_F3"),
-        ([("2B3", "2I3 2W3 2B3")], Fault.UNEXPECTED, "2B3"),
-        ([("2B3", "2I3")], Fault.MISSING, "2W3"),
-        ([("2B3", "2W3 2I3")], Fault.BACKWARD_TOO_EARLY, "2W3"),
+        ([("2B3", "2I3 2W3 2B3")], Fault.BACKWARD_TWICE, "2B3"),
+        ([("2B3", "2I3 2B3")], Fault.BACKWARD_TWICE, "2I3"),
+        ([("2B3", "2B3 2W3")], Fault.BACKWARD_TWICE, "2W3"),
+        ([("2B3", "2I3")], Fault.WEIGHTS_MISSING, "2W3"),
+        ([("2B3", "2W3 2I3")], Fault.WEIGHTS_TOO_EARLY, "2W3"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -177,7 +197,7 @@ def test_order_between_stages_of_one_rank(row: str, late: str, early: str) -> No
 
 def test_an_unlowered_schedule_does_not_run() -> None:
     problems = check(build("1f1b", 2, 1))
-    assert faults(problems) == {Fault.MISSING}
+    assert faults(problems) == {Fault.MISSING, Fault.RECEIVE_MISSING, Fault.SEND_MISSING}
     assert {str(p.action) for p in problems} == {
         *("0SEND_F0", "0RECV_B0", "1RECV_F0", "1SEND_B0"),
         *("0REDUCE", "1REDUCE", "STEP"),
