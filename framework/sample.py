@@ -52,6 +52,9 @@ def sample(run_directory: Path, prompt: str, num_tokens: int, temperature: float
     for each token: short texts only.
     """
     config, layers = load_plain(run_directory)
+    if config.data.builder is not None or config.data.task != "causal":
+        what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
+        raise ConfigError(f"{run_directory} was trained on {what}: only a model of the next token can continue a text")
     if config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set: without it the tokens that the model writes are only numbers")
     tokenizer = load(Path(config.data.tokenizer))

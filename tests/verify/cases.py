@@ -123,7 +123,7 @@ def prove(
 DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]
 """(dp, pp, tp) with a product of at most 8."""
 
-LATER_SCHEDULES = ("interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
+LATER_SCHEDULES = ("interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 
 
 def every_layout() -> list[Layout]:
