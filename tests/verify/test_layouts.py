@@ -56,7 +56,7 @@ def check(case: Case, steps: int, pool: RankPool, references: References, twice:
 
 @pytest.mark.parametrize("case", SELECTION, ids=str)
 def test_the_layout_gives_the_numbers_of_one_process(case: Case, pool: RankPool, references: References) -> None:
-    check(case, 3, pool, references)
+    check(case, 3, pool, references, twice=False)  # that a layout repeats is seen in float32, below
 
 
 @pytest.mark.parametrize("case", OTHER_SELECTION, ids=str)
