@@ -33,6 +33,8 @@ check: lint
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
+	$(BIN)/python benchmarks/executor_overhead.py
+	$(BIN)/python benchmarks/bubble_measured.py
 
 # long tests of what `make test` tests more shortly: launchers, failing ranks, resuming in every precision
 torture: $(VENV)/installed

@@ -1,0 +1,195 @@
+"""The idle time of the real executor beside the simulator's, for every schedule, on ranks that sleep.
+
+    python benchmarks/bubble_measured.py [--pp 4] [--chunks 8] [--steps 3] [--ms 15] [--out FILE]
+
+Pool ranks run the executor over gloo. Each stage is one layer that sleeps: in forward for F; in the backward of its
+input for I, and, where the schedule splits, in W for its weight's gradient; in a whole backward for both, one after the
+other. F, I and W are --ms each, so B is twice that. A sleeping rank needs no core, so two cores measure what four ranks
+wait for. With two stages to a rank each sleeps as long as the one stage of the others.
+
+Measured: spans of all ranks on one clock (perf_counter is common to the processes of a machine), idle from the first F
+to the last backward, over the ranks' time; the median of the steps after a first. Simulated: simulate() with the same
+seconds and no time for messages. Exit code 1: they are further apart than 3 points.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from report import environment, write
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.pipeline.executor import Executor, Microbatch
+from framework.pipeline.split_backward import SplitBackward
+from framework.pipeline.stage import Stage
+from framework.pipeline.values import describe_value
+from framework.schedule.action import Kind, Schedule
+from framework.schedule.build import build
+from framework.schedule.lower import lower
+from framework.schedule.simulate import Costs, Span, Timeline, bubble_share, simulate
+from launch.pool import RankPool
+
+RESULTS = Path(__file__).parent / "results"
+INTERLEAVES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2}
+MOST_POINTS = 3.0
+
+
+class Sleep(torch.autograd.Function):
+    """x, weight -> x + weight, in its own time: F asleep, then I asleep, then W asleep, or put off as a note."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sleep_s: float, split: SplitBackward | None) -> Tensor:
+        """F."""
+        ctx.weight, ctx.sleep_s, ctx.split = weight, sleep_s, split
+        time.sleep(sleep_s)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """I, and W now or later."""
+        time.sleep(ctx.sleep_s)
+
+        def weight_gradient() -> Tensor:
+            time.sleep(ctx.sleep_s)
+            return gradient.sum(0)
+
+        later = weight_gradient() if ctx.split is None else ctx.split.later(ctx.weight, weight_gradient)
+        return gradient, later, None, None
+
+
+class Sleeper(nn.Module):
+    """One parameter; (B, 1) -> (B, 1)."""
+
+    def __init__(self, sleep_s: float) -> None:
+        super().__init__()
+        self.sleep_s = sleep_s
+        self.split: SplitBackward | None = None
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Asleep."""
+        found: Tensor = Sleep.apply(x, self.weight, self.sleep_s, self.split)  # type: ignore[no-untyped-call]
+        return found
+
+
+class OneNumber(NamedTuple):
+    """A feed that never ends."""
+
+    def microbatch(self, m: int) -> Microbatch:
+        """The number m."""
+        return Microbatch(torch.full((1, 1), float(m)), torch.zeros(1, 1), self.sample_indices(m))
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Its index."""
+        return torch.tensor([m])
+
+
+def rows_in_time(rank: int, pp: int, schedule: Schedule, sleep_s: float, steps: int) -> list[list[Span]]:
+    """The spans of this rank in each step, in seconds of the machine's clock."""
+    mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+    value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
+    splits = any(action.kind is Kind.I for row in range(pp) for _, action in schedule.actions(row))
+    last = schedule.num_stages - 1
+    stages = {}
+    for index in schedule.stages_of(rank):
+        sleeper = Sleeper(sleep_s)
+        stages[index] = Stage(
+            index,
+            schedule.num_stages,
+            nn.Sequential(sleeper),
+            input_spec=value if index > 0 else None,
+            output_spec=value if index < last else None,
+            loss=lambda output, labels: output - labels,
+            loss_scale=1.0,
+            splits_backward=splits,
+        )
+        sleeper.split = stages[index].split
+    executor = Executor(schedule, mesh.pp, stages, mesh.device)
+    found = []
+    for _ in range(steps + 1):
+        dist.barrier()
+        result = executor.run(OneNumber())
+        found.append([s._replace(start=s.start + result.start_s, end=s.end + result.start_s) for s in result.spans])
+    return found[1:]
+
+
+def compare(pool: RankPool, name: str, pp: int, chunks: int, sleep_s: float, steps: int) -> dict[str, Any]:
+    """One schedule, measured and simulated."""
+    schedule = lower(build(name, pp, chunks, INTERLEAVES[name]))
+    ranks = pool.run(rows_in_time, pp, schedule, sleep_s, steps)
+    timelines = [Timeline(name, tuple(span for spans in step for span in spans)) for step in zip(*ranks, strict=True)]
+    shares = [bubble_share(timeline) for timeline in timelines]
+    costs = Costs(f=sleep_s, b=2 * sleep_s, i=sleep_s, w=sleep_s)
+    measured, simulated = statistics.median(shares), bubble_share(simulate(schedule, costs))
+    return {
+        "schedule": name,
+        "interleave": INTERLEAVES[name],
+        "measured_share": measured,
+        "measured_shares": shares,
+        "simulated_share": simulated,
+        "difference_points": 100 * (measured - simulated),
+    }
+
+
+def main() -> int:
+    """Run, show, write; 1 if a schedule is further off than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not (default 3)")
+    parser.add_argument("--ms", type=float, default=15.0, help="milliseconds of F, I and W (default 15)")
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-bubble-measured.json)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=100)
+    with RankPool(arguments.pp) as pool:
+        rows = [
+            compare(pool, name, arguments.pp, arguments.chunks, arguments.ms / 1e3, arguments.steps)
+            for name in INTERLEAVES
+        ]
+    table = Table("schedule", "interleave", "measured", "simulated", "difference, points")
+    for row in rows:
+        shares = [f"{100 * row[key]:.1f} %" for key in ("measured_share", "simulated_share")]
+        table.add_row(row["schedule"], str(row["interleave"]), *shares, f"{row['difference_points']:+.1f}")
+    console.print(table)
+    command = shlex.join(["python", "benchmarks/bubble_measured.py", *sys.argv[1:]])
+    problems = [
+        f"{row['schedule']}: {row['difference_points']:+.1f} points"
+        for row in rows
+        if abs(row["difference_points"]) > MOST_POINTS
+    ]
+    report = {
+        "environment": environment(command),
+        "pp": arguments.pp,
+        "chunks": arguments.chunks,
+        "sleep_ms": arguments.ms,
+        "schedules": rows,
+        "problems": problems,
+    }
+    path = arguments.out or RESULTS / f"{date.today().isoformat()}-bubble-measured.json"
+    write(path, report)
+    console.print(f"\nwritten to {path}", highlight=False)
+    for problem in problems:
+        console.print(f"[red]{problem}[/red]", highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What running a schedule costs when the stages cost nothing: our executor beside torch.distributed.pipelining's.
+
+    python benchmarks/executor_overhead.py [--only NAME] [--repeats 9] [--steps 20] [--pp 4] [--chunks 8] [--out FILE]
+
+Each stage is a linear with one weight on one number, so that what is left is the runtime: the loop over actions, the
+bookkeeping, autograd's entry and exit, the posting of messages. Both run the same schedule on the same ranks of the
+same pool, over the same process group, in turns of a few steps: A B, B A, ... An action is a forward or a backward of
+one micro-batch of one stage (halves of a backward count as one). Told are a rank's CPU time per action, the mean of
+ranks, all threads, and the wall time of a step over the actions of a rank; ratios are of neighbours in time.
+
+Exit code 1: the two compute another loss, or ours takes more CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import shlex
+import statistics
+import sys
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Shown
+from measure import race
+from report import environment, repeats_of, spread, write
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.pipeline.executor import Executor, Microbatch
+from framework.pipeline.stage import Stage
+from framework.pipeline.values import describe_value
+from framework.schedule.action import Kind
+from framework.schedule.build import build
+from framework.schedule.lower import lower
+from launch.pool import RankPool
+
+RESULTS = Path(__file__).parent / "results"
+THEIRS = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zb_v": ScheduleZBVZeroBubble,
+}
+"""Ours by name -> torch's runtime of the same schedule."""
+
+
+def stages_per_rank(name: str) -> int:
+    """Of a schedule."""
+    return 2 if name in ("interleaved_1f1b", "zb_v") else 1
+
+
+def samples(chunks: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of a step, both (chunks, 1)."""
+    return torch.arange(1.0, chunks + 1)[:, None] / chunks, torch.zeros(chunks, 1)
+
+
+def layer() -> nn.Linear:
+    """(1, 1) -> (1, 1), the same on both sides."""
+    found = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(found.weight, 0.5)
+    return found
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each label."""
+    return (output - labels).square()
+
+
+class Ours:
+    """One rank of the executor, on stages as build() makes them."""
+
+    def __init__(self, name: str, pp: int, chunks: int) -> None:
+        mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+        schedule = lower(build(name, pp, chunks, stages_per_rank(name)))
+        value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
+        splits = any(action.kind is Kind.I for row in range(pp) for _, action in schedule.actions(row))
+        last = schedule.num_stages - 1
+        stages = {
+            index: Stage(
+                index,
+                schedule.num_stages,
+                nn.Sequential(layer()),
+                input_spec=value if index > 0 else None,
+                output_spec=value if index < last else None,
+                loss=squares,
+                loss_scale=1.0,
+                splits_backward=splits,
+            )
+            for index in schedule.stages_of(mesh.at.pp_rank)
+        }
+        self.executor = Executor(schedule, mesh.pp, stages, mesh.device)
+        self.inputs, self.labels = samples(chunks)
+        self.indices = torch.arange(chunks)
+
+    def microbatch(self, m: int) -> Microbatch:
+        """One sample."""
+        rows = slice(m, m + 1)
+        return Microbatch(self.inputs[rows], self.labels[rows], self.indices[rows])
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Its index."""
+        return self.indices[m : m + 1]
+
+    def step(self) -> Shown:
+        """A row."""
+        parts = self.executor.run(self).loss_parts
+        return Shown(sum(float(part.loss_sum) for part in parts), 0.0)
+
+    def settle(self) -> None:
+        """Nothing is left under way."""
+
+
+class Theirs:
+    """One rank of torch's runtime."""
+
+    def __init__(self, name: str, pp: int, chunks: int) -> None:
+        mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+        schedule = build(name, pp, chunks, stages_per_rank(name))
+        mine = schedule.stages_of(mesh.at.pp_rank)
+        stages = [
+            PipelineStage(layer(), index, schedule.num_stages, mesh.device, group=mesh.pp.process_group)
+            for index in mine
+        ]
+        self.is_first, self.is_last = 0 in mine, schedule.num_stages - 1 in mine
+        kind: Any = THEIRS[name]
+        self.schedule = kind(
+            stages if len(stages) > 1 else stages[0],
+            n_microbatches=chunks,
+            loss_fn=lambda output, labels: squares(output, labels).sum(),
+            scale_grads=False,
+        )
+        self.inputs, self.labels = samples(chunks)
+
+    def step(self) -> Shown:
+        """Its step()."""
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([self.inputs] if self.is_first else []),
+            target=self.labels if self.is_last else None,
+            losses=losses if self.is_last else None,
+            return_outputs=False,
+        )
+        return Shown(sum(float(loss.detach()) for loss in losses), 0.0)
+
+    def settle(self) -> None:
+        """Nothing is left under way."""
+
+
+def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int) -> dict[str, Any]:
+    """One schedule, both runtimes."""
+    builders = {"ours": partial(Ours, name, pp, chunks), "theirs": partial(Theirs, name, pp, chunks)}
+    ranks = pool.run(race, pp, builders, repeats, steps)
+    actions = 2 * chunks * stages_per_rank(name)  # of a rank, in a step
+    found: dict[str, Any] = {"schedule": name, "torch": THEIRS[name].__name__, "actions_of_a_rank": actions}
+    blocks = {who: repeats_of(ranks, who) for who in builders}
+    for who, repeat in blocks.items():
+        found[who] = {
+            "cpu_us_per_action": 1e6 * statistics.median(block.cpu_s for block in repeat) / pp / actions,
+            "wall_us_per_action": 1e6 * statistics.median(block.wall_s for block in repeat) / actions,
+            "losses": [sum(step.loss for step in shown) for shown in zip(*(r.shown[who] for r in ranks), strict=True)],
+            "repeats": repeat,
+        }
+    both = list(zip(blocks["ours"], blocks["theirs"], strict=True))
+    found["cpu_ratio"] = spread([ours.cpu_s / theirs.cpu_s for ours, theirs in both])
+    found["wall_ratio"] = spread([ours.wall_s / theirs.wall_s for ours, theirs in both])
+    return found
+
+
+def problems_of(found: dict[str, Any]) -> list[str]:
+    """What must not be."""
+    ours, theirs = found["ours"]["losses"], found["theirs"]["losses"]
+    problems = [f"{found['schedule']}: losses {ours} and {theirs}"] if ours != theirs else []
+    if found["cpu_ratio"].median >= 1:
+        problems.append(f"{found['schedule']}: ours takes {found['cpu_ratio'].median:.3f} of torch's CPU time")
+    return problems
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """The table."""
+    table = Table("schedule", "torch's", "CPU us per action: ours", "torch", "ratio", "wall us: ours", "torch", "ratio")
+    for row in rows:
+        ours, theirs = row["ours"], row["theirs"]
+        cpu = [f"{who['cpu_us_per_action']:.0f}" for who in (ours, theirs)]
+        wall = [f"{who['wall_us_per_action']:.0f}" for who in (ours, theirs)]
+        table.add_row(row["schedule"], row["torch"], *cpu, str(row["cpu_ratio"]), *wall, str(row["wall_ratio"]))
+    console.print(table)
+
+
+def main() -> int:
+    """Run, show, write; 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9, help="turns of both (default 9)")
+    parser.add_argument("--steps", type=int, default=20, help="steps in one turn (default 20)")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--only", choices=list(THEIRS), action="append", help="may be given several times")
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-executor-overhead.json)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    sizes = (arguments.pp, arguments.chunks, arguments.repeats, arguments.steps)
+    with RankPool(arguments.pp) as pool:
+        rows = [compare(pool, name, *sizes) for name in arguments.only or THEIRS]
+    problems = [problem for row in rows for problem in problems_of(row)]
+    command = shlex.join(["python", "benchmarks/executor_overhead.py", *sys.argv[1:]])
+    report = {
+        "environment": environment(command),
+        "pp": arguments.pp,
+        "chunks": arguments.chunks,
+        "schedules": rows,
+        "problems": problems,
+    }
+    show(rows, console)
+    path = arguments.out or RESULTS / f"{date.today().isoformat()}-executor-overhead.json"
+    write(path, report)
+    console.print(f"\nwritten to {path}", highlight=False)
+    for problem in problems:
+        console.print(f"[red]{problem}[/red]", highlight=False)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
