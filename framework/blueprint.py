@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,18 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from framework.config import RunConfig, dump
 from framework.data.example import example
-from framework.errors import ConfigError, ModelError, ScheduleError
+from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
 from framework.model import PlainModel, build_model, forward_flops
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
 from framework.pipeline.values import Example, ValueSpec, check_output, describe_boundaries
-from framework.schedule.action import Schedule, parse_schedule
-from framework.schedule.build import build as build_schedule
-from framework.schedule.check import check as check_schedule
-from framework.schedule.check import report as report_problems
-from framework.schedule.lower import lower
+from framework.schedule.action import Schedule
+from framework.scheduling import draw_schedule
 from framework.tensor_parallel import plan as sharding
 from framework.tensor_parallel.check import check_sequence_length
 from framework.tensor_parallel.layers import VocabHead
@@ -133,7 +129,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         check_output(whole, shapes.labels, f"layer {last_name}")
     check_recompute(config, model)
     flops = forward_flops(model, inputs)
-    schedule = draw_schedule(config, grid.pp)
+    schedule = draw_schedule(config)
     stages = _cut(config, model, flops, schedule.num_stages)
     infos = sharding.apply(
         model.layers,
@@ -187,28 +183,6 @@ def check_recompute(config: RunConfig, model: PlainModel) -> None:
     for pattern in model.selective_recompute:
         if not any(fnmatchcase(name, pattern) for name in parts):
             raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
-
-
-def draw_schedule(config: RunConfig, pp: int) -> Schedule:
-    """The schedule that runs, lowered and checked: built by its name, or the user's own.
-
-    Raises:
-        ScheduleError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.
-    """
-    pipeline, chunks = config.pipeline, batch_numbers(config).chunks
-    if pipeline.schedule_file is None:
-        schedule = lower(build_schedule(pipeline.schedule, pp, chunks, pipeline.interleave or pipeline.stages_per_rank))
-    else:
-        schedule = parse_schedule(Path(pipeline.schedule_file).read_text())
-        if (schedule.pp, schedule.chunks) != (pp, chunks):
-            raise ScheduleError(
-                f"{pipeline.schedule_file} is for pp={schedule.pp} and chunks={schedule.chunks}, but parallel.pp = "
-                f"{pp} and batch.chunks = {chunks}: change the one or the other"
-            )
-    problems = check_schedule(schedule)
-    if problems:
-        raise ScheduleError(report_problems(schedule, problems))
-    return schedule
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:

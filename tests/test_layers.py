@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
 
 JOINING = [
+    "scheduling",
     "blueprint",
     "materialise",
     "build",
@@ -48,6 +49,7 @@ JOINING = [
     "resume",
     "summary",
     "throughput",
+    "trace",
     "train",
     "verify",
     "sample",
@@ -59,7 +61,7 @@ ON_TOP = {"train", "verify", "sample"}
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config")
+PURE += ("framework.errors", "framework.config", "framework.scheduling")
 
 MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
 
