@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from framework import trace
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build, open_feeds
 from framework.config import RunConfig, dump, resolve, to_toml
@@ -119,10 +120,14 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
             say(_against_unigrams(parts, validate(parts)))
         say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
+    traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
     while state.step < config.train.steps:
+        ticks = trace.align(parts.mesh) if state.step + 1 == traced else None
         start_s = time.perf_counter()
         stats = take_step(parts)
         step_s = time.perf_counter() - start_s
+        if ticks is not None:
+            trace.collect(parts, ticks, directory)
         last = state.step == config.train.steps
         validation_loss = None
         if parts.validation is not None and _is_due(state.step, config.train.validate_every, last):

@@ -57,15 +57,24 @@ def build_parser() -> argparse.ArgumentParser:
         added,
         "draw",
         commands.draw,
-        "draw the schedule of a configuration",
-        "Prints who computes what when, the bubble and the activations in flight, in ticks and without torch; "
-        "with --out it writes text, SVG, PNG and a trace for ui.perfetto.dev.",
-        "meshwright draw configs/demo.toml --parallel.pp=4 --batch.chunks=8 --costs f=1,b=2,comm=0.1 --out pictures",
+        "draw a schedule, or where the time of a run went",
+        "Of a configuration: who computes what when, the bubble and the activations in flight, in ticks and without "
+        "torch; with --out also as SVG, PNG and a trace for ui.perfetto.dev. Of a run: the step that was traced, over "
+        "its simulation, and per rank how long it computed, waited and communicated.",
+        "meshwright draw configs/demo.toml --parallel.pp=4 --batch.chunks=8 --costs f=1,b=2,comm=0.1 --out pictures\n"
+        "  meshwright draw runs/demo",
         takes_overrides=True,
     )
-    draw.add_argument("drawn", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
-    draw.usage = f"{draw.prog} CONFIG [options] [--section.key=value ...]"
-    draw.add_argument("--out", type=Path, metavar="DIR", help="where files are written (default: none are)")
+    draw.add_argument(
+        "drawn", metavar="CONFIG|RUN", help="a TOML file, a run directory, or one of its traces/step-*.json"
+    )
+    draw.usage = f"{draw.prog} CONFIG|RUN [options] [--section.key=value ...]"
+    draw.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where files are written (default: for a run its traces/, for a CONFIG none are)",
+    )
     draw.add_argument("--format", metavar="LIST", help="of text, svg, png, trace, with commas between (default: all)")
     draw.add_argument(
         "--costs",

@@ -1,20 +1,21 @@
-"""What ``meshwright draw`` does: a configuration's schedule before it runs. No torch."""
+"""What ``meshwright draw`` does: a configuration's schedule before it runs, a run's step as it was. No torch."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
 from framework.config import RunConfig, default_world_size, load, resolve
-from framework.errors import ConfigError, ScheduleError
-from framework.schedule.action import Schedule
-from framework.schedule.build import build
-from framework.schedule.check import check, report
+from framework.errors import ConfigError
+from framework.schedule.account import account, measured_costs, table
 from framework.schedule.draw import Panel, Unit, text, timeline_of
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs
+from framework.schedule.picture.axis import unit_of_seconds
+from framework.schedule.simulate import Costs, bubble_share, simulate
+from framework.scheduling import draw_schedule
+from framework.trace import newest, read
 
 WIDTH = 100
 
@@ -33,34 +34,60 @@ MUST_LAST = ("f", "b", "i", "w")
 
 
 def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | None, costs: str | None) -> None:
-    """The command, with its words as they were given."""
+    """The command, with its words as they were given.
+
+    Raises:
+        UserError: a word that is not understood or has no effect here, a configuration or a trace that is none.
+    """
     wanted = parse_formats(formats) if formats is not None else list(Format)
+    path = Path(drawn)
+    if path.is_dir() or path.suffix == ".json":
+        useless = [*overrides, *([f"--costs {costs}"] if costs is not None else [])]
+        if useless:
+            raise ConfigError(f"{drawn} is a run, whose times are measured: {' '.join(useless)} has no effect")
+        draw_trace(newest(path) if path.is_dir() else path, out, wanted)
+        return
     if formats is not None and out is None:
         raise ConfigError(f"--format {formats} writes files: say where with --out DIR")
     draw_config(load(drawn, overrides), parse_costs(costs or ""), out, wanted)
 
 
+def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
+    """Print a measured step, its simulation and where its time went; write both in one picture beside the trace."""
+    trace, schedule, timeline, readings = read(path)
+    accounts = account(timeline, readings)
+    costs = measured_costs(schedule, timeline)
+    simulated = simulate(schedule, costs)._replace(name=f"simulated: {timeline.name}")
+    measured = timeline._replace(name=f"measured, step {trace.step}: {timeline.name}")
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    shares = [100 * bubble_share(each) for each in (measured, simulated)]
+    size, unit = unit_of_seconds(accounts[0].total)
+    said = [
+        text(measured, width),
+        text(simulated, width),
+        table(accounts, size, unit),
+        f"bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %, "
+        f"{shares[0] - shares[1]:+.1f} points",
+    ]
+    if trace.clock_error_s:
+        said.append(f"times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms")
+    drawn = "\n\n".join(said)
+    print(f"{drawn}\n")
+    panels = [Panel(measured, readings=readings), Panel(simulated)]
+    write(out or path.parent, path.stem, formats, drawn, panels, Unit.SECONDS)
+
+
 def draw_config(config: RunConfig, costs: Costs, out: Path | None, formats: Sequence[Format]) -> None:
     """Print the schedule of a configuration, its bubble and its activations; write the files that are asked for."""
-    schedule = schedule_of(resolve(config, default_world_size(config, 0)))
+    schedule = draw_schedule(resolve(config, default_world_size(config, 0)))
     timeline = timeline_of(schedule, costs)
     grid = text(timeline, shutil.get_terminal_size((WIDTH, 0)).columns)
     kinds = {str(action.kind).lower() for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
     used = [f"{name} {cost:g}" for name, cost in costs._asdict().items() if name in kinds | {"comm"}]
     print(f"{grid}\n\nin ticks: {', '.join(used)} (change them with --costs)")
     if out is not None:
-        stem = f"{schedule.name}-pp{schedule.pp}-chunks{schedule.chunks}"
+        stem = re.sub(r"[^\w.]+", "-", timeline.name.replace("=", "")).strip(".-")
         write(out, stem, formats, grid, [Panel(timeline)], Unit.TICKS)
-
-
-def schedule_of(config: RunConfig) -> Schedule:
-    """The lowered and checked schedule of a resolved configuration."""
-    assert config.batch.chunks is not None
-    schedule = lower(build(config.pipeline.schedule, config.parallel.pp, config.batch.chunks))
-    problems = check(schedule)
-    if problems:
-        raise ScheduleError(report(schedule, problems))
-    return schedule
 
 
 def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: Sequence[Panel], unit: Unit) -> None:

@@ -160,6 +160,9 @@ class Tracking(Section):
     wandb: Literal["auto", "online", "offline", "off"] = "off"
     """auto: online with a key and a network, otherwise offline."""
     project: str = "meshwright"
+    trace_step: int = Field(default=5, ge=0)
+    """Which step after each start is measured span by span, for `meshwright draw RUN`; its last one if it has fewer; 0:
+    none. A run that resumes is measured again."""
 
 
 class Launch(Section):

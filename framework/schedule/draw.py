@@ -66,10 +66,14 @@ def text(drawn: Schedule | Timeline, width: int = 100) -> str:
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
     """The simulation of a schedule, lowered or not, under a name that tells its size."""
     is_lowered = any(action.kind not in COMPUTE for rank in range(schedule.pp) for _, action in schedule.actions(rank))
-    timeline = simulate(schedule if is_lowered else lower(schedule), costs)
+    return simulate(schedule if is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
+
+
+def name_of(schedule: Schedule) -> str:
+    """``1f1b pp=4 chunks=8``."""
     interleave = schedule.num_stages // schedule.pp
     size = f"pp={schedule.pp} chunks={schedule.chunks}" + (f" interleave={interleave}" if interleave > 1 else "")
-    return timeline._replace(name=f"{schedule.name} {size}")
+    return f"{schedule.name} {size}"
 
 
 def caption(timeline: Timeline) -> str:

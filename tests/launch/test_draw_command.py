@@ -68,6 +68,17 @@ def test_every_format_is_written(small: str, tmp_path: Path, capsys: pytest.Capt
     assert json.loads(files[3].read_text())["traceEvents"]
 
 
+def test_a_schedule_of_ones_own(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of computations alone, with two stages on a rank; its name is no path."""
+    own = tmp_path / "own.txt"
+    own.write_text("# ../mine pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0\n")
+    words = ["--parallel.pp=2", "--batch.chunks=1", f"--pipeline.schedule_file={own}", "--costs", "b=1,comm=0.5"]
+    assert main(["draw", small, *words, "--format", "text", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("../mine pp=2 chunks=1 interleave=2: bubble") and "3F0 3B0" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-pp2-chunks1-interleave2.txt"]
+
+
 def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path) -> None:
     assert main(["draw", small, "--out", str(tmp_path / "out"), "--format", "trace, text,trace"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,8 @@ def time_axis(spans: Sequence[Span]) -> TimeAxis:
     """All of the time; of a long run its two ends, in which numbers fit and the pipeline is filled and emptied."""
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     column = typical_shortest(spans)
-    if (end - start) / column <= MOST_COLUMNS:
+    busiest = max(Counter(span.rank for span in spans).values())
+    if (end - start) / column <= MOST_COLUMNS or busiest <= MOST_COLUMNS / 2:  # a few boxes, some of them very long
         return TimeAxis(start, end, end, end, 0.0)
     digits = max(len(label(span.action)) for span in spans)
     readable = MOST_WIDTH * POINTS / (DIGIT_WIDTH * LEAST_FONT * digits + 1.5) / 2 * column

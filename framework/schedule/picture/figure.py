@@ -187,7 +187,8 @@ def _paint(
             box.set_gid(f"{name}-rank{span.rank}-{action}")
             axes.add_artist(box)
             box.set_clip_on(False)
-            if action.kind in numbered and last - first > 0.9 * (span.end - span.start):
+            needed = DIGIT_WIDTH * font * len(label(action)) / points_per_time
+            if action.kind in numbered and last - first > max(needed, 0.9 * (span.end - span.start)):
                 axes.text(
                     (first + last) / 2,
                     row + 0.53,
@@ -209,7 +210,7 @@ def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
 
 
 def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
-    """The kinds into whose typical box their longest number fits: all boxes of a kind have one, or none has."""
+    """The kinds into whose typical box their longest number fits. Of the others no box has one."""
     lengths: dict[Kind, list[float]] = defaultdict(list)
     digits: dict[Kind, int] = defaultdict(int)
     for span in spans:

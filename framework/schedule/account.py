@@ -1,0 +1,140 @@
+"""Where the time of a measured step went, rank by rank, and the costs that a simulation of it takes.
+
+    rank r    |data|--wait for F--|==F==|..|--wait for B--|===B===| REDUCE |--STEP---|
+                        |                                                      |
+                        (1) its sender sends                                   (2) the last rank is here
+                        before is waiting, after is communication              before is waiting, after is the optimizer
+
+What a rank waits for before these is the bubble: a step ends for all ranks together, since the optimizer begins with
+sums over them. Waiting for the other ranks of a tensor-parallel group, or in a reduction for other replicas, cannot be
+seen in the spans of one replica.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from framework.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from framework.schedule.draw import Reading
+from framework.schedule.simulate import Costs, Span, Timeline
+
+
+class Account(NamedTuple):
+    """Where the time of one rank went, in the timeline's unit; all but ``rank`` sum to the step's time."""
+
+    rank: int
+    compute: float
+    waiting: float
+    """For a message that was not yet sent, or for others that are part of a sum: the bubble."""
+    communication: float
+    """Exposed: for a message on its way, and posting messages."""
+    reduce: float
+    optimizer: float
+    data: float
+    """Reading samples."""
+    other: float
+    """Between all these: the program itself, and what it posts."""
+
+    @property
+    def total(self) -> float:
+        """The step's time."""
+        return sum(self[1:])
+
+
+def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Account, ...]:
+    """Of each rank. The step begins at 0, or with the first span if that is earlier, and ends with the last."""
+    begin = min(0.0, *(span.start for span in timeline.spans))
+    total = max(span.end for span in timeline.spans) - begin
+    sums: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in timeline.ranks}
+    posted: dict[int, set[tuple[float, float]]] = defaultdict(set)
+    for span, bubble in _bubbles(timeline):
+        sums[span.rank]["waiting"] += bubble
+        if span.action.kind in SENDS:  # those posted together have one span each, of the same time
+            posted[span.rank].add((span.start, span.end))
+        else:
+            sums[span.rank][_COLUMNS[span.action.kind]] += span.end - span.start - bubble
+    for rank, spans in posted.items():
+        sums[rank]["communication"] += sum(end - start for start, end in spans)
+    for reading in readings:
+        sums[reading.rank]["data"] += reading.end - reading.start
+    for found in sums.values():
+        found["other"] = total - sum(found.values())
+    return tuple(Account(rank, *(found[name] for name in Account._fields[1:])) for rank, found in sums.items())
+
+
+_COLUMNS = {
+    **dict.fromkeys(COMPUTE, "compute"),
+    **dict.fromkeys(RECEIVES, "communication"),
+    Kind.REDUCE: "reduce",
+    Kind.STEP: "optimizer",
+}
+
+
+def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
+    """Each span with that part of it in which somebody else was not ready."""
+    started = {(span.rank, span.action): span.start for span in timeline.spans}
+    sent = {action: start for (_, action), start in started.items() if action.kind in SENDS}  # (1)
+    all_here = max((start for (_, action), start in started.items() if action.kind is Kind.STEP), default=0.0)  # (2)
+
+    def ready(action: Action) -> float:
+        if action.kind in RECEIVES:
+            return sent.get(action.partner(), 0.0)
+        return all_here if action.kind is Kind.STEP else 0.0
+
+    return [(span, min(max(ready(span.action) - span.start, 0.0), span.end - span.start)) for span in timeline.spans]
+
+
+def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
+    """For each stage the median duration of each kind without its bubble, as :func:`simulate` takes them.
+
+    A message takes, from the start of its send, until who was already waiting for it had it: the median over the
+    sending stage's messages that were waited for so; 0 without any. A rank's optimizer time is spread over its stages.
+    """
+    durations: dict[tuple[int | None, Kind], list[float]] = defaultdict(list)
+    messages: dict[int | None, list[float]] = defaultdict(list)
+    steps: dict[int, float] = {}
+    sends = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
+    for span, bubble in _bubbles(timeline):
+        length = span.end - span.start - bubble
+        durations[span.action.stage, span.action.kind].append(length)
+        if span.action.kind is Kind.STEP:
+            steps[span.rank] = length / len(schedule.stages_of(span.rank))
+        elif span.action.kind in RECEIVES and span.start <= sends[span.action.partner()].start:
+            messages[span.action.partner().stage].append(length)
+
+    def of(stage: int, kind: Kind) -> float:
+        return _median(durations[stage, kind])
+
+    return tuple(
+        Costs(
+            f=of(stage, Kind.F),
+            b=of(stage, Kind.B),
+            i=of(stage, Kind.I),
+            w=of(stage, Kind.W),
+            comm=_median(messages[stage]),
+            reduce=of(stage, Kind.REDUCE),
+            step=steps[schedule.rank_of(stage)],
+        )
+        for stage in range(schedule.num_stages)
+    )
+
+
+def table(accounts: Sequence[Account], size: float, unit: str) -> str:
+    """A line per rank and one of the mean, in ``unit``, which is ``size`` of the timeline's; below them its shares."""
+    names = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other", "total")
+    rows: list[tuple[str, ...]] = [("rank", *names)]
+    numbers = [(*each[1:], each.total) for each in accounts]
+    means = tuple(sum(column) / len(numbers) for column in zip(*numbers, strict=True))
+    for name, values in zip([*(str(each.rank) for each in accounts), "mean"], [*numbers, means], strict=True):
+        rows.append((name, *(f"{value / size:.2f}" for value in values)))
+    rows.append(("share", *(f"{value / means[-1]:.1%}" for value in means)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"where the time of the step went, in {unit}", *lines])
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,228 @@
+"""One step of a run as it was measured: every pipeline rank's spans on one clock, in a file that `draw` reads.
+
+    all ranks                 align    barriers, and what the clock said after each
+    all ranks                 the step itself
+    pipeline ranks of         gather   spans, readings, start of the row
+      replica 0, tp rank 0
+    rank 0                    write    traces/step-00000005.json, whole or not at all
+
+On one machine all processes read the same monotonic clock. Between machines the clocks are put together by what they
+said after the same barriers, and the file says how far these disagreed: ``clock_error_s``. Nothing here can stop a run:
+what cannot be written is said on stderr.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+
+from framework.errors import DataError, ScheduleError
+from framework.schedule.action import Action, Schedule, format_schedule, parse_schedule
+from framework.schedule.draw import Reading, name_of
+from framework.schedule.simulate import Span, Timeline
+from framework.tracking.tracker import quietly, warn_on_stderr
+
+if TYPE_CHECKING:
+    from framework.build import Parts
+    from framework.mesh.mesh import Mesh
+
+BARRIERS = 9
+"""Between machines; on one machine a single one, so that all ranks begin together."""
+FILE_NAME = re.compile(r"step-(\d{8,})\.json")
+
+
+class Trace(BaseModel):
+    """The file. Times are seconds since the first rank began its row, on the clock of pipeline rank 0."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: Literal["meshwright trace 1"] = "meshwright trace 1"
+    run: str
+    step: NonNegativeInt
+    torch: str
+    device: str
+    hosts: tuple[str, ...]
+    """Of each pipeline rank."""
+    clock_error_s: NonNegativeFloat
+    """By how much times of different hosts may be off; 0 on one host."""
+    schedule: str = Field(min_length=1)
+    """Its text form."""
+    spans: tuple[tuple[NonNegativeInt, str, float, float], ...] = Field(min_length=1)
+    """(pipeline rank, action, start, end), each rank's in the order in which it did them."""
+    data: tuple[tuple[NonNegativeInt, float, float], ...]
+    """(pipeline rank, start, end) of reading samples."""
+
+
+class Measured(NamedTuple):
+    """A trace that has been read and makes sense."""
+
+    trace: Trace
+    schedule: Schedule
+    timeline: Timeline
+    readings: tuple[Reading, ...]
+
+
+class Seen(NamedTuple):
+    """What a pipeline rank brings: its result, and what its clock said."""
+
+    host: str
+    ticks: tuple[float, ...]
+    """time.perf_counter() after each barrier."""
+    start_s: float
+    """The same clock at the start of the row."""
+    spans: tuple[Span, ...]
+    data: tuple[tuple[float, float], ...]
+
+
+def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
+    """The step to trace of a run that goes on after ``steps_taken``: the ``trace_step``-th from there, or its last.
+
+    A run that resumes is traced again, for it may have another layout by now. None for ``trace_step`` 0.
+    """
+    return min(steps_taken + trace_step, steps) if trace_step > 0 else None
+
+
+def align(mesh: Mesh) -> tuple[float, ...]:
+    """Let all ranks begin together, and read the clock after each barrier. Every rank of the mesh calls it; blocks."""
+    if mesh.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(mesh.device)  # the row's first event is then not behind the step before
+    ticks = []
+    for _ in range(BARRIERS if len(set(mesh.nodes)) > 1 else 1):
+        mesh.world.barrier()
+        ticks.append(time.perf_counter())
+    return tuple(ticks)
+
+
+def collect(parts: Parts, ticks: tuple[float, ...], directory: Path) -> None:
+    """Bring the step that was just taken to rank 0 and write it. Every rank calls it; blocks for the gathering only."""
+    mesh, result = parts.mesh, parts.last
+    if mesh.at.dp_rank or mesh.at.tp_rank:
+        return
+    assert result is not None, "no step was taken"
+    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, tuple(result.spans), tuple(result.data))
+    everyone: list[Seen] = mesh.pp.gather_objects(mine)
+    if mesh.rank != 0:
+        return
+    try:
+        trace = assemble(everyone, parts)
+        write(trace, directory / "traces" / f"step-{parts.state.step:08d}.json")
+    except Exception as error:
+        quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
+
+
+def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
+    """Put the ranks on one clock. ``everyone``: by pipeline rank."""
+    import torch
+
+    offsets, error_s = clock_offsets(everyone)
+    begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
+    spans: list[tuple[int, str, float, float]] = []
+    data: list[tuple[int, float, float]] = []
+    for rank, (seen, offset) in enumerate(zip(everyone, offsets, strict=True)):
+        start = seen.start_s - offset - begin
+        spans += [(rank, str(span.action), start + span.start, start + span.end) for span in seen.spans]
+        data += [(rank, start + first, start + last) for first, last in seen.data]
+    return Trace(
+        run=parts.config.run.name,
+        step=parts.state.step,
+        torch=torch.__version__,
+        device=parts.mesh.device.type,
+        hosts=tuple(seen.host for seen in everyone),
+        clock_error_s=error_s,
+        schedule=format_schedule(parts.blueprint.schedule),
+        spans=tuple(spans),
+        data=tuple(data),
+    )
+
+
+def clock_offsets(everyone: Sequence[Seen]) -> tuple[list[float], float]:
+    """How far each rank's clock is ahead of the first rank's, and the most by which one barrier disagrees with that.
+
+    Ranks of one host have one clock. All ranks leave a barrier at about the same time, which is as good as it gets
+    without a clock of the whole cluster.
+    """
+    first = everyone[0]
+    found: dict[str, list[float]] = defaultdict(list)
+    for seen in everyone:
+        if seen.host != first.host:
+            found[seen.host] += [tick - base for tick, base in zip(seen.ticks, first.ticks, strict=True)]
+    offsets = {host: median(differences) for host, differences in found.items()}
+    errors = (abs(each - offsets[host]) for host, differences in found.items() for each in differences)
+    return [offsets.get(seen.host, 0.0) for seen in everyone], max(errors, default=0.0)
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(trace.model_dump_json() + "\n")
+    aside.replace(path)
+
+
+def newest(run_directory: Path) -> Path:
+    """The trace of a run that was written last.
+
+    Raises:
+        DataError: there is none.
+    """
+    traces = run_directory / "traces"
+    found = [path for path in traces.glob("*.json") if FILE_NAME.fullmatch(path.name)]
+    if not found:
+        raise DataError(
+            f"{run_directory} has no trace (traces/step-*.json): give the directory of a run that has taken the step "
+            f"that tracking.trace_step says (0 traces none), or the configuration of one to draw its schedule"
+        )
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def read(path: Path) -> Measured:
+    """A trace, checked against its own schedule.
+
+    Raises:
+        DataError: the file cannot be read, is no trace, or contradicts itself.
+    """
+    try:
+        trace = Trace.model_validate_json(path.read_bytes())
+        schedule = parse_schedule(trace.schedule)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValidationError, ScheduleError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        where = ".".join(map(str, first["loc"])) if first else "schedule"
+        why = f"{where or 'the file'}: {first['msg'] if first else error}"
+        raise DataError(f"{path} is no trace of a step: {why}. Train again, or draw another trace") from None
+    known = {(rank, str(action)): action for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
+    problem = _contradiction(trace, schedule, known)
+    if problem is not None:
+        raise DataError(f"{path} is no trace of a step: {problem}. Train again, or draw another trace")
+    spans = tuple(Span(rank, known[rank, action], start, end) for rank, action, start, end in trace.spans)
+    readings = tuple(Reading(*each) for each in trace.data)
+    return Measured(trace, schedule, Timeline(name_of(schedule), spans), readings)
+
+
+def _contradiction(trace: Trace, schedule: Schedule, known: dict[tuple[int, str], Action]) -> str | None:
+    for rank, action, start, end in trace.spans:
+        if (rank, action) not in known:
+            return f"its schedule has no {action} on rank {rank}"
+        if end < start:
+            return f"{action} on rank {rank} ends before it starts ({start} .. {end})"
+    missing = known.keys() - {(rank, action) for rank, action, _, _ in trace.spans}
+    if missing:
+        rank, action = min(missing)
+        return f"{action} of rank {rank} is missing"
+    if len(trace.spans) > len(known):
+        return f"{len(trace.spans)} spans of {len(known)} actions"
+    if any(rank >= schedule.pp or end < start for rank, start, end in trace.data):
+        return "its data spans are not of its ranks, or end before they start"
+    if len(trace.hosts) != schedule.pp:
+        return f"{len(trace.hosts)} hosts of {schedule.pp} pipeline ranks"
+    return None
