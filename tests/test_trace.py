@@ -57,7 +57,7 @@ def spans_but(*left_out: str) -> list[Any]:
         ({"format": "another"}, "format: Input should be 'meshwright trace 1'"),
         ({"extra": 1}, "extra: Extra inputs are not permitted"),
         ({"step": "five"}, "step: Input should be a valid integer"),
-        ({"schedule": "# what"}, "is no header of a schedule"),
+        ({"schedule": "# what"}, "schedule: line 1"),
         ({"spans": spans_but("0F0")}, "0F0 of rank 0 is missing"),
         ({"spans": [*spans_but(), [0, "0F9", 1.0, 2.0]]}, "its schedule has no 0F9 on rank 0"),
         ({"spans": [*spans_but(), [1, "0F0", 1.0, 2.0]]}, "its schedule has no 0F0 on rank 1"),
