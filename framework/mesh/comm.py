@@ -67,7 +67,11 @@ class Handle:
     """A posted operation. ``wait`` blocks (on CUDA: the current stream) until it is done; safe to call twice."""
 
     def __init__(
-        self, works: Sequence[Any], what: str, keep: Sequence[Tensor] = (), finish: Callable[[], object] | None = None
+        self,
+        works: Sequence[Any],
+        what: str | Callable[[], str],
+        keep: Sequence[Tensor] = (),
+        finish: Callable[[], object] | None = None,
     ) -> None:
         self._works = list(works)
         self._finish = finish  # what is left to do here when the message has come
@@ -83,7 +87,8 @@ class Handle:
         except RuntimeError as error:
             waited_s = time.monotonic() - self._posted_s
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CommunicationError(f"{self._what} failed after {waited_s:.1f} s: {reason}") from error
+            what = self._what if isinstance(self._what, str) else self._what()
+            raise CommunicationError(f"{what} failed after {waited_s:.1f} s: {reason}") from error
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -193,12 +198,44 @@ class Group:
         work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
-    def exchange(self, transfers: Sequence[Transfer], what: str) -> tuple[Handle, Handle]:
+    def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle, Handle]:
         """Post sends and receives together (one NCCL group, so that no order of them can deadlock).
 
-        Messages between an ordered pair of ranks are matched in the order in which they are posted.
-        Returns the handle of the sends (keeps the tensors alive) and that of the receives.
+        Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is asked
+        when it fails. Returns the handle of the sends (keeps the tensors alive) and that of the receives.
         """
+        for transfer in transfers:
+            if transfer.sends:
+                self.count("send", tensor_bytes(transfer.tensor))
+        if not transfers:
+            return Handle([], ""), Handle([], "")
+        me = self.ranks[self.rank]
+
+        def text() -> str:
+            return f"rank {me}: {what()}"
+
+        if transfers[0].tensor.is_cuda:
+            works = self._coalesced(transfers)
+            if len(works) != len(transfers):  # NCCL coalesces: one work for all
+                handle = Handle(works, text, [transfer.tensor for transfer in transfers])
+                return handle, handle
+        else:  # what dist.isend and irecv come to, without their checks: there are many small messages
+            assert self.process_group is not None
+            group = self.process_group
+            works = [
+                group.send([transfer.tensor], transfer.peer, 0)
+                if transfer.sends
+                else group.recv([transfer.tensor], transfer.peer, 0)
+                for transfer in transfers
+            ]
+        sends = [pair for pair in zip(works, transfers, strict=True) if pair[1].sends]
+        receives = [work for work, transfer in zip(works, transfers, strict=True) if not transfer.sends]
+        return (
+            Handle([work for work, _ in sends], text, [transfer.tensor for _, transfer in sends]),
+            Handle(receives, text),
+        )
+
+    def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
         operations = [
             dist.P2POp(
                 dist.isend if transfer.sends else dist.irecv,
@@ -208,21 +245,7 @@ class Group:
             )
             for transfer in transfers
         ]
-        for transfer in transfers:
-            if transfer.sends:
-                self.count("send", tensor_bytes(transfer.tensor))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        me = self.ranks[self.rank]
-        text = f"rank {me}: {what}"
-        if len(works) != len(operations):  # NCCL coalesces: one work for all
-            handle = Handle(works, text, [transfer.tensor for transfer in transfers])
-            return handle, handle
-        sends = [pair for pair in zip(works, transfers, strict=True) if pair[1].sends]
-        receives = [pair for pair in zip(works, transfers, strict=True) if not pair[1].sends]
-        return (
-            Handle([work for work, _ in sends], text, [transfer.tensor for _, transfer in sends]),
-            Handle([work for work, _ in receives], text),
-        )
+        return dist.batch_isend_irecv(operations)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everyone's ``value`` in group order (pickled: only between our own ranks, never from a file). Blocks."""

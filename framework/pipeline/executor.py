@@ -18,6 +18,7 @@ once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -103,7 +104,7 @@ class Executor:
     step: Callable[[Result], None] = lambda result: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
     _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle]] = field(default_factory=dict)
-    _sends: list[Handle] = field(default_factory=list)
+    _sends: deque[Handle] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
@@ -230,15 +231,16 @@ class Executor:
                 self._values[received[-1][1]] = tensors
             peer = self.schedule.peer(action)
             transfers += [Transfer(tensor, peer, action.kind in SENDS) for tensor in tensors]
-        posted, arriving = self.pp.exchange(transfers, " + ".join(map(str, actions)))
+        posted, arriving = self.pp.exchange(transfers, lambda: " + ".join(map(str, actions)))
         self._arriving |= {key: (action, arriving) for action, key in received}
-        self._sends = [send for send in self._sends if not send.done()] + [posted]
-        self._wait_for_sends(2 * self.pp.size)  # gloo calls a send done only when somebody has waited for it
+        if any(transfer.sends for transfer in transfers):
+            self._sends.append(posted)
+            self._wait_for_sends(2 * self.pp.size)  # gloo calls a send done only when somebody has waited for it
 
     def _wait_for_sends(self, at_most: int) -> None:
-        """Wait for the oldest sends until so many are left."""
-        while len(self._sends) > at_most:
-            self._sends.pop(0).wait()
+        """Let go of the oldest sends: those that are done, and waiting until so many are left."""
+        while self._sends and (len(self._sends) > at_most or self._sends[0].done()):
+            self._sends.popleft().wait()
 
     def _record_sends_and_rest(self, run: _Recording, item: Item, start: Any) -> None:
         """When something was posted, reduced or stepped; a RECV's span comes when somebody waits for it."""
