@@ -25,6 +25,7 @@ from framework.mesh.grid import Grid
 from framework.model import PlainModel, build_model, forward_flops
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
+from framework.pipeline.running import cast_running, check_running, running_buffers
 from framework.pipeline.values import Example, ValueSpec, check_output, describe_boundaries
 from framework.schedule.action import Schedule
 from framework.scheduling import draw_schedule
@@ -53,6 +54,8 @@ class Blueprint:
     """What stage i hands to stage i+1."""
     layer_flops: dict[str, float]
     """One forward of one micro-batch of the whole (unsharded) layer."""
+    running: tuple[str, ...] = ()
+    """Buffers that forward changes: part of the state, as weights are."""
 
     @property
     def num_parameters(self) -> int:
@@ -130,6 +133,18 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     check_recompute(config, model)
     flops = forward_flops(model, inputs)
     schedule = draw_schedule(config)
+    running = running_buffers(model.layers, inputs)
+    check_running(
+        model.layers,
+        running,
+        schedule,
+        dp=grid.dp,
+        tp=grid.tp,
+        plan=model.plan,
+        sequence=parallel.sequence,
+        dtype=DTYPES[config.train.dtype],
+        recomputed=_recomputed(config, model),
+    )
     stages = _cut(config, model, flops, schedule.num_stages)
     infos = sharding.apply(
         model.layers,
@@ -141,6 +156,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     )
     dtype = DTYPES[config.train.dtype]
     cast_parameters(model.layers, dtype)
+    cast_running(model.layers, running, dtype)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     last_layer = model.layers[-1]
     if model.loss is not None and local.leaves[0].shape != whole.leaves[0].shape:
@@ -157,7 +173,9 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             f"{whole.leaves[0].shape}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
             f"Make that linear part of the last layer, or leave it out of the sharding_plan"
         )
-    return Blueprint(config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, flops)
+    return Blueprint(
+        config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, flops, tuple(running)
+    )
 
 
 def check_recompute(config: RunConfig, model: PlainModel) -> None:
@@ -185,8 +203,20 @@ def check_recompute(config: RunConfig, model: PlainModel) -> None:
             raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
 
 
+def _recomputed(config: RunConfig, model: PlainModel) -> list[str]:
+    """Names of the layers, or parts of layers, that backward computes again."""
+    pipeline = config.pipeline
+    if pipeline.recompute == "none":
+        return []
+    chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
+    if pipeline.recompute == "full":
+        return chosen
+    parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
+    return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]
+
+
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Floating-point parameters to the training dtype, in place; buffers stay as the model made them."""
+    """Floating-point parameters to the training dtype, in place; constant buffers stay as the model made them."""
     for parameter in layers.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -31,6 +31,7 @@ from framework.mesh.mesh import Mesh
 from framework.optimizer.adamw import FlatAdamW, Shard
 from framework.pipeline.executor import Executor, Microbatch, Result
 from framework.pipeline.recompute import Context, recompute_parts
+from framework.pipeline.running import running_values
 from framework.pipeline.stage import Stage
 from framework.pipeline.values import IGNORED_LABEL, Loss, cast_floats
 from framework.schedule.action import Kind
@@ -79,6 +80,13 @@ class Parts:
         """Layers of the whole model."""
         return len(self.blueprint.model.layers)
 
+    def running(self) -> dict[str, Tensor]:
+        """The running buffers of my stages by name, as they are now; the same on every tp rank."""
+        found: dict[str, Tensor] = {}
+        for stage in self.executor.stages.values():
+            found |= running_values(stage.layers, self.blueprint.running)
+        return found
+
 
 def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     """The training feed, shuffled by the seed, and the validation feed, once in order.
@@ -90,6 +98,9 @@ def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     if data.builder is not None:
         samples, held_out_samples = open_dataset(config, "train"), open_dataset(config, "validation")
         assert samples is not None
+        if held_out_samples is not None:  # as the training samples are: the stages know one shape
+            held_out_samples = held_out_samples._replace(like=samples.like)
+            held_out_samples.sample(0)
         return (
             DatasetFeed(samples, SampleOrder(samples.num_samples, config.run.seed)),
             DatasetFeed(held_out_samples, OnceInOrder(held_out_samples.num_samples)) if held_out_samples else None,
@@ -240,6 +251,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
             before_layer=replicas[index].ready,
             recompute=plan_recompute(blueprint, layers, again),
             splits_backward=splits,
+            running=frozenset(blueprint.running),
         )
         again.stage = stages[index]
     optimizer = FlatAdamW(

@@ -41,7 +41,7 @@ def save(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     path = checkpoints.save(
         directory,
         head,
-        pieces(parts.replicas, parts.optimizer, mesh),
+        pieces(parts.replicas, parts.optimizer, mesh, parts.running()),
         attempt=mesh.world.gather_objects(secrets.token_hex(4))[0],
         shard_name=f"pp{at.pp_rank}-tp{at.tp_rank}" if at.dp_rank == 0 else None,
         is_first=mesh.rank == 0,
@@ -81,7 +81,8 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         return
     with checkpoints.open_checkpoint(Path(path)) as checkpoint:
         manifest = checkpoint.manifest
-        restore(checkpoint, parts.replicas, parts.optimizer, int(manifest.state["optimizer_steps"]))
+        optimizer_steps = int(manifest.state["optimizer_steps"])
+        restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
     parts.state.step = manifest.step
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = int(manifest.state["tokens_seen"])

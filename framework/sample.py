@@ -42,6 +42,12 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
                 made[canonical] = nn.Parameter(tensor, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
             model.layers.get_submodule(owner)._parameters[attribute] = made[canonical]
+        saved = set(checkpoint.parameters(Kind.WEIGHTS))
+        for name, buffer in model.layers.named_buffers():
+            if name in saved:  # forward changes it
+                found_buffer = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+                assert found_buffer is not None
+                buffer.copy_(found_buffer)
     return config, model.layers.eval()
 
 

@@ -14,6 +14,7 @@ from framework.data_parallel.replica import StageReplica
 from framework.errors import CheckpointError
 from framework.mesh.mesh import Mesh
 from framework.optimizer.adamw import FlatAdamW
+from framework.parameters import ParameterInfo
 
 
 @dataclass
@@ -44,12 +45,17 @@ def flat_pieces(kind: Kind, bucket: Bucket, flat: Tensor) -> Iterator[Piece]:
         yield Piece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
 
 
-def pieces(replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mesh) -> Iterator[Piece]:
+def pieces(
+    replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mesh, running: Mapping[str, Tensor]
+) -> Iterator[Piece]:
     """What this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the way.
 
     A rank that stands for others (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights)
-    yields; the others yield nothing.
+    yields; the others yield nothing. ``running``: buffers that forward changes, by name.
     """
+    if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
+        for name, buffer in running.items():
+            yield Piece(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
     for replica in replicas.values():
         replica.ready_all()
@@ -73,13 +79,21 @@ def pieces(replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mes
 
 
 def restore(
-    checkpoint: Checkpoint, replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, optimizer_steps: int
+    checkpoint: Checkpoint,
+    replicas: Mapping[int, StageReplica],
+    optimizer: FlatAdamW,
+    optimizer_steps: int,
+    running: Mapping[str, Tensor],
 ) -> None:
-    """Overwrite weights, master weights and moments with a checkpoint's, whatever layout wrote it.
+    """Overwrite weights, running buffers, master weights and moments with a checkpoint's, whatever layout wrote it.
 
     Raises:
         CheckpointError: a parameter is not in it, or has another shape.
     """
+    for name, buffer in running.items():
+        saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+        assert saved is not None  # of weights, what is missing is an error
+        buffer.copy_(saved)
     index = 0
     for replica in replicas.values():
         for member in replica.frozen:

@@ -102,6 +102,7 @@ def work(config: RunConfig) -> None:
         resumed_step=parts.state.step,
         log_every=config.tracking.log_every,
         console=config.tracking.console,
+        unit=parts.blueprint.example.unit,
         wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
     )
@@ -165,7 +166,7 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
 
 def _against_unigrams(parts: Parts, validation_loss: float) -> str:
     """The last validation loss above what token frequencies alone would give, where the corpus knows that."""
-    said = f"validation loss  {validation_loss:.4f} nats per token"
+    said = f"validation loss  {validation_loss:.4f} nats per {parts.blueprint.example.unit[:-1]}"
     feed = parts.validation
     if isinstance(feed, Feed) and feed.corpus.known:
         nats = unigram_entropy(feed.corpus).nats

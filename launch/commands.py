@@ -129,12 +129,13 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load(options.config, overrides)
     with RankPool(MOST_RANKS) as pool:
-        from framework.model import build_model
-        from framework.verify import default_layouts, parse_layout, shrink, verify
+        from framework.verify import default_layouts, parse_layout, shrink, traits_of, verify
 
         layouts = [parse_layout(text) for text in options.layouts or []]
         global_batch = config.batch.global_batch if options.whole else None
-        if not options.whole:
+        if config.data.builder is not None:
+            print("the model whole, on its own samples")
+        elif not options.whole:
             small = shrink(config.model.options)
             _tell_shrunk(config, small)
             config = config.model_copy(
@@ -147,8 +148,10 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
             )
         global_batch = global_batch or SMALL_GLOBAL_BATCH
         if not layouts:
-            model = build_model(config.model.builder, config.model.options, config.run.seed)
-            layouts = default_layouts(config, len(model.layers), global_batch, MOST_RANKS)
+            traits = traits_of(config)
+            layouts = default_layouts(config, traits, global_batch, MOST_RANKS)
+            for reason in traits.left_out():
+                print(f"left out: {reason}", flush=True)
         largest = max(layout.size for layout in layouts)
         if largest > MOST_RANKS:
             raise ConfigError(

@@ -24,18 +24,30 @@ from framework.errors import DataError
 from framework.imports import find_function, place
 
 
+class Spec(NamedTuple):
+    """One tensor of a sample."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
 class Samples(NamedTuple):
     """A dataset, checked."""
 
     name: str
     dataset: Any
     num_samples: int
+    like: tuple[Spec, ...] | None = None
+    """Of the tensors of the first sample; None: not looked at yet."""
 
     def sample(self, number: int) -> tuple[Any, Tensor]:
         """(inputs, labels) of one sample, as tensors.
 
         Raises:
-            DataError: the dataset fails, or gives something else than a pair of tensors.
+            DataError: the dataset fails, gives something else than a pair of tensors, or another shape than before.
         """
         try:
             found = self.dataset[number]
@@ -49,9 +61,19 @@ class Samples(NamedTuple):
                 f"{self.name}: sample {number} is a {type(found).__name__}: return (inputs, labels), inputs a tensor "
                 f"or a tuple or dict of tensors, labels a tensor or a number"
             )
-        inputs, labels = (tree_map(torch.as_tensor, part) for part in found)
+        try:
+            inputs, labels = (tree_map(torch.as_tensor, part) for part in found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"{self.name}: sample {number} holds what is no number: {error}") from error
         if not isinstance(labels, Tensor) or not tree_leaves(inputs):
             raise DataError(f"{self.name}: the labels of sample {number} are a {type(found[1]).__name__}, no tensor")
+        specs = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
+        if self.like is not None and specs != self.like:
+            raise DataError(
+                f"{self.name}: sample {number} has {', '.join(map(str, specs))} where sample 0 has "
+                f"{', '.join(map(str, self.like))}: all samples must be alike, since stages know beforehand what they "
+                f"hand on. Pad or crop them"
+            )
         return inputs, labels
 
 
@@ -76,13 +98,7 @@ class DatasetFeed(NamedTuple):
         first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
         indices = range(first, first + micro_batch_size)
         rows = [self._row(index) for index in indices]
-        try:
-            inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
-        except RuntimeError as error:
-            raise DataError(
-                f"{self.samples.name}: samples of one micro-batch differ in shape ({error}): pad them, so that stages "
-                f"know what they hand on"
-            ) from error
+        inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
         return Microbatch(inputs, labels, torch.tensor(list(indices), dtype=torch.int64))
 
     def _row(self, index: int) -> tuple[Any, Tensor]:
@@ -112,4 +128,9 @@ def open_dataset(config: RunConfig, split: str) -> Samples | None:
         ) from error
     if num_samples < 1 or not hasattr(dataset, "__getitem__"):
         raise DataError(f"data.builder {path}({split!r}) returned a {type(dataset).__name__} of {num_samples} samples")
-    return Samples(f"{path}({split!r})", dataset, num_samples)
+    samples = Samples(f"{path}({split!r})", dataset, num_samples)
+    inputs, labels = samples.sample(0)
+    like = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
+    samples = samples._replace(like=like)
+    samples.sample(num_samples - 1)  # the likeliest to differ: said before launch
+    return samples

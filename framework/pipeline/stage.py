@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from framework.errors import ModelError
 from framework.pipeline.recompute import Context, recomputed
+from framework.pipeline.running import INSTEAD
 from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
 from framework.pipeline.values import IGNORED_LABEL, Loss, ValueSpec
 
@@ -46,6 +47,7 @@ class Stage:
         before_layer: Callable[[str], None] = lambda name: None,
         recompute: Mapping[str, Context] | None = None,
         splits_backward: bool = False,
+        running: Collection[str] = (),
     ) -> None:
         self.index = index
         self.num_stages = num_stages
@@ -61,6 +63,8 @@ class Stage:
         self.recompute = dict(recompute or {})
         """Layers that are computed again in backward, each with what has to be as it was."""
         self.split = SplitBackward() if splits_backward else None
+        self.running = running
+        """Names of the buffers that forward may change."""
         self._seen_all = False
         self._saved: dict[int, _Saved] = {}
         self._notes: dict[int, list[Note]] = {}
@@ -120,7 +124,7 @@ class Stage:
             return LossPart(loss_sum.detach(), (labels != IGNORED_LABEL).sum())
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
-        run: Callable[[Any], Any] = _Watched(name, layer) if train and not self._seen_all else layer
+        run: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
         if name in self.recompute:
             return recomputed(run, self.recompute[name], value)
         return run(value)
@@ -164,27 +168,32 @@ class Stage:
 class _Watched:
     """A layer run for the first time: sees that it keeps nothing and draws nothing by itself."""
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
+    def __init__(self, name: str, layer: nn.Module, running: Collection[str]) -> None:
         self.name = name
         self.layer = layer
+        self.running = running
 
     def __call__(self, value: Any) -> Any:
         """Run it.
 
         Raises:
-            ModelError: it changes a buffer (a running mean), or draws from torch's generator (``F.dropout``): what it
-                gives would depend on the layout, and on whether the run was resumed.
+            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``):
+                what it gives would depend on the layout, and on whether the run was resumed.
         """
-        buffers = {key: buffer._version for key, buffer in self.layer.named_buffers()}
+        constant = {
+            key: buffer for key, buffer in self.layer.named_buffers() if f"{self.name}.{key}" not in self.running
+        }
+        before = {key: (buffer._version, buffer.clone()) for key, buffer in constant.items()}
         drawn = torch.default_generator.get_state()
         value = self.layer(value)
-        changed = [key for key, buffer in self.layer.named_buffers() if buffer._version != buffers.get(key)]
-        if changed:
-            raise ModelError(
-                f"layer {self.name} changes its buffer {changed[0]} in forward: that would depend on the order of "
-                f"micro-batches and on the replica, and is not in checkpoints. Use a layer without running state "
-                f"(LayerNorm, RMSNorm, GroupNorm), or BatchNorm with track_running_stats=False"
-            )
+        for key, (version, numbers) in before.items():
+            now = self.layer.get_buffer(key)
+            if now is not constant[key] or now._version != version or not _same(now, numbers):
+                raise ModelError(
+                    f"layer {self.name} changes its buffer {key} in forward, and did not do so on the meta device, "
+                    f"where the run was planned: it would be in no checkpoint. Write it in place "
+                    f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}"
+                )
         if not torch.equal(drawn, torch.default_generator.get_state()):
             raise ModelError(
                 f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
@@ -192,3 +201,8 @@ class _Watched:
                 f"drawn by name"
             )
         return value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """The same numbers, NaN where NaN was."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -64,6 +64,11 @@ class Example(NamedTuple):
         counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if not leaf.is_floating_point()]
         return sum(counts) or self.labels_per_sample
 
+    @property
+    def unit(self) -> str:
+        """What ``tokens_per_sample`` counts."""
+        return "labels" if all(leaf.is_floating_point() for leaf in tree_leaves(self.inputs)) else "tokens"
+
     def cast(self, dtype: torch.dtype) -> Example:
         """With floating-point numbers in the training dtype: images come in the precision of the weights."""
         return Example(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))

@@ -25,6 +25,7 @@ def build_tracker(
     resumed_step: int = 0,
     log_every: int = 1,
     console: bool = True,
+    unit: str = "tokens",
     wandb: WandbMode = WandbMode.OFF,
     project: str = "meshwright",
     warn: Callable[[str], None] = warn_on_stderr,
@@ -33,12 +34,13 @@ def build_tracker(
 
     ``config`` is what wandb shows as the run's configuration, JSON-able. ``resumed_step``: the step of the checkpoint
     that was loaded; what ``metrics.jsonl`` holds beyond it is dropped. Build it after loading, therefore.
+    ``unit``: of what goes in.
     """
     if not is_writer:
         return Tracker(warn=warn)
     sinks: list[Sink] = []
     if console:
-        sinks.append(ConsoleSink(total_steps, log_every))
+        sinks.append(ConsoleSink(total_steps, log_every, unit=unit))
     if wandb is not WandbMode.OFF:
         sinks.append(WandbSink(run_directory, project=project, name=name, config=config, mode=wandb, warn=warn))
     return Tracker(JsonlSink(run_directory / METRICS_FILE, resumed_step), sinks, warn=warn)

@@ -42,10 +42,12 @@ def memory(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def step_line(record: StepRecord, total_steps: int, left_s: float) -> str:
+def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> str:
     """The step in one plain line."""
     width = len(str(total_steps))
-    return " | ".join([f"step {record.step:>{width}}/{total_steps}", *_numbers(record), f"{duration(left_s)} left"])
+    return " | ".join(
+        [f"step {record.step:>{width}}/{total_steps}", *_numbers(record, unit), f"{duration(left_s)} left"]
+    )
 
 
 def validation_line(record: StepRecord) -> str:
@@ -55,12 +57,12 @@ def validation_line(record: StepRecord) -> str:
     return f"validation at step {record.step}: loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
 
 
-def _numbers(record: StepRecord) -> list[str]:
+def _numbers(record: StepRecord, unit: str) -> list[str]:
     return [
         f"loss {record.loss:.4f}",
         f"grad norm {record.grad_norm:.3g}",
         f"lr {record.learning_rate:.2e}",
-        f"{count(record.tokens_per_s)} tokens/s",
+        f"{count(record.tokens_per_s)} {unit}/s",
         f"{record.step_s:.3g} s/step",
         memory(record.memory_bytes),
     ]
@@ -88,8 +90,11 @@ class ConsoleSink:
     """A bar when the console is a terminal (validations stay above it), else a line every ``log_every`` steps, for the
     first step of this process and for the last of the run."""
 
-    def __init__(self, total_steps: int, log_every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, log_every: int = 1, console: Console | None = None, unit: str = "tokens"
+    ) -> None:
         self.total_steps = total_steps
+        self.unit = unit
         self.log_every = log_every
         self._console = console or Console()
         self._bar: _Bar | None = None
@@ -105,7 +110,7 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._draw(record, left_s)
         elif self._num_steps == 1 or record.step % self.log_every == 0 or record.step >= self.total_steps:
-            self._say(step_line(record, self.total_steps, left_s))
+            self._say(step_line(record, self.total_steps, left_s, self.unit))
         if record.validation_loss is not None:
             self._say(validation_line(record))
 
@@ -119,7 +124,7 @@ class ConsoleSink:
             self._bar = _Bar(self._console)
             self._task = self._bar.add_task("", total=self.total_steps, left="")
             self._bar.start()
-        self._bar.numbers = "  ".join(_numbers(record))
+        self._bar.numbers = "  ".join(_numbers(record, self.unit))
         self._bar.update(self._task, completed=record.step, left=duration(left_s))
 
     def _say(self, line: str) -> None:

@@ -4,11 +4,13 @@ from framework.verify.compare import Report, Row, compare
 from framework.verify.layouts import Layout, default_layouts, layout_config, parse_layout, shrink
 from framework.verify.reference import run_reference
 from framework.verify.run import run_layout, verify
+from framework.verify.traits import Traits, traits_of
 
 __all__ = [
     "Layout",
     "Report",
     "Row",
+    "Traits",
     "compare",
     "default_layouts",
     "layout_config",
@@ -16,5 +18,6 @@ __all__ = [
     "run_layout",
     "run_reference",
     "shrink",
+    "traits_of",
     "verify",
 ]

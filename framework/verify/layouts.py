@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from framework.config import Pipeline, RunConfig
 from framework.errors import ConfigError
+from framework.verify.traits import Traits
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 WORDS = (
@@ -114,8 +115,11 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     )
 
 
-def default_layouts(config: RunConfig, num_layers: int, global_batch: int, max_ranks: int = 8) -> list[Layout]:
-    """The config's own layout, if it fits, and a spread of others: each axis alone, pairs, all three."""
+def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> list[Layout]:
+    """The config's own layout, if it fits, and a spread of others: each axis alone, pairs, all three.
+
+    What the model cannot have is left out: ``traits.left_out()`` says why.
+    """
     own = config.parallel
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
     micro = config.batch.micro_batch_size or 1
@@ -147,14 +151,21 @@ def default_layouts(config: RunConfig, num_layers: int, global_batch: int, max_r
         Layout(pp=2, schedule="interleaved_1f1b", recompute="full"),
         Layout(dp=2, pp=2, schedule="zb_h1"),
         Layout(pp=2, tp=2, schedule="zb_v"),
+        *[Layout(pp=2, schedule="zb_h1"), Layout(pp=4, schedule="zb_h1")] * traits.has_running,
     ]
+    if traits.couples_samples:
+        micro = micro if global_batch % micro == 0 and 1 < micro <= global_batch // 4 else 2
+        wanted = [layout._replace(micro_batch_size=micro) for layout in wanted]
+    length = config.data.sequence_length
     fitting = [
         layout
         for layout in wanted
         if layout.size <= max_ranks
-        and layout.num_stages <= num_layers
+        and layout.num_stages <= traits.num_layers
         and global_batch % (layout.dp * layout.micro_batch_size) == 0
-        and (not layout.sequence or (layout.tp > 1 and config.data.sequence_length % layout.tp == 0))
+        and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and length % layout.tp == 0))
+        and (layout.tp == 1 or traits.is_sharded)
+        and not (traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute != "none"))
     ]
     return list(dict.fromkeys(fitting))
 

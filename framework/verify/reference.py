@@ -16,13 +16,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.build import Source
 from framework.config import RunConfig
+from framework.data.example import example
 from framework.model import PlainModel, build_model
 from framework.optimizer.schedule import learning_rate
-from framework.pipeline.values import IGNORED_LABEL, cast_floats
+from framework.pipeline.running import cast_running, running_buffers, running_values
+from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
 
 
 class Findings(NamedTuple):
-    """What a run has shown: per step, and per parameter under its canonical name, whole and unpadded, on CPU."""
+    """What a run has shown: per step, and per parameter under its canonical name, whole and unpadded, on CPU.
+
+    Running buffers are among the initial values and the weights.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -63,12 +68,26 @@ def _loss_sum(model: PlainModel, output: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtype) -> Findings:
-    """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is."""
+def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of running buffers on CPU as they are compared: counts in float64."""
+    copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+    return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
+
+
+def run_reference(
+    config: RunConfig, feed: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
+) -> Findings:
+    """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is.
+
+    ``micro_batch_size``: samples that go through the model at once. It changes nothing but where samples see each other
+    (BatchNorm).
+    """
     global_batch = config.batch.global_batch
     assert global_batch is not None
     model = build_model(config.model.builder, config.model.options, config.run.seed)
+    running = running_buffers(model.layers, Example(*example(config, micro_batch_size)).cast(torch.float32).inputs)
     layers = plain_layers(model, dtype)
+    cast_running(layers, running, dtype)
     parameters = {model.canonical(name): p for name, p in layers.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         [
@@ -81,15 +100,17 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
         foreach=False,
     )
     findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
+    findings.initial.update(widened(running_values(layers, running)))
     for step in range(steps):
         checksums: dict[int, int] = {}
         loss_sum = torch.zeros((), dtype=torch.float64)
         num_tokens = 0
         optimizer.zero_grad()
         sums: dict[str, Tensor] = {}
-        for index in range(step * global_batch, (step + 1) * global_batch):
-            inputs, labels, sample_indices = feed.microbatch(index, 0, 1, 1, 1, 0)
-            checksums[index] = checksum(tree_map(lambda leaf: leaf[0], inputs), labels[0])
+        for index in range(step * global_batch, (step + 1) * global_batch, micro_batch_size):
+            inputs, labels, sample_indices = feed.microbatch(index, 0, 1, micro_batch_size, 1, 0)
+            for row in range(micro_batch_size):
+                checksums[index + row] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
             model.draw.sample_indices = sample_indices
             output = layers(cast_floats(inputs, dtype))
             loss = _loss_sum(model, output, cast_floats(labels, dtype))
@@ -114,4 +135,5 @@ def run_reference(config: RunConfig, feed: Source, steps: int, dtype: torch.dtyp
         findings.grad_norms.append(float(norm))
         findings.tokens.append(checksums)
     findings.weights.update({name: p.detach().clone() for name, p in parameters.items()})
+    findings.weights.update(widened(running_values(layers, running)))
     return findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from framework.blueprint import DTYPES
+from framework.blueprint import DTYPES, draw_blueprint
 from framework.build import Parts, Source, build, open_feeds
 from framework.checkpoint import Kind
 from framework.config import RunConfig, parse
@@ -24,7 +25,8 @@ from framework.step import take_step
 from framework.verify.compare import BARS, Report, Row, compare, worst
 from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_sample
 from framework.verify.layouts import Layout, layout_config
-from framework.verify.reference import Findings, checksum, run_reference
+from framework.verify.reference import Findings, checksum, run_reference, widened
+from framework.verify.traits import traits_of
 
 
 class Pool(Protocol):
@@ -108,13 +110,16 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
 
 
 def _weights(parts: Parts) -> list[tuple[ParameterInfo, Any]]:
-    """The weights that this rank stands for: the ones the optimizer steps, in full precision."""
+    """The weights and running buffers that this rank stands for: the ones the optimizer steps, in full precision."""
     found = []
     for replica in parts.replicas.values():
         replica.ready_all()
         for bucket in replica.buckets:
             if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
                 found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)]
+    if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
+        buffers = widened(parts.running())
+        found += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
     return found
 
 
@@ -179,21 +184,31 @@ def verify(
         UserError: a layout that cannot be (its message says why).
     """
     plain = layout_config(config, Layout(), global_batch, dtype)
-    expected = run_reference(plain, open_feed(plain, random_tokens), steps, DTYPES[dtype])
-    rounding = None
-    if dtype == "float32":
-        exact = run_reference(plain, open_feed(plain, random_tokens), steps, torch.float64)
-        rounding = worst(expected.weights, exact.weights)
+    traits, feed = traits_of(plain), open_feed(plain, random_tokens)
+    configs = [layout_config(config, layout, global_batch, dtype) for layout in layouts]
+    for laid_out in configs:
+        draw_blueprint(laid_out)  # what cannot be is said here, before anything runs
+
+    @functools.cache
+    def reference(micro_batch_size: int) -> tuple[Findings, dict[str, float] | None]:
+        """And how far its weights are from a float64 run's, where that is looked at."""
+        expected = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
+        if dtype != "float32":
+            return expected, None
+        exact = run_reference(plain, feed, steps, torch.float64, micro_batch_size)
+        return expected, worst(expected.weights, exact.weights)
+
     rows = []
-    for layout in layouts:
-        text = layout_config(config, layout, global_batch, dtype).model_dump_json()
+    for layout, laid_out in zip(layouts, configs, strict=True):
+        # samples that see each other in their micro-batch must have the same company in the plain run
+        expected, rounding = reference(layout.micro_batch_size if traits.couples_samples else 1)
+        text = laid_out.model_dump_json()
         runs = [merge(pool.run(run_layout, layout.size, text, steps, random_tokens)) for _ in range(2)]
         rows.append(compare(str(layout), runs[0], runs[1], expected, BARS[dtype], rounding))
         on_row(rows[-1])
-    parameters = sum(tensor.numel() for tensor in expected.initial.values())
     of_tokens = "" if config.data.builder is not None else f" of {config.data.sequence_length} tokens"
     return Report(
-        f"{config.model.builder}, {parameters:,} parameters, {dtype}, {steps} steps of {global_batch} samples"
-        f"{of_tokens}, against one plain process",
+        f"{config.model.builder}, {traits.num_parameters:,} parameters, {dtype}, {steps} steps of "
+        f"{global_batch} samples{of_tokens}, against one plain process",
         rows,
     )

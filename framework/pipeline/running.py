@@ -1,0 +1,147 @@
+"""Buffers that forward changes (BatchNorm's running statistics): which they are, and where they mean what they should.
+
+A running buffer depends on the order of the micro-batches. Each stage sees all of them in one order, so with one
+replica a pipeline gives what one process gives; two replicas would each have their own, and a layer that is computed
+again in backward would count its micro-batches twice. Both are refused before launch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.errors import ModelError
+from framework.schedule.action import Kind, Schedule
+from framework.seeding import SeededDropout
+
+INSTEAD = (
+    "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
+    "which takes the statistics of its micro-batch"
+)
+
+
+def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
+    """Names of the buffers that a training forward changes, found by one forward on meta; their neighbours with them.
+
+    All buffers of a module that changes one count: torch's BatchNorm writes two of its three unseen. ``inputs``: of one
+    micro-batch, on meta. What forward changes only ``if not x.is_meta`` is not seen here.
+    """
+    if not any(
+        not isinstance(module, SeededDropout) and any(True for _ in module.buffers(recurse=False))
+        for module in layers.modules()
+    ):
+        return []
+    on_meta = copy.deepcopy(layers).to("meta")
+    before = {name: (buffer, buffer._version) for name, buffer in on_meta.named_buffers(remove_duplicate=False)}
+    with torch.no_grad():
+        on_meta(inputs)
+    after = dict(on_meta.named_buffers(remove_duplicate=False))
+    owners = {
+        name.rpartition(".")[0]
+        for name, (buffer, version) in before.items()
+        if after.get(name) is not buffer or buffer._version != version
+    }
+    owners |= {name for name, module in on_meta.named_modules(remove_duplicate=False) if _keeps_statistics(module)}
+    return [name for name in before if name.rpartition(".")[0] in owners]
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """torch's norms do, where some kinds (InstanceNorm) count no batches that would show it."""
+    statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    return statistics and module.track_running_stats  # type: ignore[return-value]
+
+
+def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
+    """True where a sample's output depends on the others of its micro-batch, as far as types and buffers tell."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return any(running) or any(isinstance(module, batch_norm) and module.training for module in layers.modules())
+
+
+def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
+    """Floating-point running buffers in the training dtype or their own, whichever is finer; in place."""
+    for name in running:
+        owner, _, attribute = name.rpartition(".")
+        buffer = layers.get_buffer(name)
+        if buffer.is_floating_point():
+            layers.get_submodule(owner)._buffers[attribute] = buffer.to(torch.promote_types(buffer.dtype, dtype))
+
+
+def running_values(layers: nn.Sequential, running: Iterable[str]) -> dict[str, Tensor]:
+    """What these layers hold of them now."""
+    mine = {name for name, _ in layers.named_children()}
+    return {name: layers.get_buffer(name) for name in running if name.partition(".")[0] in mine}
+
+
+def check_running(
+    layers: nn.Sequential,
+    running: Iterable[str],
+    schedule: Schedule,
+    *,
+    dp: int,
+    tp: int,
+    plan: Mapping[str, str],
+    sequence: bool,
+    dtype: torch.dtype,
+    recomputed: Iterable[str],
+) -> None:
+    """Raise :class:`ModelError` where running buffers would not be those of one process.
+
+    ``recomputed``: names of the layers, and of the parts of layers, that backward computes again.
+    """
+    again = list(recomputed)
+    for name in running:
+        layer_name, _, inside = name.partition(".")
+        layer = f"layer {layer_name} ({type(layers.get_submodule(layer_name)).__name__})"
+        what = f"{layer} changes its buffer {inside} in forward"
+        if dp > 1:
+            raise ModelError(
+                f"{what}, and with parallel.dp = {dp} each replica would keep its own, of its own samples: set "
+                f"parallel.dp = 1 (pipelines of any length do), or {INSTEAD}. There is no SyncBatchNorm"
+            )
+        if sequence:
+            raise ModelError(
+                f"{what}, and under sequence parallelism each rank sees a part of the sequence: set parallel.sequence "
+                f"= false, or {INSTEAD}"
+            )
+        parts = [part for part, _ in layers.named_modules() if part.partition(".")[0] == layer_name]
+        split = [part for part in parts if any(fnmatchcase(part, pattern) for pattern in plan)]
+        if tp > 1 and split:
+            raise ModelError(
+                f"{what}, and {split[0]} of the same layer is split over parallel.tp = {tp}: each rank would keep "
+                f"another. Put what is split into a layer of its own, or {INSTEAD}"
+            )
+        inner = next((part for part in again if f"{name}.".startswith(f"{part}.")), None)
+        if inner is not None:
+            raise ModelError(
+                f"{what}, and pipeline.recompute computes {inner} again in backward: each micro-batch would count "
+                f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}'
+            )
+        if dtype.itemsize < 4 and _keeps_statistics(layers.get_submodule(name.rpartition(".")[0])):
+            raise ModelError(
+                f"{what}: its statistics stay float32, since sums of thousands of steps do, and torch's kernels do not "
+                f'take them beside parameters in {str(dtype).removeprefix("torch.")}: set train.dtype = "float32", or '
+                f"{INSTEAD}"
+            )
+        _check_order(schedule, what)
+
+
+def _check_order(schedule: Schedule, what: str) -> None:
+    """Each stage's forwards in the order of the micro-batches."""
+    for rank in range(schedule.pp):
+        last: dict[int, int] = {}
+        for _, action in schedule.actions(rank):
+            if action.kind is not Kind.F:
+                continue
+            assert action.stage is not None and action.microbatch is not None
+            if action.microbatch < last.get(action.stage, -1):
+                raise ModelError(
+                    f"{what}, which depends on the order of the micro-batches, and this schedule has stage "
+                    f"{action.stage} do {action} after micro-batch {last[action.stage]}: put its forwards in order, "
+                    f"or {INSTEAD}"
+                )
+            last[action.stage] = action.microbatch

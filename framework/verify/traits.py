@@ -1,0 +1,65 @@
+"""What a model and its samples are like, as far as it decides which layouts can be proven, and against what."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from framework.config import RunConfig
+from framework.data.example import example
+from framework.model import build_model
+from framework.pipeline.running import couples_samples, running_buffers
+from framework.pipeline.values import Example
+
+
+class Traits(NamedTuple):
+    """Found on the meta device."""
+
+    num_layers: int
+    num_parameters: int
+    """That are trained; tied ones once."""
+    is_sharded: bool
+    """It has a sharding plan: tp is possible."""
+    is_sequence: bool
+    """Each sample has a row of labels: sequence parallelism is possible."""
+    couples_samples: bool
+    """The samples of a micro-batch see each other: their number is part of the model."""
+    has_running: bool
+    """Forward changes buffers: one replica only."""
+
+    def left_out(self) -> list[str]:
+        """Why some of the default layouts are not there, in words."""
+        found = []
+        if self.has_running:
+            found.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
+        elif not self.is_sharded:
+            found.append("tp: the model has no sharding_plan")
+        if self.is_sharded and not self.is_sequence and not self.has_running:
+            found.append("sequence parallelism: a sample has one label, not a sequence of them")
+        if self.couples_samples:
+            found.append("other micro-batch sizes: the samples of one see each other (BatchNorm)")
+        return found
+
+
+def traits_of(config: RunConfig) -> Traits:
+    """Build the model on meta and look.
+
+    Raises:
+        UserError: the model or the samples cannot be had.
+    """
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    shapes = Example(*example(config, 2)).cast(torch.float32)
+    trained = {model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad}
+    try:
+        running = running_buffers(model.layers, shapes.inputs)
+    except Exception:  # the layouts' blueprints say what does not fit
+        running = []
+    return Traits(
+        num_layers=len(model.layers),
+        num_parameters=sum(trained.values()),
+        is_sharded=bool(model.plan),
+        is_sequence=shapes.labels.dim() > 1,
+        couples_samples=couples_samples(model.layers, running),
+        has_running=bool(running),
+    )
