@@ -1,0 +1,1 @@
+"""Image classifiers in plain torch on synthetic images."""

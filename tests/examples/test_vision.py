@@ -1,0 +1,105 @@
+"""The example: its models through the same door as anyone's, and running statistics through verify and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.config import RunConfig, load
+from framework.sample import load_plain
+from framework.train import run_directory
+from framework.verify import Layout, default_layouts, parse_layout, traits_of, verify
+from launch.pool import RankPool
+from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
+
+VISION = Path(__file__).parents[2] / "examples" / "vision"
+
+
+def config_of(name: str, *overrides: str) -> RunConfig:
+    return load(str(VISION / name), ["--train.device=cpu", *overrides])
+
+
+def small(runs: Path, name: str = "run", **sections: Any) -> RunConfig:
+    """The convolutional network with less of everything."""
+    config = config_of("convnet.toml", "--model.options.channels=4", "--model.options.depth=3")
+    return changed(
+        config,
+        run={"name": name, "directory": str(runs)},
+        tracking={"console": False},
+        batch={"micro_batch_size": 2, "global_batch": 8, "chunks": None},
+        checkpoint={"every": 2},
+        **({"train": {"steps": 4, "validate_every": 4, "validate_steps": 2}} | sections),
+    )
+
+
+def prove(config: RunConfig, layouts: list[str], pool: RankPool) -> None:
+    report = verify(config, [parse_layout(text) for text in layouts], pool, global_batch=8, steps=2)
+    assert report.passed, report.table()
+
+
+def test_the_transformer_with_and_without_its_plan(pool: RankPool) -> None:
+    options = ("--model.options.depth=2", "--model.options.width=16", "--model.options.dropout=0.1")
+    prove(config_of("config.toml", *options), ["dp2,pp2,zb_h1"], pool)
+    prove(config_of("config.toml", *options, "--model.options.sharded=true"), ["dp2,pp2,tp2,mbs2"], pool)
+
+
+def test_running_statistics_are_those_of_one_process(pool: RankPool, tmp_path: Path) -> None:
+    prove(small(tmp_path), ["pp2,mbs2,zb_h1", "pp4,mbs2,gpipe", "pp2,mbs4"], pool)
+
+
+def test_running_statistics_that_are_off_are_seen(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference with another momentum: only buffers differ, and verify says which."""
+    from framework.verify import run
+
+    plain = run.run_reference
+
+    def other(config: RunConfig, *args: Any) -> Any:
+        found = plain(config, *args)
+        found.weights["layer1.norm.running_var"].mul_(1 + 1e-6)
+        return found
+
+    monkeypatch.setattr(run, "run_reference", other)
+    report = verify(small(tmp_path), [parse_layout("pp2,mbs2")], pool, global_batch=8, steps=1)
+    assert [problem for row in report.rows for problem in row.problems if "first layer1.norm.running_var" in problem]
+
+
+def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: RankPool, tmp_path: Path) -> None:
+    whole = small(tmp_path, "whole", parallel={"pp": 2})
+    said = train(pool, whole)
+    assert "nats per label" in said
+    parted = small(tmp_path, "parted", parallel={"pp": 2}, train={"steps": 2, "validate_every": 4, "validate_steps": 2})
+    train(pool, parted)
+    train(pool, changed(parted, train={"steps": 4}, parallel={"pp": 4}, pipeline={"schedule": "zb_h1"}))
+    assert exact_losses(parted) == exact_losses(whole)
+    assert lines(parted)[-1]["validation/loss"] == lines(whole)[-1]["validation/loss"]
+    saved = tensors(run_directory(whole))
+    assert differing(tensors(run_directory(parted)), saved) == []
+    assert saved["weights/layer0.norm.num_batches_tracked"] == 4 * 4, "each micro-batch of each step once"
+    _, layers = load_plain(run_directory(whole))
+    assert torch.equal(layers.get_buffer("layer2.norm.running_var"), saved["weights/layer2.norm.running_var"])
+
+
+def test_the_layouts_that_a_model_can_have() -> None:
+    plain = config_of("config.toml")
+    layouts = default_layouts(plain, traits_of(plain), 8)
+    assert {layout.tp for layout in layouts} == {1} and {layout.dp for layout in layouts} >= {1, 2, 4}
+    assert traits_of(plain).left_out() == ["tp: the model has no sharding_plan"]
+
+    sharded = config_of("config.toml", "--model.options.sharded=true")
+    layouts = default_layouts(sharded, traits_of(sharded), 8)
+    assert Layout(dp=2, pp=2, tp=2) in layouts and not any(layout.sequence for layout in layouts)
+    assert "sequence parallelism: a sample has one label" in traits_of(sharded).left_out()[0]
+
+    kept = config_of("convnet.toml")
+    layouts = default_layouts(kept, traits_of(kept), 8)
+    assert {layout.dp * layout.tp for layout in layouts} == {1}
+    assert {layout.micro_batch_size for layout in layouts} == {2} and {layout.recompute for layout in layouts} == {
+        "none"
+    }
+    assert {layout.pp for layout in layouts} == {1, 2, 4}
+    assert {layout.schedule for layout in layouts} >= {"1f1b", "gpipe", "zb_h1"}
