@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from framework.config import RunConfig, dump
 from framework.data.example import example
@@ -121,9 +121,10 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         tp = Group("tp", tuple(range(grid.tp)), 0)
     shapes = Example(*example(config, batch.micro_batch_size))
     if parallel.sequence:
-        for leaf in tree_leaves(shapes.inputs):
+        for path, leaf in tree_flatten_with_path(shapes.inputs)[0]:
             if not leaf.is_floating_point() and leaf.dim() > 1:
-                check_sequence_length(leaf.shape[1], grid.tp)
+                of_corpus = config.data.builder is None and leaf.shape[1] == config.data.sequence_length
+                check_sequence_length(leaf.shape[1], grid.tp, None if of_corpus else f"inputs{keystr(path)}")
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     last_name = list(model.layers._modules)[-1]
     inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype

@@ -178,4 +178,5 @@ def build(
             "*.mlp.down": ffn_units,
         },
         tied_weights=ties,
+        selective_recompute=["*attention.core"],
     )

@@ -42,7 +42,7 @@ def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
 def hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """To be added to scores: 0 where a key is seen, the lowest number where it is not.
 
-    Not minus infinity: a sample that is all padding would be 0/0.
+    Not minus infinity: a sample that is all padding would be 0/0. As it is, all its keys count alike.
     """
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
@@ -87,27 +87,49 @@ class DecoderEmbedding(Embedding):
 
 
 class Attention(nn.Module):
-    """What both kinds share: scores without scaling plus a bias, dropout (heads in dim 1), the way out."""
+    """What both kinds share: the core, its dropout (heads in dim 1), the way out."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.drops = dropout > 0
+        self.core = AttentionCore()
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        """(B, H, Sq, d), (B, H, Sk, d) twice, (1 or B, 1 or H, 1 or Sq, Sk) -> (B, Sq, D).
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, padding: Tensor | None) -> Tensor:
+        """(B, H, Sq, d), (B, H, Sk, d) twice; see the core for the others -> (B, Sq, D)."""
+        mixed = self.core(q, k, v, bias, padding, self.dropout if self.training and self.drops else None)
+        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
+
+
+class AttentionCore(nn.Module):
+    """Scores without scaling, probabilities and their mixture: what is cheap to compute again and dear to keep.
+
+    A module of its own so that ``selective_recompute`` can name it. It has no parameters, and the dropout of the
+    probabilities is handed to it: its masks go by the name that it has where it belongs.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        padding: Tensor | None,
+        dropout: nn.Module | None,
+    ) -> Tensor:
+        """(B, H, Sq, d), (B, H, Sk, d) twice -> (B, H, Sq, d). Added to the scores: ``bias`` (1, H, Sq, Sk), the same
+        for all samples, and ``padding`` (B, 1, 1, Sk), for all heads and queries; apart, since their sum is large.
 
         The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
         """
-        if self.training and self.drops:
-            scores = q @ k.transpose(-1, -2) + bias
-            probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-            mixed = self.dropout(probabilities) @ v
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
-        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
+        added = padding if bias is None else bias if padding is None else bias + padding
+        if dropout is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=1.0)
+        scores = q @ k.transpose(-1, -2) + added
+        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return dropout(probabilities) @ v
 
 
 class SelfAttention(Attention):
@@ -144,9 +166,7 @@ class SelfAttention(Attention):
         bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
         if self.causal:
             bias = bias + hidden(torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril(), bias.dtype)
-        if seen is not None:
-            bias = bias + hidden(seen[:, None, None], bias.dtype)
-        return self.attend(q, k, v, bias)
+        return self.attend(q, k, v, bias, None if seen is None else hidden(seen[:, None, None], q.dtype))
 
     def bias(self, length: int, device: torch.device) -> Tensor:
         """(H, S, S): the number for query i and key j is that of j - i.
@@ -181,7 +201,7 @@ class CrossAttention(Attention):
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
         q = rearrange(self.q(x), "b s (h d) -> b h s d", d=self.head_dim)
         k, v = rearrange(self.kv(memory), "b s (h two d) -> two b h s d", two=2, d=self.head_dim)
-        return self.attend(q, k, v, hidden(seen[:, None, None], q.dtype))
+        return self.attend(q, k, v, None, hidden(seen[:, None, None], q.dtype))
 
 
 class Mlp(nn.Module):

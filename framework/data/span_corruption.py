@@ -26,10 +26,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from framework.data.order import permute, round_keys
-from framework.data.samples import IGNORE, Corpus
+from framework.data.samples import IGNORE, Corpus, Microbatch
 from framework.errors import DataError
 from framework.seeding import derive
 
@@ -134,14 +133,6 @@ def corrupt(tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size:
     return Example(np.concatenate(kept), decoder_ids, labels)
 
 
-class Microbatch(NamedTuple):
-    """What one forward pass takes in, on the CPU; b samples."""
-
-    inputs: dict[str, Tensor]  # encoder_ids (b, Se), decoder_ids (b, Sd), int64
-    labels: Tensor  # (b, Sd) int64: IGNORE where nothing counts
-    sample_indices: Tensor  # (b,) int64, global: the position in the run, not in the corpus; seeds dropout
-
-
 def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None) -> Corpus:
     """The corpus as windows of the length that :func:`lengths` says, none with an id that is a sentinel.
 
@@ -186,8 +177,9 @@ class SpanCorruptionFeed(NamedTuple):
     ) -> Microbatch:
         """Micro-batch ``m`` in [0, chunks) of replica ``dp_rank`` in the step that starts at ``samples_seen``.
 
-        The same numbering as :meth:`framework.data.samples.Feed.microbatch`, past the end of a corpus too: there rows
-        have only IGNORE labels.
+        Its inputs: encoder_ids (b, Se) and decoder_ids (b, Sd), int64; its labels (b, Sd). The same numbering as
+        :meth:`framework.data.samples.Feed.microbatch`, past the end of a corpus too: there rows have only IGNORE
+        labels.
         """
         assert 0 <= dp_rank < dp and 0 <= m < chunks, (dp_rank, dp, m, chunks)
         shape = lengths(self.sequence_length)

@@ -43,19 +43,25 @@ class Placement(NamedTuple):
         return f"{self.name} ({self.kind} by sharding_plan[{self.pattern!r}])"
 
 
-def check_sequence_length(sequence_length: int, tp: int) -> None:
-    """Under sequence parallelism each rank holds an equal part of the sequence.
+def check_sequence_length(length: int, tp: int, name: str | None = None) -> None:
+    """Under sequence parallelism each rank holds an equal part of the sequence: of each, where there are several.
+
+    ``name``: of what is that long, where no key of the configuration says it.
 
     Raises:
         ModelError: with the numbers and the two nearest lengths that would do.
     """
-    if sequence_length % tp:
-        below = sequence_length // tp * tp
-        lengths = " or ".join(str(length) for length in (below, below + tp) if length)
-        raise ModelError(
-            f"parallel.sequence cuts the sequence into parallel.tp = {tp} equal parts, and data.sequence_length = "
-            f"{sequence_length} is not divisible by {tp}: use {lengths}, or parallel.sequence = false"
-        )
+    if length % tp == 0:
+        return
+    below = length // tp * tp
+    nearest = " or ".join(str(near) for near in (below, below + tp) if near)
+    what, use = f"data.sequence_length = {length}", f"use {nearest}"
+    if name is not None:
+        what, use = f"the length of {name}, {length},", f"make it {nearest}, use another parallel.tp"
+    raise ModelError(
+        f"parallel.sequence cuts the sequence into parallel.tp = {tp} equal parts, and {what} is not divisible by "
+        f"{tp}: {use}, or parallel.sequence = false"
+    )
 
 
 def check(

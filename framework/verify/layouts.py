@@ -178,6 +178,10 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
     small = dict(options)
     if isinstance(small.get("num_layers"), int):
         small["num_layers"] = min(small["num_layers"], 4)
+    if isinstance(small.get("num_decoder_layers"), int):
+        small["num_decoder_layers"] = min(small["num_decoder_layers"], 4)
+    if isinstance(small.get("head_dim"), int):
+        small["head_dim"] = min(small["head_dim"], 8)
     heads = small.get("num_heads")
     hidden = small.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):

@@ -222,3 +222,7 @@ def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
         check_sequence_length(255, 2)
     with pytest.raises(ModelError, match=r"use 8, or"):
         check_sequence_length(3, 8)
+    with pytest.raises(
+        ModelError, match=r"length of inputs\['decoder_ids'\], 9, is not .*make it 8 or 10, use another"
+    ):
+        check_sequence_length(9, 2, "inputs['decoder_ids']")

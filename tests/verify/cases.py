@@ -16,7 +16,8 @@ from framework.verify.reference import Findings
 from framework.verify.run import merge, open_feed, run_layout
 from launch.pool import RankPool
 
-MODELS = ("gpt2", "llama")
+DECODERS = ("gpt2", "llama")
+MODELS = (*DECODERS, "t5")
 VOCAB_SIZE = 61
 """No degree but 1 divides it."""
 
@@ -69,7 +70,15 @@ def config_of(builder: str, options: dict[str, Any], sequence_length: int, **sec
 
 
 def model_config(model: str, size: Size, **options: Any) -> RunConfig:
-    """GPT-2 with dropout and a tie, or Llama with two query heads to each key-value head."""
+    """GPT-2 with dropout and a tie, Llama with two query heads to each key-value head, or T5 with dropout and its ties.
+
+    The blocks of a T5 are shared out to its two stacks. Random tokens make some of its encoder's padding.
+    """
+    if model == "t5":
+        depths = {"num_layers": max(1, size.num_blocks // 2), "num_decoder_layers": size.num_blocks // 2 + 1}
+        own = {"vocab_size": VOCAB_SIZE, "hidden_size": 4 * size.heads, "num_heads": size.heads, "max_distance": 20}
+        data = {"train": "random", "sequence_length": size.sequence_length, "task": "span_corruption"}
+        return config_of("models.t5:build", depths | own | options, size.sequence_length, data=data)
     common = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
     if model == "gpt2":
         own = {"hidden_size": 4 * size.heads, "num_heads": size.heads, "dropout": 0.1}
@@ -124,6 +133,11 @@ DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * 
 """(dp, pp, tp) with a product of at most 8."""
 
 LATER_SCHEDULES = ("interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+
+
+def suits(model: str, layout: Layout) -> bool:
+    """Sequence parallelism cuts T5's decoder too, whose length is a multiple of 8."""
+    return model != "t5" or not layout.sequence or 8 % layout.tp == 0
 
 
 def every_layout() -> list[Layout]:
