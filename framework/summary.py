@@ -66,8 +66,9 @@ def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
     example = blueprint.example
     if blueprint.config.data.builder is None:
-        length, of_each = example.tokens_per_sample, "sequence_length"
-        what = "tokens"
+        length, what = example.tokens_per_sample, "tokens"
+        one_stream = length == blueprint.config.data.sequence_length
+        of_each = "sequence_length" if one_stream else "tokens_per_sample"  # encoder and decoder
     else:
         length, of_each, what = example.labels_per_sample, "labels_per_sample", "labels"
     tokens = f"{batch.global_batch * length:,} {what} per step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from framework.config import RunConfig, load, resolve
+from framework.data.span_corruption import lengths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMED = {  # name -> ranks, parameters, chunks, tokens of one step
+NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encoder)
     "demo": (8, None, 4, 32 * 128),
+    "t5-demo": (8, None, 4, 32 * 128),
     "gpt2-124m": (8, 124_439_808, 8, 512 * 1024),
     "llama3-8b": (64, 8_030_261_248, 16, 512 * 8192),
     "llama3-70b": (512, 70_553_706_496, 64, 1024 * 8192),
@@ -59,7 +62,7 @@ def test_model_is_the_published_one_and_fits_the_layout(name: str) -> None:
     if published is not None:
         assert sum(parameter.numel() for parameter in model.parameters()) == published
     assert all(units % config.parallel.tp == 0 for units in model.divisible.values())
-    assert config.data.sequence_length <= config.model.options["max_sequence_length"]
+    assert config.data.sequence_length <= config.model.options.get("max_sequence_length", math.inf)
     assert len(model) >= config.parallel.pp
 
 
@@ -70,3 +73,9 @@ def test_the_demo_keeps_its_batch_in_other_layouts(layout: tuple[int, int, int])
     config = resolve(load(CONFIGS / "demo.toml", overrides), dp * pp * tp)
     assert config.batch.global_batch == 32
     assert all(units % tp == 0 for units in build_on_meta(config).divisible.values())
+
+
+def test_the_t5_demo_has_room_for_just_its_sentinels() -> None:
+    config = load(CONFIGS / "t5-demo.toml")
+    assert config.model.options["vocab_size"] == 4096 + lengths(config.data.sequence_length).sentinels
+    assert lengths(config.data.sequence_length).decoder % config.parallel.tp == 0

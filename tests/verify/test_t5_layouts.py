@@ -46,6 +46,12 @@ def test_wherever_it_is_cut(
     assert row.passed, "\n".join(row.problems)
 
 
+def test_in_float32(pool: RankPool, references: References) -> None:
+    layout = parse_layout("dp2,pp2,tp2,sequence")
+    row = prove(model_config("t5", SMALL), layout, pool, references, global_batch=4, steps=3, dtype="float32")
+    assert row.passed, "\n".join(row.problems)
+
+
 def boundaries(balance: list[int], layout: str) -> list[dict[str, tuple[Any, bool]]]:
     """What each stage hands on: name -> shape, and whether a gradient comes back."""
     text = layout_config(cut(model_config("t5", SMALL), balance), parse_layout(layout), 4, "float32").model_dump_json()
