@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.build import Parts, build, feed_of
+from framework.build import Parts, StepFeed, build
 from framework.config import RunConfig
 from framework.data_parallel.replica import StageReplica
 from framework.mesh.grid import Grid
@@ -47,7 +47,7 @@ def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
     parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
-    result = parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen))
+    result = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen))
     row = parts.blueprint.schedule.rows[parts.mesh.at.pp_rank]
     return [action for item in row for action in actions_of(item)], result.spans
 
@@ -170,6 +170,6 @@ def measured_by_ranks(config: RunConfig) -> None:
     parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
-    spans = parts.executor.run(feed_of(parts, parts.feed, parts.state.samples_seen)).spans
+    spans = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen)).spans
     Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(spans))
     close_mesh(parts.mesh)

@@ -277,8 +277,8 @@ def learning_rate_of_the_next_step(patch: pytest.MonkeyPatch) -> None:
 
 def data_from_the_next_sample(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one from the start."""
-    feed_of = framework.step.feed_of
-    patch.setattr(framework.step, "feed_of", lambda parts, feed, seen: feed_of(parts, feed, seen + 1))
+    feed = framework.step.StepFeed
+    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + 1))
 
 
 def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
