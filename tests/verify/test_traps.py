@@ -283,8 +283,8 @@ def data_from_the_next_sample(patch: pytest.MonkeyPatch) -> None:
 
 def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one after each step."""
-    feed_of = framework.step.feed_of
-    patch.setattr(framework.step, "feed_of", lambda parts, feed, seen: feed_of(parts, feed, seen + parts.state.step))
+    feed = framework.step.StepFeed
+    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + parts.state.step))
 
 
 def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
