@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from framework.config import RunConfig, dump
+from framework.costs import LayerCost, count_layers, cross_entropy, weights
 from framework.data.example import example
 from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
-from framework.model import PlainModel, build_model, forward_flops
+from framework.meter import reference
+from framework.model import PlainModel, build_model
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
 from framework.pipeline.running import cast_running, check_running, running_buffers
@@ -52,8 +54,8 @@ class Blueprint:
     schedule: Schedule
     boundaries: list[ValueSpec]
     """What stage i hands to stage i+1."""
-    layer_flops: dict[str, float]
-    """One forward of one micro-batch of the whole (unsharded) layer."""
+    layer_costs: list[LayerCost]
+    """One micro-batch of each whole (unsharded) layer, the loss in the last."""
     running: tuple[str, ...] = ()
     """Buffers that forward changes: part of the state, as weights are."""
 
@@ -67,7 +69,8 @@ class Blueprint:
     def flops_per_step(self) -> float:
         """Model FLOPs of one optimizer step: forward once, backward twice as much; no recompute, full attention."""
         batch = batch_numbers(self.config)
-        return 3.0 * sum(self.layer_flops.values()) * batch.global_batch / batch.micro_batch_size
+        forward_flops = sum(cost.forward.flops for cost in self.layer_costs)
+        return 3.0 * forward_flops * batch.global_batch / batch.micro_batch_size
 
     def stage_layers(self, stage: int) -> nn.Sequential:
         """The layers of one stage under the names that they have in the whole model."""
@@ -132,7 +135,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     if model.loss is None:
         check_output(whole, shapes.labels, f"layer {last_name}")
     check_recompute(config, model)
-    flops = forward_flops(model, inputs)
+    recomputed = _recomputed(config, model)
     schedule = draw_schedule(config)
     running = running_buffers(model.layers, inputs)
     check_running(
@@ -144,9 +147,18 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         plan=model.plan,
         sequence=parallel.sequence,
         dtype=DTYPES[config.train.dtype],
-        recomputed=_recomputed(config, model),
+        recomputed=recomputed,
     )
-    stages = _cut(config, model, flops, schedule.num_stages)
+    costs = count_layers(
+        model.layers,
+        shapes.inputs,
+        shapes.labels,
+        reference(config.train.device, config.train.dtype),
+        dtype=DTYPES[config.train.dtype],
+        loss=model.loss or cross_entropy,
+        recompute=recomputed,
+    )
+    stages = _cut(config, costs, schedule.num_stages)
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
@@ -175,7 +187,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             f"Make that linear part of the last layer, or leave it out of the sharding_plan"
         )
     return Blueprint(
-        config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, flops, tuple(running)
+        config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, costs, tuple(running)
     )
 
 
@@ -223,18 +235,11 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _cut(config: RunConfig, model: PlainModel, flops: dict[str, float], num_stages: int) -> list[range]:
+def _cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[range]:
     """The stages, by what ``pipeline.balance`` says."""
     balance = config.pipeline.balance
-    num_layers = len(model.layers)
     if isinstance(balance, list):
         if len(balance) != num_stages:
             raise ConfigError(f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}")
-        return partition_explicit(balance, num_layers)
-    if balance == "layers":
-        costs = [1.0] * num_layers
-    elif balance == "parameters":
-        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in model.layers]
-    else:
-        costs = list(flops.values())
-    return partition(costs, num_stages)
+        return partition_explicit(balance, len(costs))
+    return partition(weights(costs, balance), num_stages, num_stages // config.parallel.pp)

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from framework import contract
 from framework.errors import ModelError
@@ -164,20 +163,3 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         seed=seed,
         owners=owners,
     )
-
-
-def forward_flops(model: PlainModel, inputs: Any) -> dict[str, float]:
-    """Floating-point operations of one forward of each layer for the inputs of a micro-batch, counted on meta.
-
-    Counts matrix products and attention (full, not causal), two operations per multiply-add; embeddings look up, so 0.
-    """
-    layers = copy.deepcopy(model.layers).to("meta").eval()
-    value = inputs
-    flops: dict[str, float] = {}
-    with torch.no_grad():
-        for name, layer in layers.named_children():
-            counter = FlopCounterMode(display=False)
-            with counter:
-                value = layer(value)
-            flops[name] = float(counter.get_total_flops())
-    return flops

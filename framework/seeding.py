@@ -99,7 +99,8 @@ class SeededDropout(nn.Module):
         return ((drawn >> 32) & 0x7FFFFFFF) >= drop_below
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0 or x.is_meta:
+        outline = x.is_meta and self.draw.sample_indices is None  # shapes are asked for, and there are no samples
+        if not self.training or self.p == 0.0 or outline:
             return x
         if self.p >= 1.0:
             return torch.zeros_like(x)

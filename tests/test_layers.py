@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "contract": GROUND,
     "imports": GROUND,
     "model": GROUND | {"seeding", "contract", "imports"},
+    "meter": GROUND,
+    "costs": GROUND | {"seeding", "meter", "pipeline"},
     "mesh": GROUND,
     "schedule": GROUND,
     "optimizer": GROUND | {"config", "parameters", "mesh"},
@@ -42,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 JOINING = [
     "scheduling",
     "blueprint",
+    "balance",
     "materialise",
     "build",
     "state",

@@ -1,0 +1,177 @@
+"""What each layer costs for one micro-batch, loss included: the real modules run on the meta device, and are counted.
+
+    layer on meta, train mode, training dtype
+      forward   ops -> FLOPs, bytes read and written     time of an op = max(FLOPs / F, bytes / B)   of a Reference
+      backward  ops -> FLOPs, bytes                      time of a layer = sum over its ops
+      + its gradients added to those of the micro-batches before
+
+Nothing has values or takes memory, so 405B parameters are counted in a second. The times are to be compared with each
+other, not with a clock: the same F and B serve all layers, and only F / B moves a cut. Counted are whole layers on one
+device. Tensor parallelism divides all of them alike, but for what it keeps whole (a norm); its messages, those between
+stages and the optimizer's step are not in the cost, and each operation is counted as run by itself: torch.compile,
+which runs several as one, spares bytes that are counted here. How true the times are: docs/balance.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from framework.errors import ModelError
+from framework.meter import Attention, Count, Meter, Reference
+from framework.pipeline.recompute import recompute_parts
+from framework.seeding import Draw, SeededDropout
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the last layer, labels) -> a loss for each label."""
+
+
+class LayerCost(NamedTuple):
+    """One layer and one micro-batch; the last layer's holds the loss."""
+
+    name: str
+    num_parameters: int
+    """A weight tied to another layer's counts in both: each stage holds it."""
+    forward: Count
+    backward: Count
+    """Gradient accumulation included."""
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward, on the reference device."""
+        return self.forward.time_s + self.backward.time_s
+
+
+def weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
+    """What each layer counts for under a ``pipeline.balance``: time, parameters or layers."""
+    if balance == "layers":
+        return [1.0] * len(costs)
+    return [float(cost.num_parameters) if balance == "parameters" else cost.time_s for cost in costs]
+
+
+def cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """(.., V) and (..) -> (..), in float32 or float64: over V logits a token it is all bytes and hardly a FLOP."""
+    logits = output if output.dtype == torch.float64 else output.float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+
+
+def count_layers(
+    layers: nn.Sequential,
+    inputs: Any,
+    labels: Tensor | None,
+    by: Reference,
+    *,
+    dtype: torch.dtype = torch.float32,
+    loss: Loss = cross_entropy,
+    recompute: Sequence[str] = (),
+) -> list[LayerCost]:
+    """Count every layer, first to last. Layers that are alike and get alike are run once.
+
+    Args:
+        layers: the whole model, not sharded; it is copied and not touched. Parameters may be real or on meta.
+        inputs: a tensor, or a tuple or dict of tensors, as one micro-batch has them; values do not matter.
+        labels: of that micro-batch; None leaves the loss out.
+        dtype: what floating-point parameters and inputs are trained in.
+        recompute: names, or patterns of names, of the layers and modules that run again in backward; counted there.
+
+    Raises:
+        ModelError: a layer, or the loss, fails on meta in this dtype.
+    """
+    value = tree_map(lambda leaf: _on_meta(leaf, dtype), inputs)
+    draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"))
+    seen: dict[Any, tuple[LayerCost, Any]] = {}
+    costs = []
+    for index, (name, original) in enumerate(layers.named_children()):
+        layer = _copy(original, dtype, draw)
+        ending = (loss, labels) if labels is not None and index == len(layers) - 1 else None
+        outline, forward, backward = _outline(layer), Meter(by), Meter(by)
+        again = recompute_parts(name, layer, recompute, partial(Attention, by, backward, backward))
+        key = (outline, _shapes(value), ending is None, tuple(part.removeprefix(name) for part in again))
+        if key not in seen:
+            seen[key] = _run(name, layer, value, Attention(by, forward, backward), ending)
+        cost, value = seen[key]
+        costs.append(cost._replace(name=name))
+    return costs
+
+
+def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape without values, in the training dtype if it is a float."""
+    floats = tensor.is_floating_point()
+    return torch.empty_like(tensor, device="meta", dtype=dtype if floats else tensor.dtype)
+
+
+def _copy(layer: nn.Module, dtype: torch.dtype, draw: Draw) -> nn.Module:
+    """The layer on meta, in train mode, its dropouts drawing for samples of no value and under no name."""
+    twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in layer.buffers()}
+    for p in layer.parameters():
+        twins[id(p)] = nn.Parameter(_on_meta(p.detach(), dtype), requires_grad=p.requires_grad)
+    copied = copy.deepcopy(layer, twins).train()
+    for module in copied.modules():
+        if isinstance(module, SeededDropout):
+            module.draw, module.name = draw, ""
+    return copied
+
+
+OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+
+
+def _outline(layer: nn.Module) -> Any:
+    """Equal for layers that cost the same: classes, plain attributes, shapes of weights and buffers."""
+    tensors = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
+    return (
+        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
+        tuple(
+            (name, type(m), tuple((k, repr(v)) for k, v in sorted(vars(m).items()) if k not in OF_EVERY_MODULE))
+            for name, m in layer.named_modules(remove_duplicate=False)
+        ),
+    )
+
+
+def _shapes(value: Any) -> Any:
+    leaves, tree = tree_flatten(value)
+    return str(tree), tuple(
+        (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in leaves
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _run(
+    name: str, layer: nn.Module, value: Any, attention: Attention, ending: tuple[Loss, Tensor] | None
+) -> tuple[LayerCost, Any]:
+    """(what the layer costs, what it hands on). ``ending``: the loss and its labels, after the last layer."""
+    forward, backward = attention.forward, attention.backward
+    given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)  # no leaf: may be worked on in place
+    try:
+        with attention, forward:
+            output = layer(given)
+            end = output if ending is None else ending[0](output, ending[1].to("meta"))
+    except Exception as error:
+        what = f"layer {name} ({type(layer).__name__})" + (", or the loss of what it returns," if ending else "")
+        raise ModelError(
+            f"{what} cannot be run without values, on the meta device in the training dtype, to see what it costs: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    roots = [t for t in _tensors(end) if t.requires_grad]
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    leaves = [*(t for t in _tensors(value) if t.requires_grad), *parameters]
+    if roots and leaves:
+        try:
+            with backward:
+                torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
+        except Exception:  # an operation without a backward on meta: two products for each of forward's
+            backward.count = Count(*(2.0 * number for number in forward.count))
+        for p in parameters:  # read, and added to the sum over micro-batches, which is in float32 at least
+            backward.add(0.0, p.numel() * (p.itemsize + 2 * max(4, p.itemsize)))
+    cost = LayerCost(name, sum(p.numel() for p in layer.parameters()), forward.count, backward.count)
+    handed = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, output)
+    return cost, handed

@@ -1,0 +1,193 @@
+"""Counting what runs: FLOPs, bytes and the time that a device would need for each operation. Knows tensors only.
+
+time of an operation = max(FLOPs / F, bytes / B)        F, B of a Reference; after Williams et al. 2009, "Roofline"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Reference(NamedTuple):
+    """A device to tell times by: what it reaches, not what its data sheet says."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    fused: bool
+    """Whether its attention kernel also takes dropout, and a mask that needs a gradient (torch's on CPU does not)."""
+
+
+MATMUL_SHARE, MEMORY_SHARE = 0.65, 0.85
+"""Of an H100's peaks: what large products and elementwise kernels are commonly seen to reach; not measured by us."""
+H100_FLOPS = {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12}
+"""Dense, without TF32, as torch multiplies by default (H100 SXM data sheet; float64 on tensor cores)."""
+H100_BYTES_PER_S = 3.35e12
+CPU_FLOPS = {"bfloat16": 180e9, "float32": 80e9, "float64": 38e9}
+CPU_BYTES_PER_S = 20e9
+"""One thread on one core of a server, as measured: docs/balance.md."""
+
+
+def reference(device: str, dtype: str) -> Reference:
+    """The device by which a run's layers are weighed, from ``train.device`` and ``train.dtype`` alone.
+
+    Never from the machine: a laptop that plans, a launcher and a rank must find the same cut. ``auto`` therefore means
+    what the dtype is for: a GPU for bfloat16, else a CPU.
+    """
+    if device == "cuda" or (device == "auto" and dtype == "bfloat16"):
+        return Reference(f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True)
+    return Reference(f"a CPU core in {dtype}", CPU_FLOPS[dtype], CPU_BYTES_PER_S, False)
+
+
+class Count(NamedTuple):
+    """Of some operations."""
+
+    flops: float = 0.0
+    """Of matrix products, convolutions and attention (full, not causal), two per multiply-add."""
+    bytes: float = 0.0
+    """Read and written, by each operation on its own: nothing is kept in a cache from one to the next."""
+    time_s: float = 0.0
+    """On the reference device."""
+
+    def plus(self, flops: float, num_bytes: float, time_s: float) -> Count:
+        """One more operation."""
+        return Count(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
+
+
+PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
+"""Of this argument only what is picked is read: as much as is written."""
+NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
+"""This argument gives its shape alone, or is overwritten."""
+SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
+"""Of what they change they touch as much as they are given."""
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within: operations are counted as they run. FLOPs by the formulas of torch's own FlopCounterMode."""
+
+    def __init__(self, by: Reference) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by = by
+        self.count = Count()
+
+    def add(self, flops: float, num_bytes: float, done_share: float = 1.0) -> None:
+        """Count one operation. ``done_share``: of the FLOPs that are really computed (half, in causal attention)."""
+        time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
+        self.count = self.count.plus(flops, num_bytes, time_s)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+        self.add(flops, op_bytes(func, args, kwargs, result))
+        return result
+
+
+def op_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    """Bytes that one operation reads and writes; 0 for views and for memory that is only set aside."""
+    packet = func._overloadpacket
+    name = packet.__name__
+    read: dict[int, float] = {}
+    changed: dict[int, float] = {}
+    storages = set()
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(given):
+            if not isinstance(tensor, Tensor):
+                continue
+            storages.add(tensor.untyped_storage()._cdata)
+            if NOT_READ.get(packet) != position:
+                read[id(tensor)] = stored_bytes(tensor)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed[id(tensor)] = stored_bytes(tensor)
+    results = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+    written = sum(stored_bytes(t) for t in results if t.untyped_storage()._cdata not in storages)
+    if name.removeprefix("new_").startswith("empty") or not (written or changed):
+        return 0.0
+    if name.startswith("new_") or name.endswith("_like"):
+        return written
+    if packet in PICKS:
+        read[id(args[PICKS[packet]])] = min(written, stored_bytes(args[PICKS[packet]]))
+    if packet in SCATTERS:
+        return 3.0 * sum(size for tensor, size in read.items() if tensor not in changed)
+    return sum(read.values()) + written + sum(changed.values())
+
+
+def stored_bytes(tensor: Tensor) -> float:
+    """Of the elements that differ in memory: an expanded dim is there once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize)
+
+
+class Attention(TorchFunctionMode):
+    """Within: ``F.scaled_dot_product_attention`` is one operation, as on a real device.
+
+    On meta torch would take it apart into products and a softmax over S x S scores that no fused kernel ever writes.
+    """
+
+    def __init__(self, by: Reference, forward: Meter, backward: Meter) -> None:
+        super().__init__()
+        self.by, self.forward, self.backward = by, forward, backward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
+        if needs_more and not self.by.fused:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+        return _Fused.apply(self.forward, self.backward, is_causal, query, key, value, attn_mask)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Fused(torch.autograd.Function):
+    """Attention that nobody computes: two products in forward, five in backward, which makes the scores again.
+
+    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as torch's own formulas have it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, forward: Meter, backward: Meter, is_causal: bool, *tensors: Tensor | None) -> Tensor:
+        query, key, value, _ = tensors
+        assert query is not None and key is not None and value is not None
+        given = [t for t in tensors if t is not None]
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        flops = 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
+        done_share = 0.5 if is_causal else 1.0
+        forward.add(flops, num_bytes, done_share)
+        ctx.save_for_backward(*tensors, output)  # as the kernel does: who recomputes it is asked for them
+        ctx.count = lambda: backward.add(2.5 * flops, 2 * num_bytes, done_share)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.count()
+        given = ctx.saved_tensors[:-1]
+        found = (
+            torch.empty_like(t) if wanted else None for t, wanted in zip(given, ctx.needs_input_grad[3:], strict=True)
+        )
+        return (None, None, None, *found)
