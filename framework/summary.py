@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ from framework.schedule.draw import text as schedule_text
 from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
 
 WIDTH = 100
-NUM_NAMES = 2
-"""Columns of the table that are names, not numbers."""
 
 
 class RankShare(NamedTuple):
@@ -125,12 +124,14 @@ def _table(shares: list[RankShare]) -> list[str]:
                 str(share.peak_activations),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return columns(rows, "<<>>>>>")
+
+
+def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Lines of a table. ``sides``: ``<`` or ``>`` for each column: names stand left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(
-            cell.ljust(width) if column < NUM_NAMES else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
         for row in rows
     ]
 

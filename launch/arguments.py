@@ -82,6 +82,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1 and 0 for the rest)",
     )
 
+    stages = _command(
+        added,
+        "stages",
+        commands.stages,
+        "tell what each layer costs and how even the stages are",
+        "Counts FLOPs and bytes of every layer on the meta device: any size in seconds, without GPU, data or memory. "
+        "Then the stages, and how far each pipeline.balance is from equal ones.",
+        "meshwright stages configs/llama3-405b.toml --parallel.pp=8",
+        takes_overrides=True,
+    )
+    _config(stages)
+
     verify = _command(
         added,
         "verify",

@@ -123,6 +123,18 @@ def draw(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def stages(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.config import default_world_size, load, resolve
+
+    config = load(options.config, overrides)
+    config = resolve(config, default_world_size(config, 0))
+    from framework.balance import describe
+    from framework.blueprint import draw_blueprint
+
+    print(describe(draw_blueprint(config)))
+    return 0
+
+
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import load
     from launch.pool import RankPool

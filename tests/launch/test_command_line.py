@@ -53,7 +53,8 @@ def test_keys_of_the_configuration_are_told_from_options(
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["mesh"], ["verify"], ["data"], ["data", "files"], ["sample"], ["plot"], ["draw"]]
+    "command",
+    [[], ["train"], ["mesh"], ["stages"], ["verify"], ["data"], ["data", "files"], ["sample"], ["plot"], ["draw"]],
 )
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
@@ -85,6 +86,11 @@ sys.exit(code)
             ["mesh", "{small}", "--parallel.tp=4", "--nodes=8", "--devices-per-node=2"],
             "straddles the nodes node0, node1",
         ),
+        (["stages", "nowhere.toml"], "nowhere.toml"),
+        (["stages", "{small}", "--parallel.pp=20"], "15 layers over 20 stages"),
+        (["stages", "{small}", "--pipeline.balance=[7,9]"], "7 + 9 = 16, but the model has 15 layers"),
+        (["stages", "{small}", "--pipeline.balance=speed"], "pipeline.balance"),
+        (["stages", "{small}", "--model.options.heads=3"], "model.options.heads"),
         (["plot", "{directory}"], "metrics.jsonl"),
         (["train", "{small}", "--launch.threads=0"], "launch.threads"),
         (["train", "{small}", "--fast"], "fast"),
@@ -107,6 +113,14 @@ def test_errors_are_one_message(
 def test_words_that_are_none_are_refused(argv: list[str], small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.format(small=small) for word in argv]) == 2
     assert "usage: " in capsys.readouterr().err
+
+
+def test_stages_of_a_model_that_no_laptop_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without data, GPU, memory or processes."""
+    layers = ["--model.options.num_layers=8", "--parallel.pp=2"]
+    assert main(["stages", str(ROOT / "configs/llama3-405b.toml"), *layers]) == 0
+    shown = capsys.readouterr().out
+    assert "as on an H100 in bfloat16" in shown and "3,187,703,808" in shown and "time (chosen)" in shown
 
 
 def test_a_larger_cluster_holds_more_replicas_and_says_so(small: str, capsys: pytest.CaptureFixture[str]) -> None:

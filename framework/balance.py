@@ -1,0 +1,170 @@
+"""What ``meshwright stages`` tells: what each layer costs, on which stage it is, and how far from equal the stages are.
+
+Pure: a config and the model's outline, no process group and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from framework.blueprint import Blueprint
+from framework.costs import LayerCost, weights
+from framework.meter import reference
+from framework.pipeline.partition import partition
+from framework.schedule.simulate import Costs, simulate
+from framework.summary import columns, memory
+from framework.tracking.console import count
+
+BALANCES = ("layers", "parameters", "time")
+
+
+class Row(NamedTuple):
+    """Neighbouring layers of one stage that cost the same."""
+
+    first: str
+    last: str
+    num_layers: int
+    cost: LayerCost
+    """Of each of them."""
+    stage: int
+
+    @property
+    def name(self) -> str:
+        """``head``, or ``block0..block6``."""
+        return self.first if self.num_layers == 1 else f"{self.first}..{self.last}"
+
+
+class Cut(NamedTuple):
+    """The stages that one balance makes."""
+
+    balance: str
+    stages: list[range]
+    imbalance: float
+    """Of the stages' times."""
+    step: float
+    """Time of a step, simulated, over that of ranks that are equally and always busy."""
+    chosen: bool
+
+
+def imbalance(times_s: Sequence[float], stages: Sequence[range]) -> float:
+    """Time of the dearest stage over the mean: 1 when all are equal."""
+    of_stage = [sum(times_s[layer] for layer in stage) for stage in stages]
+    return max(of_stage) * len(stages) / sum(of_stage) if sum(of_stage) else 1.0
+
+
+def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
+    """How long the schedule takes with stages of these layers, messages free: 1 without any bubble or imbalance.
+
+    The halves of a split backward count as equal.
+    """
+    costs = blueprint.layer_costs
+    of_stage = []
+    for stage in stages:
+        forward_s = sum(costs[layer].forward.time_s for layer in stage)
+        backward_s = sum(costs[layer].backward.time_s for layer in stage)
+        of_stage.append(Costs(f=forward_s, b=backward_s, i=backward_s / 2, w=backward_s / 2))
+    busy_s = sum(cost.time_s for cost in costs) * blueprint.schedule.chunks / blueprint.schedule.pp
+    spans = simulate(blueprint.schedule, of_stage).spans
+    return max(span.end for span in spans) / busy_s if busy_s else 1.0
+
+
+def cuts(blueprint: Blueprint) -> list[Cut]:
+    """The cut of each balance into as many stages, and the user's own if there is one; one of them is chosen."""
+    costs, chosen = blueprint.layer_costs, blueprint.config.pipeline.balance
+    times_s = [cost.time_s for cost in costs]
+    by_balance = {balance: partition(weights(costs, balance), len(blueprint.stages)) for balance in BALANCES}
+    if isinstance(chosen, list):
+        by_balance[str(chosen)] = blueprint.stages
+    return [
+        Cut(balance, stages, imbalance(times_s, stages), simulated_step(blueprint, stages), balance == str(chosen))
+        for balance, stages in by_balance.items()
+    ]
+
+
+def rows(blueprint: Blueprint) -> list[Row]:
+    """All layers, first to last."""
+    placed = [(blueprint.layer_costs[layer], stage) for stage, run in enumerate(blueprint.stages) for layer in run]
+    found = []
+    for (cost, stage), alike in groupby(placed, key=lambda each: (each[0]._replace(name=""), each[1])):
+        names = [layer.name for layer, _ in alike]
+        found.append(Row(names[0], names[-1], len(names), cost, stage))
+    return found
+
+
+def describe(blueprint: Blueprint) -> str:
+    """The whole text."""
+    config = blueprint.config
+    by = reference(config.train.device, config.train.dtype)
+    shared = len(blueprint.stages) > config.parallel.pp
+    return "\n".join(
+        [
+            f"model  {config.model.builder}, {len(blueprint.layer_costs)} layers, "
+            f"{blueprint.num_parameters:,} parameters",
+            "costs  of one micro-batch through one layer, forward and backward, the loss in the last",
+            f"       time as on {by.name}, {by.flops_per_s / 1e12:,.3g} TFLOP/s and {by.bytes_per_s / 1e9:,.4g} GB/s",
+            "",
+            *columns(_layer_lines(blueprint), "<<>>>>>"),
+            "",
+            *columns(_stage_lines(blueprint, shared), "<<<>>" if shared else "<<>>"),
+            "",
+            *columns(_balance_lines(blueprint), "<>><"),
+            f"step: simulated, of {config.pipeline.schedule} with {blueprint.schedule.chunks} micro-batches, "
+            "over one without bubble and imbalance",
+        ]
+    )
+
+
+def _layer_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
+    """A line for neighbours that are alike; all figures are of one of them."""
+    total_s = sum(cost.time_s for cost in blueprint.layer_costs)
+    lines: list[tuple[str, ...]] = [("layer", "", "parameters", "FLOPs", "bytes", "of the time", "stage")]
+    for row in rows(blueprint):
+        lines.append(
+            (
+                row.name,
+                f"{row.num_layers} x" if row.num_layers > 1 else "",
+                f"{row.cost.num_parameters:,}",
+                count(row.cost.forward.flops + row.cost.backward.flops),
+                memory(round(row.cost.forward.bytes + row.cost.backward.bytes)),
+                _share(row.cost.time_s, total_s),
+                str(row.stage),
+            )
+        )
+    return lines
+
+
+def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
+    """A line for each stage. ``shared``: ranks hold several, and each stage says whose it is."""
+    total_s = sum(cost.time_s for cost in blueprint.layer_costs)
+    lines = [("stage", *(["pp_rank"] if shared else []), "layers", "parameters", "of the time")]
+    for stage, layers in enumerate(blueprint.stages):
+        names = [blueprint.layer_costs[layer].name for layer in layers]
+        held = {blueprint.model.canonical(name) for name, _ in blueprint.stage_layers(stage).named_parameters()}
+        lines.append(
+            (
+                str(stage),
+                *([str(blueprint.schedule.rank_of(stage))] if shared else []),
+                names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})",
+                f"{sum(torch.Size(blueprint.infos[name].global_shape).numel() for name in held):,}",
+                _share(sum(blueprint.layer_costs[layer].time_s for layer in layers), total_s),
+            )
+        )
+    return lines
+
+
+def _balance_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
+    """A line for each balance: how far from equal its stages are in time, what that makes of a step, what it cuts."""
+    lines: list[tuple[str, ...]] = [("pipeline.balance", "dearest stage / mean", "step", "layers of the stages")]
+    for cut in cuts(blueprint):
+        runs = [(size, len(list(alike))) for size, alike in groupby(len(stage) for stage in cut.stages)]
+        sizes = ", ".join(f"{size}" if count == 1 else f"{count} stages of {size}" for size, count in runs)
+        lines.append((f"{cut.balance}{' (chosen)' * cut.chosen}", f"{cut.imbalance:.3f}", f"{cut.step:.3f}", sizes))
+    return lines
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0.0:.2%}"
