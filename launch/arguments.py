@@ -59,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         commands.draw,
         "draw a schedule, or where the time of a run went",
         "Of a configuration: who computes what when, the bubble and the activations in flight, in ticks and without "
-        "torch; with --out also as SVG, PNG and a trace for ui.perfetto.dev. Of a run: the step that was traced, over "
-        "its simulation, and per rank how long it computed, waited and communicated.",
+        "torch; with --out or --format also as SVG, PNG and a trace for ui.perfetto.dev. Of a run: the step that was "
+        "traced, over its simulation, and per rank how long it computed, waited and communicated.",
         "meshwright draw configs/demo.toml --parallel.pp=4 --batch.chunks=8 --costs f=1,b=2,comm=0.1 --out pictures\n"
         "  meshwright draw runs/demo",
         takes_overrides=True,
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where files are written (default: for a run its traces/, for a CONFIG none are)",
+        help="where to write files (default: for a run its traces/, for a CONFIG with --format here)",
     )
     draw.add_argument("--format", metavar="LIST", help="of text, svg, png, trace, with commas between (default: all)")
     draw.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from framework.config import RunConfig, default_world_size, load, resolve
 from framework.errors import ConfigError
-from framework.schedule.account import account, measured_costs, table
+from framework.schedule.account import account, measured_costs, table, without_early_steps
 from framework.schedule.draw import Panel, Unit, text, timeline_of
 from framework.schedule.picture.axis import unit_of_seconds
 from framework.schedule.simulate import Costs, bubble_share, simulate
@@ -47,9 +47,8 @@ def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | 
             raise ConfigError(f"{drawn} is a run, whose times are measured: {' '.join(useless)} has no effect")
         draw_trace(newest(path) if path.is_dir() else path, out, wanted)
         return
-    if formats is not None and out is None:
-        raise ConfigError(f"--format {formats} writes files: say where with --out DIR")
-    draw_config(load(drawn, overrides), parse_costs(costs or ""), out, wanted)
+    here = Path() if formats is not None else None
+    draw_config(load(drawn, overrides), parse_costs(costs or ""), out or here, wanted)
 
 
 def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
@@ -58,7 +57,7 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
     accounts = account(timeline, readings)
     costs = measured_costs(schedule, timeline)
     simulated = simulate(schedule, costs)._replace(name=f"simulated: {timeline.name}")
-    measured = timeline._replace(name=f"measured, step {trace.step}: {timeline.name}")
+    measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     shares = [100 * bubble_share(each) for each in (measured, simulated)]
     size, unit = unit_of_seconds(accounts[0].total)

@@ -87,6 +87,16 @@ def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
     return [(span, min(max(ready(span.action) - span.start, 0.0), span.end - span.start)) for span in timeline.spans]
 
 
+def without_early_steps(timeline: Timeline) -> Timeline:
+    """The optimizer begins when the last rank is there, for a picture: what comes before is idle time, not work."""
+    return timeline._replace(
+        spans=tuple(
+            span._replace(start=span.start + bubble) if span.action.kind is Kind.STEP else span
+            for span, bubble in _bubbles(timeline)
+        )
+    )
+
+
 def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
     """For each stage the median duration of each kind without its bubble, as :func:`simulate` takes them.
 

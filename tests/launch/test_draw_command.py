@@ -79,12 +79,15 @@ def test_a_schedule_of_ones_own(small: str, tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-pp2-chunks1-interleave2.txt"]
 
 
-def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path) -> None:
+def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["draw", small, "--out", str(tmp_path / "out"), "--format", "trace, text,trace"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "1f1b-pp3-chunks4.trace.json",
         "1f1b-pp3-chunks4.txt",
     ]
+    monkeypatch.chdir(tmp_path / "out")
+    assert main(["draw", small, "--format", "svg"]) == 0
+    assert (tmp_path / "out" / "1f1b-pp3-chunks4.svg").exists()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,6 @@ def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path) -> None
             ["{small}", "--out", "{directory}", "--format", "svg,gif"],
             "'gif' is not known: choose of text, svg, png, trace",
         ),
-        (["{small}", "--format", "svg"], "--out DIR"),
         (["{small}", "--out", "{small}/below"], "--out"),
         (["{small}", "--costs", "f=0"], "f needs a number above 0"),
         (["{small}", "--costs", "comm=-1"], "comm needs a number from 0 up"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.schedule.account import Account, account, measured_costs, table
+from framework.schedule.account import Account, account, measured_costs, table, without_early_steps
 from framework.schedule.action import Action, Kind
 from framework.schedule.build import BUILDERS, build
 from framework.schedule.draw import Reading
@@ -47,6 +47,12 @@ def test_every_second_of_a_step_is_accounted_for() -> None:
         1, compute=5, waiting=2.25 + 4.75, communication=1, reduce=0.75, optimizer=1.75, data=0.25, other=0.25
     )
     assert first.total == second.total == 16
+
+
+def test_for_a_picture_the_optimizer_begins_when_the_last_rank_is_there() -> None:
+    steps = [s for s in without_early_steps(STEP).spans if s.action.kind is Kind.STEP]
+    assert [(s.start, s.end) for s in steps] == [(14, 16), (14, 15.75)]
+    assert without_early_steps(STEP).spans[:5] == STEP.spans[:5]
 
 
 def test_sends_that_were_posted_together_count_once() -> None:
