@@ -235,7 +235,10 @@ def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
     if isinstance(of, Schedule):
         rows = [[action for _, action in of.actions(rank)] for rank in range(of.pp)]
     else:
-        rows = [[span.action for span in of.spans if span.rank == rank] for rank in of.ranks]
+        by_rank: dict[int, list[Action]] = {rank: [] for rank in of.ranks}
+        for span in of.spans:
+            by_rank[span.rank].append(span.action)
+        rows = list(by_rank.values())
     return tuple(_peak(row) for row in rows)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from framework.schedule.action import parse_schedule
 from framework.schedule.build import build
-from framework.schedule.draw import text
+from framework.schedule.draw import text, timeline_of
 from framework.schedule.lower import lower
 from framework.schedule.simulate import Costs, simulate
 
@@ -33,13 +33,19 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
     ]
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 8, 9, 40])
+def test_a_computation_of_next_to_nothing_does_not_blow_up_the_rest() -> None:
+    drawn = text(simulate(lower(build("zb_h1", 2, 2)), Costs(f=0.3, i=0.3, w=1e-6)), 120)
+    assert "…" not in drawn and "F0--------- F1" in drawn and len(drawn) < 500
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 8, 9, 20])
 @pytest.mark.parametrize("chunks", [1, 7, 130])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_no_line_is_too_long_and_both_ends_are_seen(name: str, pp: int, chunks: int) -> None:
-    schedule = build(name, pp, chunks)
+    lowered = lower(build(name, pp, chunks))
+    timelines = timeline_of(lowered), simulate(lowered, Costs(f=0.013, b=0.031, comm=0.002))
     for width in (100, 60):
-        drawings = text(schedule, width), text(simulate(lower(schedule), Costs(f=0.013, b=0.031, comm=0.002)), width)
+        drawings = [text(timeline, width) for timeline in timelines]
         for drawn in drawings:
             lines = drawn.split("\n")
             assert max(len(line) for line in lines) <= width
