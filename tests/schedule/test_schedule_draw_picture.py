@@ -15,6 +15,7 @@ from framework.schedule.build import BUILDERS, INTERLEAVES, build
 from framework.schedule.draw import Panel, Reading, Unit, timeline_of
 from framework.schedule.picture.axis import time_axis, unit_of_seconds
 from framework.schedule.picture.figure import PNG_DPI, figure, save
+from framework.schedule.picture.legend import entries_of
 from framework.schedule.picture.palette import PAINTS, lightness, shade
 from framework.schedule.simulate import Costs, Timeline
 
@@ -86,6 +87,15 @@ def test_a_stage_is_a_shade(tmp_path: Path) -> None:
     assert drawn.colours("rank0-0I0") != drawn.colours("rank0-2I0")
     words = [word for word in drawn.words if word and ", " in word and "gradient" in word]
     assert words == ["I, input gradient", "W, weight gradient"]
+
+
+def test_the_legend_has_as_many_shades_as_a_rank_has_stages() -> None:
+    """In any one panel: the first holds stages 0 and 2 on rank 0, the second 0 alone."""
+    panels = [timeline_of(INTERLEAVED).spans, timeline_of(build("1f1b", 2, 2)).spans]
+    entries = {entry.name.partition(",")[0]: len(entry.colours) for entry in entries_of(panels)}
+    assert entries["F"] == entries["I"] == 2 and entries["B"] == 1
+    both = entries_of([timeline_of(build(name, 2, 2, 2)).spans for name in ("zb_v", "interleaved_1f1b")])
+    assert {len(entry.colours) for entry in both if entry.name[1] == ","} == {2}  # stages 0 and 3, 0 and 2
 
 
 def test_a_long_run_keeps_both_ends(tmp_path: Path) -> None:

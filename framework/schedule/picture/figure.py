@@ -79,7 +79,7 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     left = max(len(name) for name in names) * LETTER_WIDTH * ROW_FONT / POINTS + 0.1
     width = left + plot_width + RIGHT
     points_per_time = plot_width * POINTS / axis.length
-    told = [*entries_of(everything), *([READINGS] if any(panel.readings for panel in panels) else [])]
+    told = [*entries_of(shown), *([READINGS] if any(panel.readings for panel in panels) else [])]
     lines = lines_of(told, width - left)
     height = ABOVE + sum(rows) * row_inches + BETWEEN * (len(panels) - 1) + BELOW + len(lines) * LINE
     with matplotlib.rc_context(STYLE):

@@ -33,14 +33,15 @@ class Entry(NamedTuple):
 READINGS = Entry("samples read", (INK,))
 
 
-def entries_of(spans: Iterable[Span]) -> list[Entry]:
-    """What has to be told of these boxes."""
-    stages: dict[tuple[int, Kind], set[int | None]] = defaultdict(set)
-    for span in spans:
-        stages[span.rank, span.action.kind].add(span.action.stage)
+def entries_of(panels: Iterable[Iterable[Span]]) -> list[Entry]:
+    """What has to be told of the boxes of these panels."""
+    stages: dict[tuple[int, int, Kind], set[int | None]] = defaultdict(set)
+    for index, spans in enumerate(panels):
+        for span in spans:
+            stages[index, span.rank, span.action.kind].add(span.action.stage)
     entries: list[Entry] = []
     for kind, paint in PAINTS.items():
-        count = max((len(held) for (_, of), held in stages.items() if of is kind), default=0)
+        count = max((len(held) for (*_, of), held in stages.items() if of is kind), default=0)
         if count and kind in COMPUTE:
             name = f"{kind}, {paint.name}" + " (the darker, the later a stage of the rank)" * (
                 count > 1 and not entries
