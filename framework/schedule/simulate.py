@@ -227,6 +227,20 @@ def bubble_share(timeline: Timeline) -> float:
     return (total - busy) / total if total > 0 else 0.0
 
 
+def own_bubble_share(timeline: Timeline) -> float:
+    """The largest share of a rank's own time in which it computes nothing, 0..1: 0 for zb_h2 and zb_v in ticks.
+
+    A rank's own time is from the start of its first forward to the end of its last backward. It counts where ranks do
+    not begin and end their steps together; where they do, as here with one gradient norm over all ranks,
+    :func:`bubble_share` is what is lost.
+    """
+    shares = []
+    for rank in timeline.ranks:
+        spans = tuple(span for span in timeline.spans if span.rank == rank)
+        shares.append(bubble_share(Timeline(timeline.name, spans)))
+    return max(shares)
+
+
 def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
     """For each rank the most micro-batches whose activations it holds at once: from F to B or, split, to W.
 

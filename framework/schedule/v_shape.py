@@ -13,7 +13,7 @@ from framework.schedule.action import Action, Kind, Placement, Schedule
 
 
 def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """zb_h2's bubble in 1f1b's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
+    """zb_h2's bubble in 1f1b's memory (Qi et al. 2023, arXiv 2401.10241, "ZB-V").
 
     F I W of the stage on the way down, f i w of that on the way up, all of one length; pp=2, chunks=4:
 

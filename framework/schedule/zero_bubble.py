@@ -17,9 +17,9 @@ def zb_h1(pp: int, chunks: int, interleave: int = 1) -> Schedule:
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
     (1) pp-1-rank forwards fill the pipeline; (2) F and I take turns; (3) W follows ``rank`` micro-batches behind its I,
-    so that the first I's come back at once; (4) what is left. Bubble (pp-1) (F+I-W) of each rank's time where
-    chunks >= pp. Between F and I rank r holds at most min(pp-r, chunks) micro-batches, as in 1f1b; up to W, which
-    needs a part of them, min(pp, chunks) on every rank: what the first rank holds in 1f1b.
+    so that the first I's come back at once; (4) what is left. Every rank is idle for (pp-1) (F+I-W) where chunks >= pp
+    and W is no longer than F and I. Between F and I rank r holds at most min(pp-r, chunks) micro-batches, as in 1f1b;
+    until W, which needs a part of what F keeps, min(pp, chunks) on every rank: what the first rank holds in 1f1b.
     """
     assert interleave == 1, interleave
     return _with_late_weights("zb_h1", pp, chunks, extra=0)
@@ -32,10 +32,11 @@ def zb_h2(pp: int, chunks: int, interleave: int = 1) -> Schedule:
         rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
-    (1) 2 (pp-1-rank) forwards; (3) W is 2 rank micro-batches behind. Rank r begins r ticks late and ends r ticks late:
-    from its first F to its last W there is no idle, and (pp-1) F over all ranks, which counts if their optimizer steps
-    wait for each other. Every rank holds up to 2pp-1 micro-batches until W. With fewer than 2pp-1 of them it does what
-    they allow, and with pp or fewer it is zb_h1.
+    (1) 2 (pp-1-rank) forwards; (3) W is 2 rank micro-batches behind. Rank r begins r ticks late and ends r ticks late.
+    Where chunks >= 2pp-1 and W is no longer than F and I, it is idle for (pp-1) (F+I-2W) from its first F to its last
+    W, which is never if they are alike; and for (pp-1) F if ranks wait for each other before and after. Every rank
+    holds up to 2pp-1 micro-batches until W. With fewer micro-batches it does what they allow, and with pp or fewer it
+    is zb_h1.
     """
     assert interleave == 1, interleave
     return _with_late_weights("zb_h2", pp, chunks, extra=max(0, min(pp - 1, chunks - pp)))

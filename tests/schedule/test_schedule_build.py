@@ -29,6 +29,7 @@ from framework.schedule.simulate import (
     Span,
     Timeline,
     bubble_share,
+    own_bubble_share,
     peak_activations,
     play,
     simulate,
@@ -130,15 +131,17 @@ def test_controllable_memory(pp: int, chunks: int) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(2, 8), st.integers(0, 12), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
-def test_zb_h1_saves_two_weight_gradients(pp: int, more: int, f: int, i: int, w: int) -> None:
-    """(pp-1) (F+I-W) in the paper, against (pp-1) (F+I+W) of 1f1b; where no kind takes longer than the others."""
-    chunks = pp + more
-    timeline = simulate(lower(build("zb_h1", pp, chunks)), Costs(f=f, i=i, w=w))
-    idle = max(span.end for span in computed(timeline)) - chunks * (f + i + w)
-    assert idle <= (pp - 1) * (f + i + w)
-    if f == i == w:
-        assert idle == (pp - 1) * (f + i - w)
+@given(st.integers(2, 8), st.integers(0, 12), st.integers(1, 5), st.integers(0, 5), st.integers(0, 5))
+def test_zero_bubbles_with_unequal_times(pp: int, more: int, w: int, f: int, i: int) -> None:
+    """The formulas of the paper, where W is not longer than F and I."""
+    f, i, chunks = w + f, w + i, 2 * pp - 1 + more
+    times = Costs(f=f, i=i, w=w)
+    h1, h2 = (simulate(lower(build(name, pp, chunks)), times) for name in ("zb_h1", "zb_h2"))
+    assert max(span.end for span in computed(h1)) - chunks * (f + i + w) == (pp - 1) * (f + i - w)
+    assert max(span.end for span in computed(h2)) - chunks * (f + i + w) == (pp - 1) * max(f, f + i - 2 * w)
+    assert max(rank_idle(h2)) == (pp - 1) * (f + i - 2 * w)
+    own = (pp - 1) * (f + i - 2 * w)
+    assert own_bubble_share(h2) == pytest.approx(own / (chunks * (f + i + w) + own))
 
 
 @settings(deadline=None, max_examples=60)
