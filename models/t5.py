@@ -170,7 +170,6 @@ def build(
         sharding_plan=dict(SHARDING_PLAN),
         divisible={
             "*.attention.qkv": num_heads,
-            "*.attention.relative_bias": num_heads,
             "*.cross_attention.q": num_heads,
             "*.cross_attention.kv": num_heads,
             "*attention.out": num_heads,
