@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench verify-all clean
+.PHONY: demo test lint check bench torture verify-all clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
 	$(BIN)/python benchmarks/executor_overhead.py
 	$(BIN)/python benchmarks/bubble_measured.py
+
+# long tests of what `make test` tests more shortly: launchers, failing ranks, resuming in every precision
+torture: $(VENV)/installed
+	$(BIN)/python -m pytest -m torture
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed

@@ -70,7 +70,7 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     except UserError as error:
         # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
         if at.local_rank != 0:
-            time.sleep(local.HOLD_S)
+            time.sleep(local.SILENT_S)
         return say(error, error.exit_code)
     try:
         work(checked)

@@ -34,6 +34,8 @@ from launch.forking import PRELOADED, die_with, loopback
 
 HOLD_S = 3.0
 """How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
+SILENT_S = 30.0
+"""How long a rank keeps to itself what another one of its node says too: it is ended before, or speaks after all."""
 SHUTDOWN_S = 10
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -27,10 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``all_layouts`` takes an hour: only who names the mark on the command line gets it."""
-    if "all_layouts" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("all_layouts")]
+    """What takes long (``all_layouts`` an hour) only who names its mark on the command line gets."""
+    hidden = [mark for mark in ("all_layouts", "torture") if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in hidden)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("all_layouts")]
+        items[:] = [item for item in items if item not in left_out]

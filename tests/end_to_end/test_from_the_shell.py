@@ -174,6 +174,7 @@ def test_a_rank_that_fails_ends_the_run(
     assert [found.step for found in find(run_directory(config))] == [1]
 
 
+@pytest.mark.torture
 def test_a_rank_that_fails_ends_the_run_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     config = trapped(corpus, tmp_path, 1, parallel=layout("dp2"))
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
@@ -190,6 +191,7 @@ def test_bad_input_under_torchrun_is_said_once(corpus: Path, tmp_path: Path, she
     assert done.stderr.count("meshwright: error: dp 2 x pp 2 x tp 1 = 4 ranks, but 2 were started") == 1
 
 
+@pytest.mark.torture
 def test_no_port_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """torchrun hands 0 on as it is, and its ranks would wait for each other."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))
@@ -215,7 +217,13 @@ def _close_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nobody"), [("dp2", "closed"), ("dp2", "all closed"), ("dp2", "has left"), ("", "full")]
+    ("text", "nobody"),
+    [
+        pytest.param("dp2", "closed", marks=pytest.mark.torture),
+        ("dp2", "all closed"),
+        pytest.param("dp2", "has left", marks=pytest.mark.torture),
+        ("", "full"),
+    ],
 )
 def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """stdout is closed from the start, its reader has gone, or the disk behind it is full: the run is made."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from framework.build import Parts, build
 from framework.config import parse
@@ -21,6 +18,7 @@ from framework.step import take_step
 from framework.verify.layouts import Layout, layout_config
 from framework.verify.run import open_feed
 from launch.pool import RankPool
+from tests.pipeline.kept import KeptBytes
 from tests.verify.cases import config_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
@@ -28,44 +26,23 @@ WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")
 """Their backward is whole: what forward has saved lives until B, and then nothing of it does."""
 
 
-class Kept:
-    """Stands for a tensor in autograd's graph; gone when the graph lets go of it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class SavedBytes:
-    """Bytes of the storages that autograd keeps for the forwards of a rank; parameters are not ours.
-
-    Told after each forward: (stage, micro-batch, bytes that it has added, bytes that are kept).
-    """
+    """Told after each forward of a rank: (stage, micro-batch, bytes that it has added, bytes that are kept)."""
 
     def __init__(self, parts: Parts) -> None:
-        self.not_ours: set[int] = set()
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        stages = parts.executor.stages.values()
+        self.kept = KeptBytes(stage.layers for stage in stages)
         self.told: list[tuple[int, int, int, int]] = []
-        for stage in parts.executor.stages.values():
-            self.not_ours |= {p.untyped_storage().data_ptr() for p in stage.layers.parameters()}
+        for stage in stages:
             stage.forward = partial(self.forward, stage, stage.forward)  # type: ignore[method-assign]
 
     def forward(self, stage: Stage, forward: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        before = self.bytes()
-        with saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+        before = self.kept.bytes()
+        with self.kept.watching():
             found = forward(microbatch, *args, **kwargs)
-        after = self.bytes()
+        after = self.kept.bytes()
         self.told.append((stage.index, microbatch, after - before, after))
         return found
-
-    def pack(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor)
-        if tensor.untyped_storage().data_ptr() not in self.not_ours:
-            self.kept.add(kept)
-        return kept
-
-    def bytes(self) -> int:
-        storages = [kept.tensor.untyped_storage() for kept in self.kept]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class Held(NamedTuple):
@@ -91,7 +68,7 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
         schedule = parts.blueprint.schedule
         row = [(action.kind.value, action.stage) for _, action in schedule.actions(rank) if action.stage is not None]
         predicted = peak_activations(schedule)[rank]
-        found.append(Held(parts.last.peak_in_flight, predicted, saved.told, saved.bytes(), row))
+        found.append(Held(parts.last.peak_in_flight, predicted, saved.told, saved.kept.bytes(), row))
     return found
 
 

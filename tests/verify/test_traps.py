@@ -6,7 +6,6 @@ and what must still be the same: a report that blames everything would help nobo
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -289,7 +288,7 @@ def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
 
 def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     """The sampler does not know of dp: all replicas train on the first one's part."""
-    feed_of = framework.step.feed_of
+    feed = framework.step.StepFeed
 
     class First(NamedTuple):
         feed: Any
@@ -297,12 +296,12 @@ def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
         def microbatch(self, samples_seen: int, dp_rank: int, *args: int) -> Any:
             return self.feed.microbatch(samples_seen, 0, *args)
 
-    patch.setattr(framework.step, "feed_of", lambda parts, feed, seen: feed_of(parts, First(feed), seen))
+    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, First(source), seen))
 
 
 def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
     """The second forward draws dropout for the micro-batch that went forward last."""
-    patch.setattr(Again, "__call__", lambda again: contextlib.nullcontext())
+    patch.setattr(Again, "__call__", lambda again: again.stage.splitting())  # type: ignore[union-attr]
 
 
 def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:

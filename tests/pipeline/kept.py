@@ -1,0 +1,37 @@
+"""Counts what autograd keeps between forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Kept:
+    """Stands for a tensor in autograd's graph; gone when the graph lets go of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class KeptBytes:
+    """Enter ``watching()`` around forwards; ``bytes()`` is what they keep now: each storage once, parameters never."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._not_ours = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def watching(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+
+    def _pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        if tensor.untyped_storage().data_ptr() not in self._not_ours:
+            self._kept.add(kept)
+        return kept
+
+    def bytes(self) -> int:
+        storages = [kept.tensor.untyped_storage() for kept in self._kept]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
