@@ -184,6 +184,7 @@ def test_a_rank_that_fails_ends_the_run_under_torchrun(corpus: Path, tmp_path: P
     assert "ArithmeticError: the layer of a user has failed" in done.stderr
 
 
+@pytest.mark.torture
 def test_bad_input_under_torchrun_is_said_once(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     config = run_config(corpus, tmp_path, parallel=layout("dp2,pp2"))
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))

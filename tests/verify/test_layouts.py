@@ -32,7 +32,7 @@ CHOICES = [Case(model, layout) for layout in other_choices() for model in MODELS
 OF_DECODERS = [case for case in FLOAT64 if case.model in DECODERS]
 SELECTION = pairwise(OF_DECODERS)
 OTHER_SELECTION = pairwise(CHOICES)
-FLOAT32 = [case._replace(dtype="float32") for case in SELECTION[:: len(SELECTION) // 8]]
+FLOAT32 = [case._replace(dtype="float32") for case in SELECTION[:: len(SELECTION) // 4]]
 
 
 @pytest.fixture(scope="module")
