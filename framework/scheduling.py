@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from framework.config import RunConfig
-from framework.errors import ConfigError, ScheduleError
-from framework.schedule.action import COMPUTE, Schedule, parse_schedule
+from framework.errors import ScheduleError
+from framework.schedule.action import Schedule, read_schedule
 from framework.schedule.build import build
 from framework.schedule.check import check, report
 from framework.schedule.lower import lower
@@ -31,19 +31,10 @@ def draw_schedule(config: RunConfig) -> Schedule:
 
 
 def _from_file(path: Path, pp: int, chunks: int) -> Schedule:
-    try:
-        schedule = parse_schedule(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(
-            f"pipeline.schedule_file = {path}: cannot be read ({why}); name a schedule as text"
-        ) from error
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
+    schedule = read_schedule(path)
     if (schedule.pp, schedule.chunks) != (pp, chunks):
         raise ScheduleError(
             f"{path} is for pp={schedule.pp} and chunks={schedule.chunks}, but parallel.pp = {pp} and batch.chunks = "
             f"{chunks}: change the one or the other"
         )
-    kinds = {action.kind for rank in range(pp) for _, action in schedule.actions(rank)}
-    return lower(schedule) if kinds <= COMPUTE else schedule
+    return schedule if schedule.is_lowered else lower(schedule)

@@ -47,8 +47,8 @@ def test_a_file_is_lowered_unless_it_is(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "cannot be read (No such file or directory)"),
-        (b"\xff", "cannot be read (not text)"),
-        (b"0F0 0B0", "own.txt: line 1"),
+        (b"\xff", "cannot be read (not UTF-8 text)"),
+        (b"0F0 0B0", "own.txt, line 1"),
         (format_schedule(build("1f1b", 2, 3)).encode(), "is for pp=2 and chunks=3, but parallel.pp = 2"),
         (format_schedule(build("1f1b", 2, 4)).replace("0B3", "0B2").encode(), "0B3"),
     ],

@@ -212,8 +212,10 @@ def read_schedule(path: str | Path) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ScheduleError(f"{path}: the schedule cannot be read: {reason}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ScheduleError(
+            f"{path}: cannot be read ({reason}); pipeline.schedule_file names a schedule as text"
+        ) from None
     return parse_schedule(text, f"{path}, ")
 
 

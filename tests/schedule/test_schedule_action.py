@@ -115,9 +115,9 @@ def test_a_file_is_named_with_line_and_word(tmp_path: Path) -> None:
         read_schedule(path)
     assert str(caught.value).startswith(f"{path}, line 2, word 2: '{{0SEND_F0': a group is written")
     path.write_bytes(b"# caf\xe9")
-    with pytest.raises(ScheduleError, match=r"mine.txt: the schedule cannot be read: it is not UTF-8"):
+    with pytest.raises(ScheduleError, match=r"mine.txt: cannot be read \(not UTF-8 text\)"):
         read_schedule(path)
-    with pytest.raises(ScheduleError, match=r"other.txt: the schedule cannot be read: No such file"):
+    with pytest.raises(ScheduleError, match=r"other.txt: cannot be read \(No such file"):
         read_schedule(tmp_path / "other.txt")
 
 
