@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from framework.config import RunConfig
+from framework.config import Pipeline, RunConfig
 from framework.errors import UserError
 from framework.schedule.action import format_schedule
-from framework.schedule.build import build
+from framework.schedule.build import BUILDERS, build
 from framework.schedule.lower import lower
 from framework.scheduling import draw_schedule
+from framework.verify.layouts import SCHEDULES
 
 
 def config(**pipeline: Any) -> RunConfig:
@@ -60,3 +61,12 @@ def test_a_file_that_cannot_be_is_explained(content: bytes | None, said: str, tm
     with pytest.raises(UserError) as raised:
         draw_schedule(config(schedule_file=str(path)))
     assert said in str(raised.value)
+
+
+def test_the_schedules_have_the_same_names_everywhere() -> None:
+    """What can be built, what the configuration takes, and what verify knows as words of a layout."""
+    configured = get_args(Pipeline.model_fields["schedule"].annotation)
+    assert set(configured) == set(BUILDERS) == set(SCHEDULES)
+    for name in configured:
+        pipeline = Pipeline(schedule=name)
+        assert build(name, 2, 4, pipeline.stages_per_rank).interleave == pipeline.stages_per_rank
