@@ -74,14 +74,18 @@ class _Recording:
     readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
     data: list[tuple[Any, Any]] = field(default_factory=list)
     loss_parts: list[LossPart] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """Of the readings that have been turned into seconds: the first so many."""
     peak_in_flight: int = 0
 
     def result(self, rank: int) -> Result:
         """As far as the row has run; blocks until the device has done it."""
         at = self.clock.resolve
+        for action, start, end in self.readings[len(self.spans) :]:
+            self.spans.append(Span(rank, action, at(start), at(end)))
         return Result(
             self.loss_parts,
-            [Span(rank, action, at(start), at(end)) for action, start, end in self.readings],
+            self.spans,
             [(at(start), at(end)) for start, end in self.data],
             self.clock.start_s,
             self.peak_in_flight,
