@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from framework.balance import BALANCES, imbalance
 from framework.config import default_world_size, load, resolve
-from framework.costs import LayerCost, count_layers, cross_entropy, weights
+from framework.costs import LayerCost, count_layers, weights
 from framework.meter import reference
 from framework.model import build_model
 from framework.pipeline.partition import partition
+from framework.pipeline.values import cross_entropy
 from framework.verify.reference import plain_layers
 
 REPEATS = 60

@@ -23,13 +23,12 @@ import shlex
 import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from report import environment, write
+from report import conclude, environment
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ from framework.schedule.lower import lower
 from framework.schedule.simulate import Costs, Span, Timeline, bubble_share, simulate
 from launch.pool import RankPool
 
-RESULTS = Path(__file__).parent / "results"
 INTERLEAVES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2}
 MOST_POINTS = 3.0
 
@@ -183,12 +181,7 @@ def main() -> int:
         "schedules": rows,
         "problems": problems,
     }
-    path = arguments.out or RESULTS / f"{date.today().isoformat()}-bubble-measured.json"
-    write(path, report)
-    console.print(f"\nwritten to {path}", highlight=False)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
-    return 1 if problems else 0
+    return conclude("bubble-measured", arguments.out, report, console)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import shlex
 import statistics
 import sys
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from contenders import Shown
 from measure import race
-from report import environment, repeats_of, spread, write
+from report import conclude, environment, repeats_of, spread
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -51,7 +50,6 @@ from framework.schedule.build import build
 from framework.schedule.lower import lower
 from launch.pool import RankPool
 
-RESULTS = Path(__file__).parent / "results"
 THEIRS = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -228,12 +226,7 @@ def main() -> int:
         "problems": problems,
     }
     show(rows, console)
-    path = arguments.out or RESULTS / f"{date.today().isoformat()}-executor-overhead.json"
-    write(path, report)
-    console.print(f"\nwritten to {path}", highlight=False)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
-    return 1 if problems else 0
+    return conclude("executor-overhead", arguments.out, report, console)
 
 
 if __name__ == "__main__":

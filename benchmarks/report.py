@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from wire import labels
 
 from framework.mesh.grid import Grid
 
+RESULTS = Path(__file__).parent / "results"
 SAME_LOSS = 2e-6
 """Relative difference of the losses of the first steps, beyond which two contenders do not do the same work."""
 SAME_NORM = 1e-4
@@ -193,6 +194,16 @@ def show(comparison: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"meanwhile other processes used {comparison['others_cores']:.2f} cores (median over blocks)", highlight=False
     )
+
+
+def conclude(name: str, out: Path | None, report: Mapping[str, Any], console: Console) -> int:
+    """Write the report, to ``out`` or among the results under today's date; tell its problems. The exit code."""
+    path = out or RESULTS / f"{date.today().isoformat()}-{name}.json"
+    write(path, report)
+    console.print(f"\nwritten to {path}", highlight=False)
+    for problem in report["problems"]:
+        console.print(f"[red]{problem}[/red]", highlight=False)
+    return 1 if report["problems"] else 0
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ import argparse
 import shlex
 import statistics
 import sys
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ import torch
 from composition import Composition
 from contenders import Ours, ddp, fsdp2, one_process, zero_redundancy
 from measure import Builder, observe, race
-from report import Pair, contender_row, environment, problems_of, ratio_row, repeats_of, show, wire_rows, write
+from report import Pair, conclude, contender_row, environment, problems_of, ratio_row, repeats_of, show, wire_rows
 from rich.console import Console
 from task import BUILDER, GLOBAL_BATCH, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, model_options
 from wire import expected_bytes
@@ -41,7 +40,6 @@ import framework.tensor_parallel.core
 from framework.mesh.grid import Grid
 from launch.pool import RankPool
 
-RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 1800.0
 
 
@@ -173,12 +171,7 @@ def main() -> int:
             show(found, console)
             problems += [f"({key}) {problem}" for problem in problems_of(found)]
     report["problems"] = problems
-    path = arguments.out or RESULTS / f"{date.today().isoformat()}-side-by-side.json"
-    write(path, report)
-    console.print(f"\nwritten to {path}", highlight=False)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
-    return 1 if problems else 0
+    return conclude("side-by-side", arguments.out, report, console)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from framework.config import RunConfig, dump
-from framework.costs import LayerCost, count_layers, cross_entropy, weights
+from framework.costs import LayerCost, count_layers, weights
 from framework.data.example import example
 from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
@@ -28,7 +28,7 @@ from framework.model import PlainModel, build_model
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
 from framework.pipeline.running import cast_running, check_running, running_buffers
-from framework.pipeline.values import Example, ValueSpec, check_output, describe_boundaries
+from framework.pipeline.values import Example, ValueSpec, check_output, cross_entropy, describe_boundaries
 from framework.schedule.action import Schedule
 from framework.scheduling import draw_schedule
 from framework.tensor_parallel import plan as sharding
@@ -58,6 +58,8 @@ class Blueprint:
     """One micro-batch of each whole (unsharded) layer, the loss in the last."""
     running: tuple[str, ...] = ()
     """Buffers that forward changes: part of the state, as weights are."""
+    recomputed: tuple[str, ...] = ()
+    """Layers, and parts of layers, that backward computes again."""
 
     @property
     def num_parameters(self) -> int:
@@ -187,7 +189,17 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             f"Make that linear part of the last layer, or leave it out of the sharding_plan"
         )
     return Blueprint(
-        config, grid, model, infos, shapes.cast(dtype), stages, schedule, boundaries, costs, tuple(running)
+        config,
+        grid,
+        model,
+        infos,
+        shapes.cast(dtype),
+        stages,
+        schedule,
+        boundaries,
+        costs,
+        tuple(running),
+        tuple(recomputed),
     )
 
 

@@ -6,25 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from framework.config import RunConfig
-from framework.data.dataset import DatasetFeed, open_dataset
-from framework.data.order import OnceInOrder, SampleOrder
-from framework.data.samples import Corpus, Feed, validation_steps
-from framework.data.span_corruption import SpanCorruptionFeed, open_corpus
-from framework.data.tokenizer import end_of_document_id
-from framework.data.tokenizer import load as load_tokenizer
+from framework.data.samples import validation_steps
 from framework.data_parallel.replica import StageReplica
 from framework.errors import MeshError, ModelError
+from framework.feeds import AnyFeed, Source, open_feeds
 from framework.materialise import materialise, stage_members, tied_groups
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
@@ -33,25 +26,11 @@ from framework.pipeline.executor import Executor, Microbatch, Result
 from framework.pipeline.recompute import Context, recompute_parts
 from framework.pipeline.running import running_values
 from framework.pipeline.stage import Stage
-from framework.pipeline.values import IGNORED_LABEL, Loss, cast_floats
-from framework.schedule.action import Kind
+from framework.pipeline.values import Loss, cast_floats, cross_entropy
 from framework.seeding import Draw
 from framework.state import TrainState
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from framework.tensor_parallel.layers import VocabHead
-
-
-class Source(Protocol):
-    """Where micro-batches come from: a :class:`framework.data.samples.Feed`, or verify's own."""
-
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """(inputs, each tensor (B, ...), labels (B, ...), global sample indices (B,)) of micro-batch m of a replica."""
-
-
-AnyFeed = Feed | SpanCorruptionFeed | DatasetFeed
-"""What the data room reads a run's own samples with."""
 
 
 @dataclass
@@ -88,58 +67,6 @@ class Parts:
         return found
 
 
-def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
-    """The training feed, shuffled by the seed, and the validation feed, once in order.
-
-    Raises:
-        DataError: before anything distributed exists when called by the launcher.
-    """
-    data = config.data
-    if data.builder is not None:
-        samples, held_out_samples = open_dataset(config, "train"), open_dataset(config, "validation")
-        assert samples is not None
-        if held_out_samples is not None:  # as the training samples are: the stages know one shape
-            held_out_samples = held_out_samples._replace(like=samples.like)
-            held_out_samples.sample(0)
-        return (
-            DatasetFeed(samples, SampleOrder(samples.num_samples, config.run.seed)),
-            DatasetFeed(held_out_samples, OnceInOrder(held_out_samples.num_samples)) if held_out_samples else None,
-        )
-    vocab_size = config.model.options.get("vocab_size")
-    vocab_size = vocab_size if isinstance(vocab_size, int) else None
-    if data.task == "span_corruption":
-
-        def corrupted(prefix: str, order: type[SampleOrder] | type[OnceInOrder]) -> SpanCorruptionFeed:
-            found = open_corpus(prefix, data.sequence_length, vocab_size)
-            how = (
-                SampleOrder(found.num_samples, config.run.seed)
-                if order is SampleOrder
-                else OnceInOrder(found.num_samples)
-            )
-            return SpanCorruptionFeed(found, how, data.sequence_length, config.run.seed)
-
-        held_out_feed = corrupted(data.validation, OnceInOrder) if data.validation is not None else None
-        return corrupted(data.train, SampleOrder), held_out_feed
-    eod_id = None if data.tokenizer is None else end_of_document_id(load_tokenizer(Path(data.tokenizer)))
-
-    def corpus_at(prefix: str) -> Corpus:
-        return Corpus(prefix, data.sequence_length, vocab_size, eod_id, data.eod_mask_loss)
-
-    corpus = corpus_at(data.train)
-    training = Feed(corpus, SampleOrder(corpus.num_samples, config.run.seed))
-    if data.validation is None:
-        return training, None
-    held_out = corpus_at(data.validation)
-    return training, Feed(held_out, OnceInOrder(held_out.num_samples))
-
-
-def label_losses(output: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each label, (..., V) and (...) -> (...); in float32, or float64 for float64 logits."""
-    logits = output if output.dtype == torch.float64 else output.float()
-    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
-    return flat.view(labels.shape)
-
-
 def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
     """The loss for what the model's last layer gives: whole logits, or this tp rank's part of the vocabulary."""
     last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
@@ -153,7 +80,7 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
                 f"input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
                 f"parallel.sequence = false"
             )
-        return label_losses
+        return cross_entropy
     vocab_size = blueprint.infos[f"{heads[-1]}.weight"].global_shape[0]
 
     def loss(output: Any, labels: Tensor) -> Tensor:
@@ -186,15 +113,11 @@ class Again:
 
 def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) -> dict[str, Context]:
     """The layers that are recomputed as a whole; parts of layers are prepared in place."""
-    pipeline, model = blueprint.config.pipeline, blueprint.model
-    if pipeline.recompute == "none":
-        return {}
-    chosen = [name for name in layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
-    if pipeline.recompute == "full":
-        return dict.fromkeys(chosen, again)
-    for name in chosen:
-        recompute_parts(name, layers.get_submodule(name), model.selective_recompute, again)
-    return {}
+    whole = [name for name in layers._modules if name in blueprint.recomputed]
+    for name, layer in layers.named_children():
+        if name not in whole:
+            recompute_parts(name, layer, blueprint.recomputed, again)
+    return dict.fromkeys(whole, again)
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
@@ -223,7 +146,6 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
-    splits = any(action.kind is Kind.I for row in range(mesh.grid.pp) for _, action in blueprint.schedule.actions(row))
     last = len(blueprint.stages) - 1
     replicas: dict[int, StageReplica] = {}
     stages: dict[int, Stage] = {}
@@ -250,7 +172,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
             loss_scale=1.0 / labels_per_step,
             before_layer=replicas[index].ready,
             recompute=plan_recompute(blueprint, layers, again),
-            splits_backward=splits,
+            splits_backward=blueprint.schedule.splits_backward,
             running=frozenset(blueprint.running),
         )
         again.stage = stages[index]

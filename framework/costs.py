@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from framework.errors import ModelError
 from framework.meter import Attention, Count, Meter, Reference
 from framework.pipeline.recompute import recompute_parts
+from framework.pipeline.values import cross_entropy
 from framework.seeding import Draw, SeededDropout
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -54,12 +54,6 @@ def weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
     if balance == "layers":
         return [1.0] * len(costs)
     return [float(cost.num_parameters) if balance == "parameters" else cost.time_s for cost in costs]
-
-
-def cross_entropy(output: Any, labels: Tensor) -> Tensor:
-    """(.., V) and (..) -> (..), in float32 or float64: over V logits a token it is all bytes and hardly a FLOP."""
-    logits = output if output.dtype == torch.float64 else output.float()
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
 
 
 def count_layers(

@@ -11,13 +11,14 @@ from framework.build import Parts
 from framework.checkpoint import Head
 from framework.data import fingerprint
 from framework.data.samples import Feed
+from framework.data.span_corruption import SpanCorruptionFeed
 from framework.errors import CheckpointError
 from framework.state import pieces, restore
 
 
 def data_fingerprint(parts: Parts) -> dict[str, str]:
     """What must be the same corpus after a resume: hashes where the corpus has a fingerprint, else its size."""
-    if not isinstance(parts.feed, Feed):
+    if not isinstance(parts.feed, Feed | SpanCorruptionFeed):
         return {}
     corpus = parts.feed.corpus
     known = fingerprint.read(corpus.prefix.parent)

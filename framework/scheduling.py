@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from framework.config import RunConfig
-from framework.errors import ScheduleError
+from framework.errors import ConfigError, ScheduleError
 from framework.schedule.action import Schedule, read_schedule
 from framework.schedule.build import build
 from framework.schedule.check import check, report
@@ -24,6 +24,11 @@ def draw_schedule(config: RunConfig) -> Schedule:
         schedule = lower(build(pipeline.schedule, pp, chunks, pipeline.interleave or pipeline.stages_per_rank))
     else:
         schedule = _from_file(Path(pipeline.schedule_file), pp, chunks)
+    if schedule.splits_backward and config.train.compile:
+        raise ConfigError(
+            f"the schedule {schedule.name} with train.compile: a compiled backward comes as one piece, and this "
+            f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or leave compile off"
+        )
     problems = check(schedule)
     if problems:
         raise ScheduleError(report(schedule, problems))

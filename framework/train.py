@@ -16,10 +16,11 @@ from pathlib import Path
 
 from framework import trace
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
-from framework.build import Parts, build, open_feeds
+from framework.build import Parts, build
 from framework.config import RunConfig, dump, resolve, to_toml
 from framework.data.samples import Feed, unigram_entropy
 from framework.errors import ConfigError
+from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
 from framework.resume import resume, save

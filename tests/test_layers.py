@@ -46,6 +46,7 @@ JOINING = [
     "blueprint",
     "balance",
     "materialise",
+    "feeds",
     "build",
     "state",
     "step",

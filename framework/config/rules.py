@@ -166,16 +166,6 @@ def _recompute(config: RunConfig) -> str | None:
     return None
 
 
-def _split_backward(config: RunConfig) -> str | None:
-    schedule = config.pipeline.schedule
-    if not config.train.compile or not schedule.startswith(("zb_", "v_")):
-        return None
-    return (
-        f'pipeline.schedule = "{schedule}" with train.compile: a compiled backward comes as one piece, and this '
-        f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or --train.compile=false"
-    )
-
-
 def _schedule_file(config: RunConfig) -> str | None:
     pipeline = config.pipeline
     if pipeline.schedule_file is None or (pipeline.schedule == Pipeline().schedule and pipeline.interleave is None):
@@ -224,7 +214,6 @@ RULES = (
     _rule(_balance, "pipeline.balance", "parallel.pp"),
     _rule(_corpus, "data.train", "data.builder"),
     _rule(_recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
-    _rule(_split_backward, "pipeline.schedule", "train.compile"),
     _rule(_schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
     _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
     _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),

@@ -10,6 +10,7 @@ buckets                             r r r -> wait     g g g ->  wait just before
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import partial
@@ -45,7 +46,7 @@ class StageReplica:
                 if bucket.same_dtype:
                     parameter.grad = view
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._accumulated, index=index, view=view, in_place=bucket.same_dtype)
+                    partial(_accumulated, weakref.ref(self), index=index, view=view, in_place=bucket.same_dtype)
                 )
 
     def _accumulated(self, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
@@ -138,6 +139,16 @@ class StageReplica:
         """Block until all weights are whole."""
         for bucket in self.buckets:
             bucket.wait()
+
+
+def _accumulated(
+    replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, view: Tensor, in_place: bool
+) -> None:
+    """The hook of a parameter. Its replica only weakly: a parameter's hooks are in a place that Python's collector does
+    not look into, so that with a strong one neither they, nor the buckets, nor the ranks' connections would ever go."""
+    alive = replica()
+    if alive is not None:
+        alive._accumulated(parameter, index=index, view=view, in_place=in_place)
 
 
 def sum_ties(replicas: Iterable[StageReplica]) -> None:

@@ -135,7 +135,7 @@ class Executor:
                 self.step(run.result(self.pp.rank))
             else:
                 self._communicate((item,))
-            self._record_sends_and_rest(run, item, start)
+            self._record(run, item, start)
         self._wait_for_sends(0)
         assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
         return run.result(self.pp.rank)
@@ -246,7 +246,7 @@ class Executor:
         while self._sends and (len(self._sends) > at_most or self._sends[0].done()):
             self._sends.popleft().wait()
 
-    def _record_sends_and_rest(self, run: _Recording, item: Item, start: Any) -> None:
+    def _record(self, run: _Recording, item: Item, start: Any) -> None:
         """When something was posted, reduced or stepped; a RECV's span comes when somebody waits for it."""
         end = run.clock.read()
         for action in actions_of(item):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
@@ -77,6 +78,13 @@ class Example(NamedTuple):
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The value with its floating-point tensors in ``dtype``."""
     return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
+
+
+def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    """The loss of logits: of each label, (..., V) and (...) -> (...); in float32, or float64 for float64 logits."""
+    logits = output if output.dtype == torch.float64 else output.float()
+    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    return flat.view(labels.shape)
 
 
 def shapes_of(value: Any) -> str:

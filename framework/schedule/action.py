@@ -134,6 +134,11 @@ class Schedule:
         """Whether it holds more than computations: it can run, or has to be lowered first."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
+    @property
+    def splits_backward(self) -> bool:
+        """True when some backward comes in halves."""
+        return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
         return self.placement.pp_rank(stage, self.pp)

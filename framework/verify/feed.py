@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from framework.build import Source
 from framework.data.span_corruption import corrupt, lengths, spans_of
 from framework.errors import ConfigError
+from framework.feeds import Source
 from framework.pipeline.values import IGNORED_LABEL
 from framework.seeding import derive
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from framework.config import Pipeline, RunConfig
 from framework.errors import ConfigError
 from framework.verify.traits import Traits
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.build import Source
 from framework.config import RunConfig
 from framework.data.example import example
+from framework.feeds import Source
 from framework.model import PlainModel, build_model
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.running import cast_running, running_buffers, running_values

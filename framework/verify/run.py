@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES, draw_blueprint
-from framework.build import Parts, Source, build, open_feeds
+from framework.build import Parts, build
 from framework.checkpoint import Kind
 from framework.config import RunConfig, parse
 from framework.data.example import example
+from framework.feeds import Source, open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.model import build_model

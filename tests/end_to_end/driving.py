@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from framework.blueprint import batch_numbers
-from framework.build import build, open_feeds
+from framework.build import build
 from framework.checkpoint import Kind, find, open_checkpoint
 from framework.config import RunConfig, resolve
 from framework.data.samples import Feed, Microbatch
+from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
 from framework.parameters import ParameterInfo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.verify.cases import References, Size, config_of, model_config, prove
 
 SMALL = Size(heads=8, sequence_length=8, num_blocks=2, global_batch=4)
 """Five layers: embedding, two blocks, norm, head."""
+
+THREADS = Path("/proc/self/task")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,21 @@ def test_few_microbatches_and_uneven_stages(
     layout: str, global_batch: int, model: str, pool: RankPool, references: References
 ) -> None:
     agree(model_config(model, SMALL), layout, global_batch, pool, references)
+
+
+def num_threads(rank: int, world_size: int) -> int:
+    """Of this worker, as the kernel lists them: gloo has three for each group that is still there."""
+    return len(list(THREADS.iterdir()))
+
+
+@pytest.mark.skipif(not THREADS.exists(), reason="counts threads as Linux lists them")
+def test_nothing_of_a_finished_run_stays(pool: RankPool) -> None:
+    """Weights, buckets and connections go with the parts: hundreds of layouts run in one process."""
+    text = layout_config(model_config("gpt2", SMALL), parse_layout("dp2,pp2,tp2"), 4, "float64").model_dump_json()
+    pool.run(run_layout, 8, text, 1, True)
+    before = pool.run(num_threads, 8)
+    pool.run(run_layout, 8, text, 1, True)
+    assert pool.run(num_threads, 8) == before
 
 
 @pytest.mark.parametrize("balance", [[1, 2, 2], [3, 1, 1], [1, 1, 3], [2, 2, 1]])
