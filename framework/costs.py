@@ -66,7 +66,7 @@ def count_layers(
     loss: Loss = cross_entropy,
     recompute: Sequence[str] = (),
 ) -> list[LayerCost]:
-    """Count every layer, first to last. Layers that are alike and get alike are run once.
+    """Count every layer, first to last. Layers that are alike and get alike are run once, in the life of a process.
 
     Args:
         layers: the whole model, not sharded; it is copied and not touched. Parameters may be real or on meta.
@@ -80,19 +80,26 @@ def count_layers(
     """
     value = tree_map(lambda leaf: _on_meta(leaf, dtype), inputs)
     draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"))
-    seen: dict[Any, tuple[LayerCost, Any]] = {}
+    of_this_call: dict[Any, tuple[LayerCost, Any]] = {}
     costs = []
     for index, (name, original) in enumerate(layers.named_children()):
         layer = _copy(original, dtype, draw)
         ending = (loss, labels) if labels is not None and index == len(layers) - 1 else None
         outline, forward, backward = _outline(layer), Meter(by), Meter(by)
         again = recompute_parts(name, layer, recompute, partial(Attention, by, backward, backward))
-        key = (outline, _shapes(value), ending is None, tuple(part.removeprefix(name) for part in again))
+        suffixes = tuple(part.removeprefix(name) for part in again)
+        key = (outline, _shapes(value), by, ending and _shapes(labels), suffixes)
+        passing = " at 0x" in repr(outline) or (ending and loss is not cross_entropy)  # what the next call may not mean
+        seen = of_this_call if passing else _COUNTED
         if key not in seen:
             seen[key] = _run(name, layer, value, Attention(by, forward, backward), ending)
         cost, value = seen[key]
         costs.append(cost._replace(name=name))
     return costs
+
+
+_COUNTED: dict[Any, tuple[LayerCost, Any]] = {}
+"""What this process has counted, by all that a count depends on: a search draws hundreds of layouts of one model."""
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:

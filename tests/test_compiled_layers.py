@@ -74,7 +74,11 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "layout"),
-    [("models.gpt2:build", "dp1"), ("models.gpt2:build", "dp2,pp2,tp2"), ("models.llama:build", "pp2,tp2,sequence")],
+    [
+        ("models.gpt2:build", "dp1"),
+        pytest.param("models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
+        pytest.param("models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
+    ],
 )
 def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:
     """Dropouts above zero: their masks are hashed in compiled code, from names that all layers of a graph share."""

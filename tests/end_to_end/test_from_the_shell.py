@@ -156,7 +156,9 @@ def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, s
     assert exact_losses(config) == exact_losses(same)
 
 
-@pytest.mark.parametrize(("text", "rank", "killed"), [("dp2,pp2", 3, False), ("dp2", 1, True)])
+@pytest.mark.parametrize(
+    ("text", "rank", "killed"), [pytest.param("dp2,pp2", 3, False, marks=pytest.mark.torture), ("dp2", 1, True)]
+)
 def test_a_rank_that_fails_ends_the_run(
     text: str, rank: int, killed: bool, corpus: Path, tmp_path: Path, shell: Shell
 ) -> None:
@@ -221,7 +223,7 @@ def _close_all() -> None:
     ("text", "nobody"),
     [
         pytest.param("dp2", "closed", marks=pytest.mark.torture),
-        ("dp2", "all closed"),
+        pytest.param("dp2", "all closed", marks=pytest.mark.torture),
         pytest.param("dp2", "has left", marks=pytest.mark.torture),
         ("", "full"),
     ],
