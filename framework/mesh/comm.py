@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -198,42 +199,40 @@ class Group:
         work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
-    def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle, Handle]:
+    def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle | None, Handle | None]:
         """Post sends and receives together (one NCCL group, so that no order of them can deadlock).
 
         Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is asked
-        when it fails. Returns the handle of the sends (keeps the tensors alive) and that of the receives.
+        when it fails. Returns the handle of the sends (keeps the tensors alive) and that of the receives; None where
+        there are none.
         """
-        for transfer in transfers:
-            if transfer.sends:
-                self.count("send", tensor_bytes(transfer.tensor))
         if not transfers:
-            return Handle([], ""), Handle([], "")
-        me = self.ranks[self.rank]
-
-        def text() -> str:
-            return f"rank {me}: {what()}"
-
+            return None, None
+        sent = [tensor for tensor, _, sends in transfers if sends]
+        for tensor in sent:
+            self.count("send", tensor_bytes(tensor))
+        text = partial(self._of_me, what)
         if transfers[0].tensor.is_cuda:
             works = self._coalesced(transfers)
             if len(works) != len(transfers):  # NCCL coalesces: one work for all
                 handle = Handle(works, text, [transfer.tensor for transfer in transfers])
-                return handle, handle
+                return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
         else:  # what dist.isend and irecv come to, without their checks: there are many small messages
             assert self.process_group is not None
             group = self.process_group
             works = [
-                group.send([transfer.tensor], transfer.peer, 0)
-                if transfer.sends
-                else group.recv([transfer.tensor], transfer.peer, 0)
-                for transfer in transfers
+                group.send([tensor], peer, 0) if sends else group.recv([tensor], peer, 0)
+                for tensor, peer, sends in transfers
             ]
-        sends = [pair for pair in zip(works, transfers, strict=True) if pair[1].sends]
-        receives = [work for work, transfer in zip(works, transfers, strict=True) if not transfer.sends]
+        posted = [work for work, transfer in zip(works, transfers, strict=True) if transfer.sends]
+        arriving = [work for work, transfer in zip(works, transfers, strict=True) if not transfer.sends]
         return (
-            Handle([work for work, _ in sends], text, [transfer.tensor for _, transfer in sends]),
-            Handle(receives, text),
+            Handle(posted, text, sent) if posted else None,
+            Handle(arriving, text) if arriving else None,
         )
+
+    def _of_me(self, what: Callable[[], str]) -> str:
+        return f"rank {self.ranks[self.rank]}: {what()}"
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
         operations = [

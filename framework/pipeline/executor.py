@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,8 @@ from torch import Tensor
 from framework.mesh.comm import Group, Handle, Transfer
 from framework.pipeline.clock import Clock, clock_of
 from framework.pipeline.stage import LossPart, Stage
-from framework.schedule.action import COMPUTE, SENDS, Action, Item, Kind, Schedule, actions_of
+from framework.pipeline.values import TensorSpec
+from framework.schedule.action import Action, Kind, Schedule, actions_of
 from framework.schedule.simulate import Span
 
 
@@ -64,6 +66,18 @@ class Result(NamedTuple):
     """The start of the row on this machine's monotonic clock."""
     peak_in_flight: int
     """Most micro-batches of which this rank held something at once, each counted once per stage."""
+
+
+class _Message(NamedTuple):
+    """A communication of my row."""
+
+    action: Action
+    key: tuple[Kind, int, int]
+    """Of the value that goes or comes, in ``Executor._values``."""
+    peer: int
+    """Its pipeline rank."""
+    comes_as: tuple[TensorSpec, ...] | None
+    """What is received; None: a send."""
 
 
 @dataclass
@@ -107,35 +121,46 @@ class Executor:
     reduce: Callable[[int], None] = lambda stage: None
     step: Callable[[Result], None] = lambda result: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
-    _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle]] = field(default_factory=dict)
+    _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle | None]] = field(default_factory=dict)
     _sends: deque[Handle] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
+        """Work out the row: for each item what does it and what it needs to know."""
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
-        self._compute = {
+        self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
+        does: dict[Kind, Callable[[Action, Feed, _Recording], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward_input,
             Kind.W: self._backward_weight,
+            Kind.REDUCE: self._reduce,
+            Kind.STEP: self._step,
         }
+        self._row: list[tuple[Callable[[Any, Feed, _Recording], None], Any]] = []
+        for item in self.schedule.rows[self.pp.rank]:
+            if isinstance(item, Action) and item.kind in does:
+                self._row.append((does[item.kind], item))
+            else:
+                self._row.append((self._communicate, tuple(self._message(action) for action in actions_of(item))))
+
+    def _message(self, action: Action) -> _Message:
+        index, microbatch = _stage(action), _microbatch(action)
+        stage, peer = self.stages[index], self.schedule.peer(action)
+        if action.kind is Kind.SEND_F:
+            return _Message(action, (Kind.F, index, microbatch), peer, None)
+        if action.kind is Kind.SEND_B:
+            return _Message(action, (Kind.B, index, microbatch), peer, None)
+        if action.kind is Kind.RECV_F:
+            assert stage.input_spec is not None
+            return _Message(action, (Kind.F, index - 1, microbatch), peer, stage.input_spec.leaves)
+        assert stage.output_spec is not None
+        return _Message(action, (Kind.B, index + 1, microbatch), peer, stage.output_spec.with_gradient)
 
     def run(self, feed: Feed) -> Result:
         """One step: every item of my row, in order."""
         run = _Recording(clock_of(self.device))
-        for item in self.schedule.rows[self.pp.rank]:
-            if isinstance(item, Action) and item.kind in COMPUTE:
-                self._compute[item.kind](item, feed, run)
-                continue
-            start = run.clock.read()
-            if not isinstance(item, Action):
-                self._communicate(item)
-            elif item.kind is Kind.REDUCE:
-                self.reduce(_stage(item))
-            elif item.kind is Kind.STEP:
-                self.step(run.result(self.pp.rank))
-            else:
-                self._communicate((item,))
-            self._record(run, item, start)
+        for do, what in self._row:
+            do(what, feed, run)
         self._wait_for_sends(0)
         assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
         return run.result(self.pp.rank)
@@ -144,11 +169,11 @@ class Executor:
         """Forward only: the same row without what belongs to backward and step."""
         run = _Recording(clock_of(self.device))
         for item in self.schedule.rows[self.pp.rank]:
-            kept = tuple(action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F))
+            kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
             if kept and kept[0].kind is Kind.F:
                 self._forward(kept[0], feed, run, train=False)
             elif kept:
-                self._communicate(kept)
+                self._communicate([self._message(action) for action in kept], feed, run)
         self._wait_for_sends(0)
         return run.loss_parts
 
@@ -208,50 +233,56 @@ class Executor:
         if key in self._arriving:
             receive, handle = self._arriving.pop(key)
             start = run.clock.read()
-            handle.wait()
+            if handle is not None:  # None: the message holds no tensor
+                handle.wait()
             run.readings.append((receive, start, run.clock.read()))
         return self._values.pop(key)
 
-    def _communicate(self, actions: Sequence[Action]) -> None:
+    def _communicate(self, messages: Sequence[_Message], feed: Feed, run: _Recording) -> None:
         """Post these together. Blocks only for sends of long ago."""
+        start = run.clock.read()
         transfers: list[Transfer] = []
-        received: list[tuple[Action, tuple[Kind, int, int]]] = []
-        for action in actions:
-            index, microbatch = _stage(action), _microbatch(action)
-            stage = self.stages[index]
-            if action.kind is Kind.SEND_F:
-                tensors = self._values.pop((Kind.F, index, microbatch))
-            elif action.kind is Kind.SEND_B:
-                tensors = self._values.pop((Kind.B, index, microbatch))
-            elif action.kind is Kind.RECV_F:
-                assert stage.input_spec is not None
-                tensors = stage.input_spec.empty_leaves(self.device)
-                received.append((action, (Kind.F, index - 1, microbatch)))
-                self._values[received[-1][1]] = tensors
+        for message in messages:
+            sends = message.comes_as is None
+            if message.comes_as is None:
+                tensors = self._values.pop(message.key)
             else:
-                assert stage.output_spec is not None
-                tensors = stage.output_spec.empty_gradients(self.device)
-                received.append((action, (Kind.B, index + 1, microbatch)))
-                self._values[received[-1][1]] = tensors
-            peer = self.schedule.peer(action)
-            transfers += [Transfer(tensor, peer, action.kind in SENDS) for tensor in tensors]
-        posted, arriving = self.pp.exchange(transfers, lambda: " + ".join(map(str, actions)))
-        self._arriving |= {key: (action, arriving) for action, key in received}
-        if any(transfer.sends for transfer in transfers):
+                tensors = [leaf.empty(self.device) for leaf in message.comes_as]
+                self._values[message.key] = tensors
+            transfers += [Transfer(tensor, message.peer, sends) for tensor in tensors]
+        posted, arriving = self.pp.exchange(transfers, partial(_named, messages))
+        if posted is not None:
             self._sends.append(posted)
-            self._wait_for_sends(2 * self.pp.size)  # gloo calls a send done only when somebody has waited for it
+            self._wait_for_sends(2 * self.pp.size)
+        end = run.clock.read()
+        for message in messages:
+            if message.comes_as is None:
+                run.readings.append((message.action, start, end))
+            else:  # its span comes when somebody waits for it
+                self._arriving[message.key] = (message.action, arriving)
 
     def _wait_for_sends(self, at_most: int) -> None:
         """Let go of the oldest sends: those that are done, and waiting until so many are left."""
-        while self._sends and (len(self._sends) > at_most or self._sends[0].done()):
-            self._sends.popleft().wait()
+        sends = self._sends
+        while sends and (len(sends) > at_most or (self._sends_tell and sends[0].done())):
+            sends.popleft().wait()
 
-    def _record(self, run: _Recording, item: Item, start: Any) -> None:
-        """When something was posted, reduced or stepped; a RECV's span comes when somebody waits for it."""
-        end = run.clock.read()
-        for action in actions_of(item):
-            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
-                run.readings.append((action, start, end))
+    # ------------------------------------------------------------------------------------------------ the other axes
+
+    def _reduce(self, action: Action, feed: Feed, run: _Recording) -> None:
+        start = run.clock.read()
+        self.reduce(_stage(action))
+        run.readings.append((action, start, run.clock.read()))
+
+    def _step(self, action: Action, feed: Feed, run: _Recording) -> None:
+        start = run.clock.read()
+        self.step(run.result(self.pp.rank))
+        run.readings.append((action, start, run.clock.read()))
+
+
+def _named(messages: Sequence[_Message]) -> str:
+    """For whoever is told that they failed."""
+    return " + ".join(str(message.action) for message in messages)
 
 
 def _stage(action: Action) -> int:

@@ -31,6 +31,10 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     needs_gradient: bool
 
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer to receive it into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
 
 class ValueSpec(NamedTuple):
     """The shape of a value between two stages."""
@@ -38,13 +42,10 @@ class ValueSpec(NamedTuple):
     tree: TreeSpec
     leaves: tuple[TensorSpec, ...]
 
-    def empty_leaves(self, device: torch.device) -> list[Tensor]:
-        """Buffers to receive the value's tensors into."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves]
-
-    def empty_gradients(self, device: torch.device) -> list[Tensor]:
-        """Buffers to receive the gradients of the tensors that need one."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in self.leaves if leaf.needs_gradient]
+    @property
+    def with_gradient(self) -> tuple[TensorSpec, ...]:
+        """Those of which gradients come back."""
+        return tuple(leaf for leaf in self.leaves if leaf.needs_gradient)
 
 
 class Example(NamedTuple):

@@ -154,8 +154,12 @@ def test_what_goes_over_the_borders_is_known_beforehand() -> None:
         TensorSpec((B, S, 8), torch.float32, True),
     )
     assert last.leaves == (TensorSpec((B, S, V), torch.float32, True),)
-    assert [tuple(leaf.shape) for leaf in specs[1].empty_leaves(torch.device("cpu"))] == [(B, S, 8), (B, S), (B, S, 8)]
-    assert len(specs[1].empty_gradients(torch.device("cpu"))) == 2
+    assert [tuple(leaf.shape) for leaf in (spec.empty(torch.device("cpu")) for spec in specs[1].leaves)] == [
+        (B, S, 8),
+        (B, S),
+        (B, S, 8),
+    ]
+    assert len(specs[1].with_gradient) == 2
     assert next(model.parameters()).device.type == "cpu", "the model itself was moved"
 
 
