@@ -26,6 +26,9 @@ class Block(NamedTuple):
 
     wall_s: float
     cpu_s: float
+    """Of all threads of this rank."""
+    main_thread_s: float
+    """CPU time of the thread that runs Python: all but the transport's own threads."""
     machine_cpu_s: float
     """Of all processes of this machine, ours included."""
     loopback_bytes: float
@@ -87,17 +90,16 @@ def race(rank: int, world_size: int, builders: Mapping[str, Builder], repeats: i
 def _timed(contender: Contender | None, steps: int) -> Block:
     """From the moment that all ranks are ready to the moment that all are done."""
     dist.barrier()
-    before = machine_cpu_s(), loopback_bytes(), time.process_time(), time.perf_counter()
+    before = machine_cpu_s(), loopback_bytes(), time.process_time(), time.thread_time(), time.perf_counter()
     if contender is not None:
         for _ in range(steps):
             contender.step()
         contender.settle()
-    cpu_s = time.process_time() - before[2]
+    cpu_s, main_thread_s = time.process_time() - before[2], time.thread_time() - before[3]
     dist.barrier()
-    wall_s = time.perf_counter() - before[3]
-    return Block(
-        wall_s / steps, cpu_s / steps, (machine_cpu_s() - before[0]) / steps, (loopback_bytes() - before[1]) / steps
-    )
+    wall_s = time.perf_counter() - before[4]
+    totals = wall_s, cpu_s, main_thread_s, machine_cpu_s() - before[0], loopback_bytes() - before[1]
+    return Block(*(total / steps for total in totals))
 
 
 def observe(rank: int, world_size: int, builder: Builder) -> RankObserved:

@@ -52,6 +52,7 @@ class Repeat(NamedTuple):
 
     wall_s: float
     cpu_s: float
+    main_thread_s: float
     others_cpu_s: float
     """CPU seconds that other processes of this machine took meanwhile."""
     loopback_bytes: float
@@ -71,7 +72,8 @@ def repeats_of(ranks: Sequence[RankTimes], name: str) -> list[Repeat]:
         cpu_s = sum(block.cpu_s for block in mine)
         others = max(0.0, max(block.machine_cpu_s for block in mine) - cpu_s)
         seen = max(block.loopback_bytes for block in mine)
-        found.append(Repeat(max(block.wall_s for block in mine), cpu_s, others, seen))
+        main_thread_s = sum(block.main_thread_s for block in mine)
+        found.append(Repeat(max(block.wall_s for block in mine), cpu_s, main_thread_s, others, seen))
     return found
 
 

@@ -74,10 +74,10 @@ class Handle:
         keep: Sequence[Tensor] = (),
         finish: Callable[[], object] | None = None,
     ) -> None:
-        self._works = list(works)
+        self._works = works
         self._finish = finish  # what is left to do here when the message has come
         self._what = what
-        self._keep = list(keep)  # gloo reads a sent tensor until the send is done
+        self._keep = keep  # gloo reads a sent tensor until the send is done
         self._posted_s = time.monotonic()
 
     def wait(self) -> None:
@@ -93,8 +93,7 @@ class Handle:
         if self._finish is not None:
             self._finish()
             self._finish = None
-        self._works.clear()
-        self._keep.clear()
+        self._works = self._keep = ()
 
     def done(self) -> bool:
         """True when ``wait`` would not block."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from framework.errors import ModelError
 from framework.pipeline.recompute import Context, recomputed
 from framework.pipeline.running import INSTEAD
 from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
-from framework.pipeline.values import IGNORED_LABEL, Loss, ValueSpec
+from framework.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
 
 
 class LossPart(NamedTuple):
@@ -84,11 +83,9 @@ class Stage:
         """Micro-batches of which something is held: from F to B, or to W."""
         return len(self._saved) + len(self._notes)
 
-    @contextmanager
-    def splitting(self) -> Iterator[None]:
+    def splitting(self) -> AbstractContextManager[object]:
         """Around a forward whose backward comes in halves; entered again by what is recomputed."""
-        with self.split if self.split is not None else nullcontext():
-            yield
+        return self.split if self.split is not None else nullcontext()
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
         """Run the layers; keep what backward needs when training.
@@ -106,13 +103,13 @@ class Stage:
             if self.input_spec is not None:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
                 leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
-                value = tree_unflatten(leaves, self.input_spec.tree)
+                value = self.input_spec.value_of(leaves)
             for name, layer in self.layers.named_children():
                 self.before_layer(name)
                 value = self._run(name, layer, value, train)
             self._seen_all = self._seen_all or train
             if self.output_spec is not None:
-                outputs, _ = tree_flatten(value)
+                outputs = leaves_of(value)
                 if train:
                     specs = zip(outputs, self.output_spec.leaves, strict=True)
                     self._saved[microbatch] = _Saved(leaves, [out for out, spec in specs if spec.needs_gradient])

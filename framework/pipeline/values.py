@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from framework.errors import ModelError
 
@@ -36,11 +36,25 @@ class TensorSpec(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+def leaves_of(value: Any) -> list[Tensor]:
+    """The tensors of a value, in the order of its spec; a lone tensor, as most are, needs no walk."""
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
 class ValueSpec(NamedTuple):
     """The shape of a value between two stages."""
 
     tree: TreeSpec
     leaves: tuple[TensorSpec, ...]
+
+    def value_of(self, leaves: Sequence[Tensor]) -> Any:
+        """The value of these leaves."""
+        return leaves[0] if self.is_tensor else tree_unflatten(leaves, self.tree)
+
+    @property
+    def is_tensor(self) -> bool:
+        """A lone tensor, in no tuple or dict."""
+        return len(self.leaves) == self.tree.num_nodes == 1
 
     @property
     def with_gradient(self) -> tuple[TensorSpec, ...]:
@@ -173,7 +187,7 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
 
 def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
     """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more."""
-    fits = len(last.leaves) == 1 and last.tree.num_nodes == 1 and last.leaves[0].shape[:-1] == tuple(labels.shape)
+    fits = last.is_tensor and last.leaves[0].shape[:-1] == tuple(labels.shape)
     if not fits:
         found = ", ".join(str(leaf.shape) for leaf in last.leaves)
         raise ModelError(
