@@ -27,8 +27,8 @@ from framework.meter import reference
 from framework.model import PlainModel, build_model
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
-from framework.pipeline.running import cast_running, check_running, running_buffers
-from framework.pipeline.values import Example, ValueSpec, check_output, cross_entropy, describe_boundaries
+from framework.pipeline.running import BufferWatch, cast_running, check_running
+from framework.pipeline.values import Example, ValueSpec, check_output, cross_entropy, describe_boundaries, meta_copy
 from framework.schedule.action import Schedule
 from framework.scheduling import draw_schedule
 from framework.tensor_parallel import plan as sharding
@@ -133,13 +133,15 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     last_name = list(model.layers._modules)[-1]
     inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype
-    _, whole = describe_boundaries(model.layers, [range(len(model.layers))], inputs)  # names what does not fit
+    on_meta = meta_copy(model.layers)
+    watch = BufferWatch(on_meta)
+    _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs)  # names what does not fit
+    running = watch.changed()
     if model.loss is None:
         check_output(whole, shapes.labels, f"layer {last_name}")
     check_recompute(config, model)
     recomputed = _recomputed(config, model)
     schedule = draw_schedule(config)
-    running = running_buffers(model.layers, inputs)
     check_running(
         model.layers,
         running,
@@ -172,7 +174,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     dtype = DTYPES[config.train.dtype]
     cast_parameters(model.layers, dtype)
     cast_running(model.layers, running, dtype)
-    boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
+    boundaries, local = describe_boundaries(meta_copy(model.layers), stages, shapes.cast(dtype).inputs)
     last_layer = model.layers[-1]
     if model.loss is not None and local.leaves[0].shape != whole.leaves[0].shape:
         raise ModelError(

@@ -7,7 +7,6 @@ again in backward would count its micro-batches twice. Both are refused before l
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import ModelError
+from framework.pipeline.values import meta_copy
 from framework.schedule.action import Kind, Schedule
-from framework.seeding import SeededDropout
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
@@ -25,29 +24,44 @@ INSTEAD = (
 )
 
 
-def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
-    """Names of the buffers that a training forward changes, found by one forward on meta; their neighbours with them.
+class BufferWatch:
+    """Sees which buffers of a model a training forward changes."""
 
-    All buffers of a module that changes one count: torch's BatchNorm writes two of its three unseen. ``inputs``: of one
-    micro-batch, on meta. What forward changes only ``if not x.is_meta`` is not seen here.
+    def __init__(self, layers: nn.Module) -> None:
+        self._layers = layers
+        self._before = {name: (buffer, buffer._version) for name, buffer in _named_buffers(layers)}
+
+    def changed(self) -> list[str]:
+        """Names of the buffers that have changed since, or have been replaced; their neighbours with them.
+
+        All buffers of a module that changes one count: torch's BatchNorm writes two of its three unseen. What forward
+        changes only ``if not x.is_meta`` is not seen on meta.
+        """
+        after = dict(_named_buffers(self._layers))
+        owners = {
+            name.rpartition(".")[0]
+            for name, (buffer, version) in self._before.items()
+            if after.get(name) is not buffer or buffer._version != version
+        }
+        modules = self._layers.named_modules(remove_duplicate=False)
+        owners |= {name for name, module in modules if _keeps_statistics(module)}
+        return [name for name in self._before if name.rpartition(".")[0] in owners]
+
+
+def _named_buffers(layers: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return layers.named_buffers(remove_duplicate=False)
+
+
+def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
+    """Names of the buffers that a training forward changes, found by one forward on meta; see :class:`BufferWatch`.
+
+    ``inputs``: of one micro-batch, on meta.
     """
-    if not any(
-        not isinstance(module, SeededDropout) and any(True for _ in module.buffers(recurse=False))
-        for module in layers.modules()
-    ):
-        return []
-    on_meta = copy.deepcopy(layers).to("meta")
-    before = {name: (buffer, buffer._version) for name, buffer in on_meta.named_buffers(remove_duplicate=False)}
+    on_meta = meta_copy(layers)
+    watch = BufferWatch(on_meta)
     with torch.no_grad():
         on_meta(inputs)
-    after = dict(on_meta.named_buffers(remove_duplicate=False))
-    owners = {
-        name.rpartition(".")[0]
-        for name, (buffer, version) in before.items()
-        if after.get(name) is not buffer or buffer._version != version
-    }
-    owners |= {name for name, module in on_meta.named_modules(remove_duplicate=False) if _keeps_statistics(module)}
-    return [name for name in before if name.rpartition(".")[0] in owners]
+    return watch.changed()
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

@@ -122,26 +122,31 @@ def describe_value(value: Any, where: str) -> ValueSpec:
     return ValueSpec(tree, tuple(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves))
 
 
+def meta_copy(layers: nn.Sequential) -> nn.Sequential:
+    """Without numbers, to be run for its shapes; the original stays as it is."""
+    return copy.deepcopy(layers).to("meta")
+
+
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any
 ) -> tuple[list[ValueSpec], ValueSpec]:
     """What each stage hands to the next one, and what the last layer returns, found by one forward on meta.
 
     Args:
-        layers: the whole model with its parameters on meta and tensor parallelism applied: shapes are this rank's.
+        layers: a :func:`meta_copy` of the whole model with tensor parallelism applied: shapes are this rank's. Buffers
+            that forward changes are other ones afterwards.
         inputs: of one micro-batch, on meta.
 
     Raises:
         ModelError: a layer does not take what the one before it hands on, with both named; it decides by numbers that
             are not there yet, or overwrites what it was handed.
     """
-    on_meta = copy.deepcopy(layers).to("meta")
     value = inputs
     last_of_stage = {stage[-1] for stage in stages[:-1]}
     specs = []
     previous = "the input"
     received = tree_leaves(value)
-    for index, (name, layer) in enumerate(on_meta.named_children()):
+    for index, (name, layer) in enumerate(layers.named_children()):
         where = f"layer {name} ({type(layer).__name__})"
         versions = [leaf._version for leaf in received]
         shapes = shapes_of(value)

@@ -84,7 +84,7 @@ def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references
 def test_every_layout_gives_the_numbers_of_one_process(
     case: Case, dtype: str, pool: RankPool, references: References
 ) -> None:
-    check(case._replace(dtype=dtype), 3, pool, references, twice=False)
+    check(case._replace(dtype=dtype), 2, pool, references, twice=False)
 
 
 @pytest.mark.all_layouts
@@ -92,7 +92,7 @@ def test_every_layout_gives_the_numbers_of_one_process(
 def test_every_other_schedule_gives_the_numbers_of_one_process(
     case: Case, pool: RankPool, references: References
 ) -> None:
-    check(case, 3, pool, references, twice=False)
+    check(case, 2, pool, references, twice=False)
 
 
 @pytest.mark.all_layouts
