@@ -10,6 +10,7 @@ from framework import checkpoint as checkpoints
 from framework.build import Parts
 from framework.checkpoint import Head
 from framework.data import fingerprint
+from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
 from framework.errors import CheckpointError
@@ -17,7 +18,9 @@ from framework.state import pieces, restore
 
 
 def data_fingerprint(parts: Parts) -> dict[str, str]:
-    """What must be the same corpus after a resume: hashes where the corpus has a fingerprint, else its size."""
+    """What must be the same data after a resume: hashes where the corpus has a fingerprint, else its size."""
+    if isinstance(parts.feed, DatasetFeed):
+        return parts.feed.samples.fingerprint()
     if not isinstance(parts.feed, Feed | SpanCorruptionFeed):
         return {}
     corpus = parts.feed.corpus

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
     layout: str
     initial_equal: bool
-    tokens_equal: bool
+    samples_equal: bool
     loss: float
     """Of step 1, relative."""
     gradient: float
@@ -65,14 +65,14 @@ class Report(NamedTuple):
 
     def table(self) -> str:
         """Text for a terminal: a row per layout, then what went wrong in words."""
-        header = ("layout", "init", "tokens", "loss 1", "gradient", "weights", "again", "verdict")
+        header = ("layout", "init", "samples", "loss 1", "gradient", "weights", "again", "verdict")
         cells = [header]
         for row in self.rows:
             cells.append(
                 (
                     row.layout,
                     "equal" if row.initial_equal else "DIFFER",
-                    "equal" if row.tokens_equal else "DIFFER",
+                    "equal" if row.samples_equal else "DIFFER",
                     f"{row.loss:.1e}",
                     f"{row.gradient:.1e}",
                     f"{row.weights:.1e}",
@@ -143,7 +143,7 @@ def compare(
         problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
     wrong_tokens = [step for step, tokens in enumerate(expected.tokens) if found.tokens[step] != tokens]
     if wrong_tokens:
-        problems.append(f"token ids differ, first in step {wrong_tokens[0] + 1}")
+        problems.append(f"samples differ, first in step {wrong_tokens[0] + 1}")
     loss = relative(found.losses[0], expected.losses[0])
     if not loss <= bar.loss:
         problems.append(

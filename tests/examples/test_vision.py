@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from framework.config import RunConfig, load
+from framework.errors import CheckpointError
 from framework.sample import load_plain
 from framework.train import run_directory
 from framework.verify import Layout, default_layouts, parse_layout, traits_of, verify
-from launch.pool import RankPool
+from launch.pool import RankError, RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
 
 VISION = Path(__file__).parents[2] / "examples" / "vision"
@@ -82,6 +83,19 @@ def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: Ran
     assert saved["weights/layer0.norm.num_batches_tracked"] == 4 * 4, "each micro-batch of each step once"
     _, layers = load_plain(run_directory(whole))
     assert torch.equal(layers.get_buffer("layer2.norm.running_var"), saved["weights/layer2.norm.running_var"])
+
+
+def test_a_run_does_not_go_on_with_other_images(pool: RankPool, tmp_path: Path) -> None:
+    """The dataset's options may change, as where its files lie may; its samples may not."""
+    config = small(tmp_path, train={"steps": 2})
+    train(pool, config)
+    later = changed(config, train={"steps": 4})
+    for options, what in (({"classes": 8, "noise": 0.6}, "sample 0"), ({"classes": 8, "size": 8}, "sample 8191")):
+        with pytest.raises(RankError, match=f"data fingerprint '{what}' was ") as caught:
+            train(pool, changed(later, data={"options": options}))
+        assert isinstance(caught.value.__cause__, CheckpointError)
+    said = train(pool, changed(later, data={"options": {"classes": 8, "noise": 0.7}}))
+    assert "data.options.noise: not set -> 0.7" in said
 
 
 def test_the_layouts_that_a_model_can_have() -> None:

@@ -320,7 +320,7 @@ def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------------------- the table
 
 LOSS, GRADIENTS, NORM = "loss of step 1", "gradients of step 1", "gradient norm of step 1"
-WEIGHTS, INITIAL, TOKENS = "weights after", "initial weights differ", "token ids differ"
+WEIGHTS, INITIAL, TOKENS = "weights after", "initial weights differ", "samples differ"
 
 
 class Trap(NamedTuple):
