@@ -31,7 +31,7 @@ def data_fingerprint(parts: Parts) -> dict[str, str]:
 
 
 def save(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
-    """Write a checkpoint of this step and delete older ones beyond ``checkpoint.keep_last``. Every rank calls it."""
+    """Write a checkpoint of this step and delete those that the configuration does not keep. Every rank calls it."""
     mesh, state = parts.mesh, parts.state
     head = Head(
         step=state.step,
@@ -52,7 +52,7 @@ def save(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         barrier=mesh.world.barrier,
     )
     if mesh.rank == 0:
-        checkpoints.prune(directory, parts.config.checkpoint.keep_last)
+        checkpoints.prune(directory, parts.config.checkpoint.keep_last, parts.config.checkpoint.keep_every)
     say(f"saved {path}")
 
 

@@ -121,6 +121,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _data_commands(data)
 
+    checkpoint = _command(
+        added,
+        "checkpoint",
+        None,
+        "what a run has saved, and whether it is sound",
+        "Reads checkpoints of any layout without starting a rank, and changes nothing.",
+        "meshwright checkpoint verify runs/demo",
+    )
+    _checkpoint_commands(checkpoint)
+
     sample = _command(
         added,
         "sample",
@@ -202,6 +212,40 @@ def _data_commands(data: argparse.ArgumentParser) -> None:
             "--validation-share", type=float, default=0.05, metavar="X", help="of the documents (default: 0.05)"
         )
         parser.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+
+
+def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
+    commands_of = checkpoint.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
+    listed = _command(
+        commands_of,
+        "list",
+        commands.checkpoint_list,
+        "a line for each",
+        "Step, samples seen, the layout that saved it, tensors, files, bytes. What is missing or cut short is named; "
+        "every byte is read by `verify`.",
+        "meshwright checkpoint list runs/demo",
+    )
+    verified = _command(
+        commands_of,
+        "verify",
+        commands.checkpoint_verify,
+        "read every byte and hold it against its hash",
+        "All checkpoints of a run, or one. Exit code 1 when a file is not what was written.",
+        "meshwright checkpoint verify runs/demo --step 160",
+    )
+    shown = _command(
+        commands_of,
+        "show",
+        commands.checkpoint_show,
+        "what is in one",
+        "The newest of a run, or that of --step: what it is of, and its tensors.",
+        "meshwright checkpoint show runs/demo --tensor embedding.token.weight",
+    )
+    shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
+    for parser in (listed, verified, shown):
+        parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
+        if parser is not listed:
+            parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
 
 
 def _count(text: str) -> int:

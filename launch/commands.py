@@ -221,6 +221,37 @@ def _prepared(summary: object) -> int:
     return 0
 
 
+def checkpoint_list(options: argparse.Namespace, _: list[str]) -> int:
+    from launch import checkpoints
+
+    print(checkpoints.table(options.place))
+    return 0
+
+
+def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.checkpoint import find
+    from launch import checkpoints
+
+    chosen = checkpoints.pick(options.place, options.step)
+    every = options.step is None and chosen.path != options.place
+    damaged = 0
+    for candidate in reversed(find(options.place)) if every else [chosen]:
+        problem = checkpoints.verdict(candidate)
+        damaged += problem is not None
+        print(f"{candidate.path}: {'sound' if problem is None else 'DAMAGED'}", flush=True)
+        if problem is not None:
+            print("\n".join(f"  {line}" for line in problem.splitlines()), flush=True)
+    return 1 if damaged else 0
+
+
+def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.checkpoint import open_checkpoint
+    from launch import checkpoints
+
+    print(checkpoints.contents(open_checkpoint(checkpoints.pick(options.place, options.step).path), options.tensor))
+    return 0
+
+
 def sample(options: argparse.Namespace, _: list[str]) -> int:
     from framework.sample import sample
 

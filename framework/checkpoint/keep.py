@@ -9,14 +9,14 @@ from framework.checkpoint.read import Candidate, find, open_checkpoint
 from framework.errors import CheckpointError
 
 
-def prune(run_directory: Path, keep_last: int, *, warn: Warn = to_stderr) -> list[Candidate]:
+def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = to_stderr) -> list[Candidate]:
     """Delete all but the newest ``keep_last`` sound checkpoints and return what was deleted. One rank calls it.
 
-    A damaged checkpoint never counts among those that are kept; what is older than the last one kept goes, damaged or
-    not. Before anything is deleted the newest is read back and its hashes verified; when it fails, a warning says so
-    and all stay.
+    Those of every ``keep_every``-th step stay for good; 0: none does. A damaged checkpoint never counts among the
+    newest; what is older than the last one kept goes, damaged or not. Before anything is deleted the newest is read
+    back and its hashes verified; when it fails, a warning says so and all stay.
     """
-    assert keep_last >= 1, keep_last
+    assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
     sound: list[Candidate] = []
     candidates = find(run_directory)
     for candidate in candidates:
@@ -30,7 +30,8 @@ def prune(run_directory: Path, keep_last: int, *, warn: Warn = to_stderr) -> lis
             break
     if len(sound) < keep_last:
         return []
-    doomed = [candidate for candidate in candidates if candidate.step < sound[-1].step]
+    older = [candidate for candidate in candidates if candidate.step < sound[-1].step]
+    doomed = [candidate for candidate in older if not keep_every or candidate.step % keep_every]
     if not doomed:
         return []
     try:

@@ -6,6 +6,7 @@ have no effect is a mistake too: whoever wrote it expects one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -90,6 +91,21 @@ def _validation(config: RunConfig) -> str | None:
     if not useless:
         return None
     return f"{' and '.join(useless)} without effect: there is no data.validation; set it, or leave the other out"
+
+
+def _keep_every(config: RunConfig) -> str | None:
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept == 0 or (every and kept % every == 0):
+        return None
+    if every == 0:
+        return (
+            f"checkpoint.keep_every = {kept} has no effect with checkpoint.every = 0, which saves after the last step "
+            f"only: leave it out, or choose checkpoint.every = {kept}"
+        )
+    return (
+        f"checkpoint.keep_every = {kept} is no multiple of checkpoint.every = {every}: few of those steps would be "
+        f"saved at all; choose {math.lcm(every, kept)}, or checkpoint.every = {math.gcd(every, kept)}"
+    )
 
 
 def _sequence(config: RunConfig) -> str | None:
@@ -215,6 +231,7 @@ RULES = (
     _rule(_corpus, "data.train", "data.builder"),
     _rule(_recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
     _rule(_schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
+    _rule(_keep_every, "checkpoint.keep_every", "checkpoint.every"),
     _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
     _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
     _rule(_learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),

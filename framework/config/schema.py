@@ -150,6 +150,8 @@ class Checkpoint(Section):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: PositiveInt = 2
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints of steps that this divides are never deleted; 0: only the newest stay."""
 
 
 class Tracking(Section):

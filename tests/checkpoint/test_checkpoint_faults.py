@@ -245,6 +245,13 @@ def test_prune_keeps_the_newest_that_are_sound(tmp_path: Path, fake: Any) -> Non
     assert prune(tmp_path, 3, warn=warnings.append) == []
 
 
+def test_prune_keeps_every_so_many_for_good(tmp_path: Path, fake: Any) -> None:
+    for step in range(50, 351, 50):
+        fake.save(tmp_path, step)
+    assert [gone.step for gone in prune(tmp_path, 2, 100)] == [250, 150, 50]
+    assert [found.step for found in find(tmp_path)] == [350, 300, 200, 100]
+
+
 def test_prune_deletes_nothing_when_the_newest_is_damaged(tmp_path: Path, fake: Any) -> None:
     for step in (10, 20, 30):
         path = fake.save(tmp_path, step)

@@ -283,6 +283,15 @@ def test_all_problems_in_one_go(write: Write) -> None:
             "allowed",
         ),
         (
+            "[checkpoint]\nkeep_every = 150\nevery = 100",
+            "run.toml: checkpoint.keep_every = 150 is no multiple of checkpoint.every = 100: few of those steps would "
+            "be saved at all; choose 300, or checkpoint.every = 50",
+        ),
+        (
+            "[checkpoint]\nkeep_every = 100",
+            "run.toml: checkpoint.keep_every = 100 has no effect with checkpoint.every = 0, which saves after the last",
+        ),
+        (
             '[optimizer]\nmin_learning_rate = 1e-5\nschedule = "constant"',
             'run.toml: optimizer.min_learning_rate = 1e-05 has no effect with optimizer.schedule = "constant"',
         ),

@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from framework.blueprint import DTYPES
 from framework.config import RunConfig
 from framework.verify import Layout, layout_config, run_reference
-from framework.verify.compare import BARS, Row, compare, worst
+from framework.verify.compare import BARS, Row, compare
 from framework.verify.reference import Findings
-from framework.verify.run import merge, open_feed, run_layout
+from framework.verify.run import groupings, merge, open_feed, rounding_of, run_layout
 from launch.pool import RankPool
 
 DECODERS = ("gpt2", "llama")
@@ -104,8 +102,7 @@ class References:
             found = run_reference(plain, open_feed(plain, True), steps, DTYPES[dtype])
             rounding = None
             if dtype == "float32":
-                exact = run_reference(plain, open_feed(plain, True), steps, torch.float64)
-                rounding = worst(found.weights, exact.weights)
+                rounding = rounding_of(found, plain, open_feed(plain, True), steps, 1, groupings(global_batch))
             self._found[key] = (found, rounding)
         return self._found[key]
 

@@ -1,0 +1,140 @@
+"""What ``meshwright checkpoint`` does: tell what a run has saved, whether it is sound, and what is in it. No ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint import Candidate, Checkpoint, find, open_checkpoint
+from framework.checkpoint.files import checkpoints_directory
+from framework.checkpoint.manifest import Entry
+from framework.checkpoint.shard import TORCH_DTYPES
+from framework.errors import CheckpointError
+from framework.summary import columns, memory
+
+
+def pick(place: Path, step: int | None) -> Candidate:
+    """The checkpoint that is meant: of a run the newest, or that of ``step``; or the directory of one itself.
+
+    Raises:
+        CheckpointError: there is none there.
+    """
+    if (place / "manifest.json").is_file():
+        found = [candidate for candidate in find(place.parent.parent) if candidate.path.name == place.name]
+        chosen = found[0] if found else Candidate(open_checkpoint(place).manifest.step, place)
+        if step is not None and step != chosen.step:
+            raise CheckpointError(f"{place} is a checkpoint of step {chosen.step}, and --step asks for {step}")
+        return chosen
+    candidates = _all(place)
+    if step is None:
+        return candidates[0]
+    for candidate in candidates:
+        if candidate.step == step:
+            return candidate
+    steps = ", ".join(str(candidate.step) for candidate in reversed(candidates))
+    raise CheckpointError(f"{place} has no checkpoint of step {step}; it has those of steps {steps}")
+
+
+def _all(run: Path) -> list[Candidate]:
+    """Of a run, newest first; none at all is an error."""
+    candidates = find(run)
+    if not candidates:
+        what = "has no checkpoint yet" if run.is_dir() else "is no directory"
+        raise CheckpointError(
+            f"{run} {what}: give a run directory, such as runs/demo, or one of its checkpoints/step-*"
+        )
+    return candidates
+
+
+def table(run: Path) -> str:
+    """A line for each checkpoint of a run, oldest first, and what else lies beside them."""
+    rows = [("step", "samples seen", "saved on", "tensors", "files", "size", "")]
+    candidates = _all(run)
+    for candidate in reversed(candidates):
+        try:
+            manifest = open_checkpoint(candidate.path).manifest
+        except CheckpointError as error:
+            rows.append((str(candidate.step), "", "", "", "", "", f"DAMAGED: {str(error).splitlines()[0]}"))
+            continue
+        sizes = [file.size for file in manifest.files.values()]
+        numbers = f"{len(manifest.tensors):,}", f"{len(sizes):,}", memory(sum(sizes))
+        rows.append((str(candidate.step), f"{manifest.samples_seen:,}", layout(manifest.config), *numbers, ""))
+    lines = columns(rows, ">><>>><")
+    counted = {candidate.path.name for candidate in candidates}
+    directory = checkpoints_directory(run)
+    for name in sorted(path.name for path in directory.iterdir() if path.is_dir() and path.name not in counted):
+        what = "a save under way, or one that died" if name.startswith(".tmp-") else "does not count"
+        lines.append(f"{directory / name}: {what}")
+    return "\n".join(lines)
+
+
+def verdict(candidate: Candidate) -> str | None:
+    """None: every byte is what was written. Else which files are not."""
+    try:
+        open_checkpoint(candidate.path).verify()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def contents(checkpoint: Checkpoint, parameter: str | None) -> str:
+    """What a checkpoint says of itself, then its tensors; ``parameter``: one of them, with its pieces."""
+    manifest = checkpoint.manifest
+    if parameter is not None:
+        return _pieces(checkpoint, parameter)
+    kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
+    of_kind = {
+        kind: sum(size_of(entry) for name, entry in manifest.tensors.items() if name.startswith(f"{kind}/"))
+        for kind in kinds
+    }
+    lines = [
+        str(checkpoint.path),
+        f"step          {manifest.step}",
+        f"samples seen  {manifest.samples_seen:,}",
+        f"seed          {manifest.seed}",
+        f"saved on      {layout(manifest.config)}",
+        f"model         {manifest.config.get('model', {}).get('builder', '?')}",
+        *(f"data          {name} {digest[:16]}" for name, digest in sorted(manifest.data_fingerprint.items())),
+        f"versions      {', '.join(f'{name} {version}' for name, version in sorted(manifest.versions.items()))}",
+        *(f"{kind:<13} {number:,} tensors, {memory(of_kind[kind])}" for kind, number in kinds.items()),
+        "",
+    ]
+    rows = []
+    for name, entry in manifest.tensors.items():
+        rows.append((name, str(entry.dtype), _shape(entry), f"{len(entry.pieces)} pieces" if entry.pieces[1:] else ""))
+    return "\n".join([*lines, *(columns(rows, "<<<<") if rows else [])])
+
+
+def _pieces(checkpoint: Checkpoint, name: str) -> str:
+    """One tensor, by its own name or that of its parameter."""
+    tensors = checkpoint.manifest.tensors
+    found = [key for key in tensors if name in (key, key.partition("/")[2])]
+    if not found:
+        near = ", ".join(sorted({key.partition("/")[2] for key in tensors})[:4])
+        raise CheckpointError(f"{checkpoint.path} has no tensor {name!r}; it has those of {near}, ...")
+    lines = []
+    for key in found:
+        entry = tensors[key]
+        lines.append(f"{key}  {entry.dtype}  {_shape(entry)}  {memory(size_of(entry))}")
+        for piece in entry.pieces:
+            box = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.shape, strict=True))
+            lines.append(f"  [{box}]  {piece.file}")
+    return "\n".join(lines)
+
+
+def _shape(entry: Entry) -> str:
+    return f"({', '.join(map(str, entry.shape))})"
+
+
+def size_of(entry: Entry) -> int:
+    """Bytes of a tensor's elements."""
+    return math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
+
+
+def layout(config: dict[str, Any]) -> str:
+    """``dp2 x pp2 x tp2, 1f1b`` of a saved configuration; which any other may read."""
+    parallel, pipeline = config.get("parallel", {}), config.get("pipeline", {})
+    degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("dp", "pp", "tp") if axis in parallel)
+    return ", ".join(filter(None, [degrees, str(pipeline.get("schedule", ""))])) or "?"
