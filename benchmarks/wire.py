@@ -11,7 +11,7 @@ micro-batch, h hidden, m micro-batches per replica:
                                                      and as much for the head (backward)
                       3 x 2 b s (t-1)/t              per micro-batch for the loss: one maximum, two sums of each token
     pipeline          b s h                          per micro-batch, boundary and direction
-    all ranks         2 x 5 (n-1)/n                  of 8 bytes: loss, labels, gradient norm, two clock readings
+    all ranks         2 x 6 (n-1)/n                  of 8 bytes: loss, labels, gradient norm, two clock readings, a flag
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from framework.mesh.grid import Axis, Grid
 
 FLOAT32 = 4
 FLOAT64 = 8
-STEP_NUMBERS = 5
+STEP_NUMBERS = 6
 
 
 def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:

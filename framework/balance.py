@@ -112,7 +112,7 @@ def describe(blueprint: Blueprint) -> str:
             *columns(_stage_lines(blueprint, shared), "<<<>>" if shared else "<<>>"),
             "",
             *columns(_balance_lines(blueprint), "<>><"),
-            f"step: simulated, of {config.pipeline.schedule} with {blueprint.schedule.chunks} micro-batches, "
+            f"step: simulated, of {blueprint.schedule.name} with {blueprint.schedule.chunks} micro-batches, "
             "over one without bubble and imbalance",
         ]
     )

@@ -27,8 +27,16 @@ from framework.meter import reference
 from framework.model import PlainModel, build_model
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
-from framework.pipeline.running import BufferWatch, cast_running, check_running
-from framework.pipeline.values import Example, ValueSpec, check_output, cross_entropy, describe_boundaries, meta_copy
+from framework.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
+from framework.pipeline.values import (
+    Example,
+    ValueSpec,
+    check_loss,
+    check_output,
+    cross_entropy,
+    describe_boundaries,
+    meta_copy,
+)
 from framework.schedule.action import Schedule
 from framework.scheduling import draw_schedule
 from framework.tensor_parallel import plan as sharding
@@ -139,6 +147,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     running = watch.changed()
     if model.loss is None:
         check_output(whole, shapes.labels, f"layer {last_name}")
+    else:
+        check_loss(model.loss, whole, shapes.cast(torch.float32).labels)
     check_recompute(config, model)
     recomputed = _recomputed(config, model)
     schedule = draw_schedule(config)
@@ -174,6 +184,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     dtype = DTYPES[config.train.dtype]
     cast_parameters(model.layers, dtype)
     cast_running(model.layers, running, dtype)
+    cast_statistics(model.layers, dtype)
     boundaries, local = describe_boundaries(meta_copy(model.layers), stages, shapes.cast(dtype).inputs)
     last_layer = model.layers[-1]
     if model.loss is not None and local.leaves[0].shape != whole.leaves[0].shape:
@@ -211,6 +222,11 @@ def check_recompute(config: RunConfig, model: PlainModel) -> None:
     if pipeline.recompute == "none":
         return
     names = list(model.layers._modules)
+    if not pipeline.recompute_layers:
+        raise ModelError(
+            f'pipeline.recompute = "{pipeline.recompute}" with pipeline.recompute_layers = []: name layers, such as '
+            f'["block*"], or set pipeline.recompute = "none"'
+        )
     for pattern in pipeline.recompute_layers:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ModelError(
@@ -228,6 +244,11 @@ def check_recompute(config: RunConfig, model: PlainModel) -> None:
     for pattern in model.selective_recompute:
         if not any(fnmatchcase(name, pattern) for name in parts):
             raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
+    if not _recomputed(config, model):
+        raise ModelError(
+            f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
+            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed'
+        )
 
 
 def _recomputed(config: RunConfig, model: PlainModel) -> list[str]:

@@ -50,6 +50,8 @@ class Parts:
     """What the last step's row has brought: when each action ran."""
     data_s: float = 0.0
     """Seconds of the current step that went into reading samples."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Asked in each step: True on one rank ends the run on all of them after it."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
     in the buckets. For whoever wants to look: verify does."""

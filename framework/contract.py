@@ -23,6 +23,16 @@ def separate_repeated_layers(layers: nn.Sequential) -> None:
         seen.add(id(layer))
 
 
+def check_sparse(layers: nn.Sequential) -> None:
+    """Gradients are summed in flat buckets: those of all elements."""
+    for name, module in layers.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ModelError(
+                f"{name} is a {type(module).__name__} with sparse=True: gradients are summed over replicas in dense "
+                f"buckets. Leave sparse out"
+            )
+
+
 def check_attributes(path: str, layers: nn.Sequential) -> None:
     """The types of what a model may carry."""
     for attribute, wanted, example in (

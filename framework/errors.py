@@ -47,6 +47,12 @@ class NonFiniteError(UserError):
     exit_code = 17
 
 
+class Preempted(UserError):
+    """The run was asked to end, and has saved: the same command goes on. 85 is for schedulers: requeue me."""
+
+    exit_code = 85
+
+
 class CommunicationError(UserError):
     """A collective or an exchange failed or timed out; names the action and the peers."""
 

@@ -139,6 +139,11 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     names = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
     if not names:
         raise ModelError(f"{path} returned a model without parameters: there is nothing to train")
+    if not any(parameter.requires_grad for parameter in layers.parameters()):
+        raise ModelError(
+            f"{path} returned a model of which no parameter requires a gradient: there is nothing to train"
+        )
+    contract.check_sparse(layers)
     contract.separate_repeated_layers(layers)
     contract.check_attributes(path, layers)
     tied = contract.tied_sets(path, layers)

@@ -31,7 +31,8 @@ def draw_schedule(config: RunConfig) -> Schedule:
         )
     problems = check(schedule)
     if problems:
-        raise ScheduleError(report(schedule, problems))
+        where = f"{pipeline.schedule_file}, with its messages placed: " if pipeline.schedule_file is not None else ""
+        raise ScheduleError(f"{where}{report(schedule, problems)}")
     return schedule
 
 

@@ -19,12 +19,13 @@ from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build
 from framework.config import RunConfig, dump, resolve, to_toml
 from framework.data.samples import Feed, unigram_entropy
-from framework.errors import ConfigError
+from framework.errors import ConfigError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
 from framework.resume import resume, save
 from framework.step import StepStats, take_step, validate
+from framework.stopping import StopRequest
 from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
 from framework.tracking.build import build_tracker
@@ -107,13 +108,24 @@ def work(config: RunConfig) -> None:
         wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
     )
-    with tracker:
-        train(parts, directory, tracker, say)
+    try:
+        with StopRequest() as asked, tracker:
+            parts.stop_requested = asked.requested
+            train(parts, directory, tracker, say, asked)
+    except Preempted:
+        close_mesh(mesh)
+        raise
     close_mesh(mesh)
 
 
-def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
-    """Step until ``train.steps``; record, validate and save on the way."""
+def train(
+    parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None], asked: StopRequest | None = None
+) -> None:
+    """Step until ``train.steps``; record, validate and save on the way.
+
+    Raises:
+        Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
+    """
     config, state = parts.config, parts.state
     if state.step >= config.train.steps:
         steps = config.train.steps
@@ -132,11 +144,17 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
             trace.collect(parts, ticks, directory)
         last = state.step == config.train.steps
         validation_loss = None
-        if parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
+        stopping = stats.stop and not last
+        if not stopping and parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             validation_loss = validate(parts)
         tracker.write(record(parts, stats, step_s, validation_loss))
-        if _is_due(state.step, config.checkpoint.every, last):
+        if stopping or _is_due(state.step, config.checkpoint.every, last):
             save(parts, directory, say)
+        if stopping:
+            raise Preempted(
+                f"stopped by {_signals(parts, asked)} after step {state.step} of {config.train.steps}; it is saved, "
+                f"and the same command goes on from there"
+            )
         if last and validation_loss is not None:
             say(_against_unigrams(parts, validation_loss))
 
@@ -163,6 +181,14 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         memory_bytes=peak_memory_bytes(parts.mesh.device.type),
         validation_loss=validation_loss,
     )
+
+
+def _signals(parts: Parts, asked: StopRequest | None) -> str:
+    """Who was asked how: ``SIGTERM``, or ``SIGUSR1 to rank 5`` when it was not all. Every rank calls it."""
+    mine = asked.signal.name if asked is not None and asked.signal is not None else None
+    found = parts.mesh.world.gather_objects(mine)
+    rank = next(rank for rank, name in enumerate(found) if name is not None)
+    return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"
 
 
 def _against_unigrams(parts: Parts, validation_loss: float) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.errors import ConfigError, MeshError, UserError
+from framework.errors import ConfigError, MeshError, Preempted, UserError
 
 if TYPE_CHECKING:
     from framework.config import RunConfig
@@ -76,6 +76,10 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
         work(checked)
     except KeyboardInterrupt:
         local.leave(130)
+    except Preempted as error:
+        if at.rank == 0:
+            say(error, error.exit_code)
+        local.leave(error.exit_code)
     except BaseException as error:
         failure = describe(error, at.rank)
         if failure.trace:
@@ -137,7 +141,7 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import load
-    from launch.pool import RankPool
+    from launch.pool import RankError, RankPool
 
     config = load(options.config, overrides)
     with RankPool(MOST_RANKS) as pool:
@@ -169,15 +173,22 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(
                 f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}"
             )
-        report = verify(
-            config,
-            layouts,
-            pool,
-            global_batch=global_batch,
-            steps=options.steps,
-            random_tokens=not options.whole,
-            on_row=lambda row: print(f"  {row.layout}: {'same numbers' if row.passed else 'DIFFERENT'}", flush=True),
-        )
+        try:
+            report = verify(
+                config,
+                layouts,
+                pool,
+                global_batch=global_batch,
+                steps=options.steps,
+                random_tokens=not options.whole,
+                on_row=lambda row: print(
+                    f"  {row.layout}: {'same numbers' if row.passed else 'DIFFERENT'}", flush=True
+                ),
+            )
+        except RankError as error:
+            if isinstance(error.__cause__, UserError):  # what a rank found wrong with the model, the data, ...
+                raise error.__cause__ from None
+            raise
     print(report.table())
     return 0 if report.passed else 1
 
@@ -279,7 +290,8 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def say(error: object, exit_code: int) -> int:
-    print(f"meshwright: error: {error}", file=sys.stderr, flush=True)
+    word = "" if exit_code == Preempted.exit_code else "error: "  # who was asked to end has done well to
+    print(f"meshwright: {word}{error}", file=sys.stderr, flush=True)
     return exit_code
 
 

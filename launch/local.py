@@ -27,23 +27,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from framework.config import RunConfig
-from framework.errors import ConfigError, MeshError
+from framework.errors import ConfigError, MeshError, Preempted
+from framework.stopping import LISTENING, SIGNALS
 from launch.environment import check_port
-from launch.failure import LOG_HEAD, describe, read_notes, told, write_down
+from launch.failure import LOG_HEAD, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
 
 HOLD_S = 3.0
 """How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
 SILENT_S = 30.0
 """How long a rank keeps to itself what another one of its node says too: it is ended before, or speaks after all."""
-SHUTDOWN_S = 10
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SHUTDOWN_S = 3
+"""How long the ranks that are left after a failure have to end by themselves."""
 
 Work = Callable[[RunConfig], None]
 
 
 class Interrupted(Exception):
-    """The launcher was told to end by a signal, and has ended its ranks."""
+    """The launcher was told to end by a signal before its ranks could save anything, and has ended them."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
@@ -95,8 +96,9 @@ def launch(work: Work, config: RunConfig) -> None:
     Raises:
         MeshError: the port in MASTER_PORT is taken, or the launcher cannot reach its own machine.
         ConfigError: the log directory cannot be written.
-        RankFailed: a rank raised or died: its message, and those of the others after it.
-        Interrupted: by SIGINT, SIGTERM or SIGHUP.
+        RankFailed: a rank raised or died: its message, and those of the others after it. Asked to end by a signal,
+            all ranks save and leave: exit code 85.
+        Interrupted: by a signal, before all ranks took part in that.
     """
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int), "resolve the configuration first"
@@ -114,10 +116,13 @@ def launch(work: Work, config: RunConfig) -> None:
         ) from None
     port = _meeting_port()
     with contextlib.ExitStack() as stack:
-        for each in SIGNALS:  # the agent installs its own, later, and leaves them
-            stack.enter_context(_signal_handler(each, _interrupt))
         notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-")))
-        stack.callback(_kill_children, but=multiprocessing.active_children())
+        (notes / "listening").mkdir()
+        others = multiprocessing.active_children()
+        stack.callback(_kill_children, but=others)
+        end = _End(notes / "listening", num_ranks, others)
+        for each in SIGNALS:
+            stack.enter_context(_signal_handler(each, end.asked))
         stack.enter_context(_quiet_torch())
         warm_up(config, work.__module__)
         _elastic(work, config, num_ranks, port, logs, notes)
@@ -140,7 +145,7 @@ def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Pat
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
-        signals_to_handle=",".join(each.name for each in SIGNALS),
+        signals_to_handle="SIGQUIT",  # the others are handled here
         shutdown_timeout=SHUTDOWN_S,
     )
     try:
@@ -155,13 +160,42 @@ def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Pat
             f"the launcher cannot listen at localhost, port {port or 'any'}: {error.__cause__ or error}. Set "
             f"MASTER_PORT to a free port"
         ) from None
+    for left in read_notes(notes):  # nobody failed: they have saved, and all left as they were asked to
+        raise RankFailed(left.message, left.rank, left.exit_code)
+
+
+class _End:
+    """What the launcher does when it is asked to end: the ranks are told, once, and save and leave.
+
+    As long as some rank does not listen yet, there is nothing to save: all are ended.
+    """
+
+    def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
+        self._listening = listening
+        self._num_ranks = num_ranks
+        self._others = others
+        self._told = False
+
+    def asked(self, signum: int, frame: object) -> None:
+        """The launcher's handler of SIGNALS."""
+        if self._told:
+            return
+        ranks = [int(place.name) for place in self._listening.iterdir()]
+        if len(ranks) < self._num_ranks:
+            _kill_children(self._others)
+            raise Interrupted(signum)
+        self._told = True
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has left already: its last step is done
+                os.kill(rank, signum)
 
 
 def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
     """The life of one rank, in its own process."""
     _die_with_launcher()
-    for each in SIGNALS:  # the launcher decides; a handler in Python would not run while a collective blocks
+    for each in SIGNALS:  # until it listens (framework.stopping)
         signal.signal(each, signal.SIG_DFL)
+    os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = int(os.environ["RANK"])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if rank != 0:
@@ -175,6 +209,8 @@ def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
         if rank != 0:
             print(failure.trace or failure.message, file=sys.stderr)
         write_down(failure, Path(notes))
+        if isinstance(error, Preempted):
+            return  # no failure to the agent, which would end the others; it waits until all have returned
         leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
 
 
@@ -199,10 +235,6 @@ def _meeting_port() -> int:
     """The port in MASTER_PORT if the user has set one, else 0: any free one."""
     text = os.environ.get("MASTER_PORT", "")
     return check_port(text) if text else 0
-
-
-def _interrupt(signum: int, _: object) -> None:
-    raise Interrupted(signum)
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:

@@ -50,6 +50,7 @@ JOINING = [
     "build",
     "state",
     "step",
+    "stopping",
     "resume",
     "summary",
     "throughput",

@@ -52,6 +52,7 @@ def test_a_file_is_lowered_unless_it_is(tmp_path: Path) -> None:
         (b"0F0 0B0", "own.txt, line 1"),
         (format_schedule(build("1f1b", 2, 3)).encode(), "is for pp=2 and chunks=3, but parallel.pp = 2"),
         (format_schedule(build("1f1b", 2, 4)).replace("0B3", "0B2").encode(), "0B3"),
+        (format_schedule(build("1f1b", 2, 4)).replace("0B3", "0B2").encode(), "own.txt, with its messages placed: "),
     ],
 )
 def test_a_file_that_cannot_be_is_explained(content: bytes | None, said: str, tmp_path: Path) -> None:

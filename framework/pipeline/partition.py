@@ -40,7 +40,11 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
     if num_layers < num_stages:
         pp, of_rank = num_stages // interleave, f" (pp {num_stages // interleave} x interleave {interleave})"
         moves = [f"parallel.pp <= {num_layers // interleave}"] if num_layers >= interleave else []
-        moves += [f"pipeline.interleave <= {num_layers // pp}"] if interleave > 1 and num_layers >= pp else []
+        fewer = num_layers // pp
+        if 1 < fewer < interleave:
+            moves.append(f"pipeline.interleave <= {fewer}")
+        elif fewer == 1 < interleave:
+            moves.append("a schedule of one stage per rank, such as 1f1b")
         raise ConfigError(
             f"{num_layers} layers over {num_stages} stages{of_rank if interleave > 1 else ''}: each stage needs a "
             f"layer of its own. Use {' or '.join(moves) or 'a model of more layers'}"

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -30,14 +31,24 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
     """``function(...)``, of which only the arguments are kept when gradients are wanted."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+
+    def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:
+        """A layer may write into the dict that it was handed; the second forward must be handed the first one's."""
+        args, kwargs = tree_map(_same, (args, kwargs))
+        return function(*args, **kwargs)
+
     return checkpoint(
-        function,
+        on_fresh_containers,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # nothing here draws from torch's generators
         context_fn=lambda: (nullcontext(), context()),
         **kwargs,
     )
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:

@@ -85,6 +85,15 @@ def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dty
             layers.get_submodule(owner)._buffers[attribute] = buffer.to(torch.promote_types(buffer.dtype, dtype))
 
 
+def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
+    """Norms' statistics in eval mode, which are constants, in the training dtype: torch's kernels take no other."""
+    for module in layers.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.track_running_stats:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+
+
 def running_values(layers: nn.Sequential, running: Iterable[str]) -> dict[str, Tensor]:
     """What these layers hold of them now."""
     mine = {name for name, _ in layers.named_children()}

@@ -4,10 +4,11 @@
     I           gx = gy W        notes (W: gy^T x)      one pass of autograd over the stage, without weight products
     W           W.grad += gy^T x                        the notes, in the order in which they were made
 
-Whoever calls ``F.linear`` or ``F.embedding`` with a parameter as its weight takes part: nn.Linear and nn.Embedding,
-their tensor-parallel versions, a user's module. Every other parameter (a norm's, a convolution's, one that is
-multiplied by hand) has its gradient computed with the input gradients, in I, and nothing is left for W: later than
-need be is impossible, earlier is only less of a gain. Between I and W a note holds x and gy.
+Whoever calls ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight takes part: nn.Linear and
+nn.Embedding, their tensor-parallel versions, a user's module; not inside ``torch.func`` transforms. Every other
+parameter (a norm's, a convolution's, one that is multiplied by hand) has its gradient computed with the input
+gradients, in I, and nothing is left for W: later than need be is impossible, earlier is only less of a gain. Between I
+and W a note holds x and gy.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 
@@ -68,7 +68,7 @@ class SplitBackward(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not _is_trained(weight):
+        if not _is_trained(weight) or weight.dim() != 2 or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
         if bias is not None and not _is_trained(bias):
             return _Linear.apply(input, weight, None, self) + bias  # type: ignore[no-untyped-call,no-any-return]
@@ -84,7 +84,8 @@ class SplitBackward(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        if max_norm is not None or sparse or not _is_trained(weight):
+        whole = max_norm is not None or sparse or torch._C._are_functorch_transforms_active()
+        if whole or not _is_trained(weight):
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
@@ -137,10 +138,9 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gx = gy.matmul(ctx.weight.detach()) if ctx.needs_input_grad[0] else None
+        gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for a gradient within forward
         gw = ctx.mode.later(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
         gb = None
         if ctx.bias is not None:
@@ -160,7 +160,6 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         rows, padding = ctx.weight.shape[0], -1 if ctx.padding_idx is None else ctx.padding_idx

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from framework.errors import ModelError
 from framework.pipeline.recompute import Context, recomputed
 from framework.pipeline.running import INSTEAD
 from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
-from framework.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
+from framework.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, leaves_of
 
 
 class LossPart(NamedTuple):
@@ -110,6 +111,7 @@ class Stage:
             self._seen_all = self._seen_all or train
             if self.output_spec is not None:
                 outputs = leaves_of(value)
+                self._check_outputs(outputs, train)
                 if train:
                     specs = zip(outputs, self.output_spec.leaves, strict=True)
                     self._saved[microbatch] = _Saved(leaves, [out for out, spec in specs if spec.needs_gradient])
@@ -119,6 +121,27 @@ class Stage:
             if train:
                 self._saved[microbatch] = _Saved(leaves, [loss_sum * self.loss_scale])
             return LossPart(loss_sum.detach(), (labels != IGNORED_LABEL).sum())
+
+    def _check_outputs(self, outputs: list[Tensor], train: bool) -> None:
+        """What is sent on is what the next stage has made room for: it was worked out on meta, in train mode.
+
+        Raises:
+            ModelError: it is not.
+        """
+        assert self.output_spec is not None
+        expected = self.output_spec.leaves
+        if len(outputs) == len(expected) and all(
+            tensor.shape == spec.shape and tensor.dtype == spec.dtype
+            for tensor, spec in zip(outputs, expected, strict=True)
+        ):
+            return
+        last_name = list(self.layers._modules)[-1]
+        raise ModelError(
+            f"layer {last_name}, the last of stage {self.index}, hands on {_told(outputs)} in "
+            f"{'training' if train else 'eval mode'}, and {_told(expected)} on the meta device in training, where "
+            f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
+            f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)"
+        )
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
         run: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
@@ -136,7 +159,16 @@ class Stage:
         """
         inputs, roots = self._saved.pop(microbatch)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            try:
+                torch.autograd.backward(roots, gradients)
+            except CheckpointError as error:
+                if self.split is None:
+                    raise
+                raise ModelError(
+                    f"a layer of stage {self.index} computes itself again in backward (torch.utils.checkpoint), "
+                    f"outside of what splits this schedule's backward into halves: take it out and set "
+                    f"pipeline.recompute, or choose 1f1b or interleaved_1f1b. torch says: {str(error).splitlines()[0]}"
+                ) from error
         if self.input_spec is None:
             return []
         found = []
@@ -160,6 +192,10 @@ class Stage:
     def awaited(self, microbatch: int) -> set[Tensor]:
         """The parameters whose gradients W of this micro-batch will add to."""
         return parameters_of(self._notes[microbatch])
+
+
+def _told(leaves: Sequence[Tensor | TensorSpec]) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "nothing"
 
 
 class _Watched:

@@ -76,18 +76,22 @@ class Example(NamedTuple):
 
     @property
     def tokens_per_sample(self) -> int:
-        """Integers that go in; for inputs without any (images), the labels."""
-        counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if not leaf.is_floating_point()]
+        """Integers that go in, masks left out; for inputs without any (images), the labels."""
+        counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if _is_whole(leaf)]
         return sum(counts) or self.labels_per_sample
 
     @property
     def unit(self) -> str:
         """What ``tokens_per_sample`` counts."""
-        return "labels" if all(leaf.is_floating_point() for leaf in tree_leaves(self.inputs)) else "tokens"
+        return "tokens" if any(_is_whole(leaf) for leaf in tree_leaves(self.inputs)) else "labels"
 
     def cast(self, dtype: torch.dtype) -> Example:
         """With floating-point numbers in the training dtype: images come in the precision of the weights."""
         return Example(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
+
+
+def _is_whole(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -178,7 +182,16 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
     text = str(error)
     if "in-place operation" in text:
         return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
-    if isinstance(error, NotImplementedError) or "meta tensor" in text or "data-dependent" in text:
+    if "expected device meta" in text or "on the same device" in text or "two devices" in text:
+        return (
+            f"{where} mixes a tensor of its own that lies on a device of its own choice with what it is handed: "
+            f"register it with register_buffer, or make it with device=x.device, so that it goes where the layer goes. "
+            f"torch says: {text.splitlines()[0]}"
+        )
+    if isinstance(error, NotImplementedError) and 'missing the required "forward"' in text:
+        return f"{where} has no forward: write forward(self, x), or take it out of the Sequential"
+    looks = ("meta tensor", "data-dependent", "numpy() on", "Cannot copy out of meta")
+    if isinstance(error, NotImplementedError) or any(words in text for words in looks):
         return (
             f"{where} looks at the numbers it is handed (.item(), a Python `if` or a loop over values): what it sends "
             f"on would depend on data, and the stages must know shapes before any data comes. Use torch.where or a "
@@ -188,6 +201,25 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
         f"{where} cannot take what {previous} hands on, shape {shapes} for one micro-batch: "
         f"{type(error).__name__}: {error}"
     )
+
+
+def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
+    """Raise :class:`ModelError` unless a model's own loss gives one number for each label; tried on meta.
+
+    A loss that is reduced already, a mean above all, would count a batch that is cut smaller as less.
+    """
+    output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
+    try:
+        found = loss(output, labels)
+    except Exception:  # said with all else that does not run on meta, by framework.costs
+        return
+    if not isinstance(found, Tensor) or found.shape != labels.shape:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ModelError(
+            f"model.loss returns {what} for labels of shape {tuple(labels.shape)}: return the loss of each label, of "
+            f'the labels\' shape, zero where the label is ignored (reduction="none"); the mean over all micro-batches '
+            f"and replicas is taken here"
+        )
 
 
 def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:

@@ -189,7 +189,7 @@ class Schedule:
 _HEADER = re.compile(
     r"# (?P<name>\S+) pp=(?P<pp>\d+) num_stages=(?P<num_stages>\d+) chunks=(?P<chunks>\d+) placement=(?P<placement>\w+)"
 )
-_ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?")
+_ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?", re.ASCII)
 _HAS_STAGE = frozenset(Kind) - {Kind.STEP}
 _HAS_MICROBATCH = COMPUTE | COMMUNICATION
 
@@ -215,7 +215,7 @@ def read_schedule(path: str | Path) -> Schedule:
     already, is for :func:`check`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ScheduleError(
@@ -242,7 +242,8 @@ def parse_schedule(text: str, source: str = "") -> Schedule:
     ((number, found),) = headers
     assert found is not None
     pp, num_stages, chunks = (int(found[name]) for name in ("pp", "num_stages", "chunks"))
-    problem = _header_problem(pp, num_stages, chunks, found["placement"], len(rows))
+    num_words = sum(len(line.split()) for _, line in rows)
+    problem = _header_problem(pp, num_stages, chunks, found["placement"], len(rows), num_words)
     if problem:
         raise ScheduleError(f"{source}line {number}: {problem}")
     return Schedule(
@@ -261,7 +262,7 @@ def parse_schedule(text: str, source: str = "") -> Schedule:
     )
 
 
-def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_rows: int) -> str | None:
+def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_rows: int, num_words: int) -> str | None:
     if placement not in list(Placement):
         return f"placement={placement} is not known: choose one of {', '.join(Placement)}"
     if pp < 1 or chunks < 1:
@@ -269,7 +270,13 @@ def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_r
     if num_stages < 1 or num_stages % pp:
         return f"num_stages={num_stages} with pp={pp}: every rank holds equally many: write {pp}, {2 * pp}, {3 * pp} .."
     if num_rows != pp:
-        return f"pp={pp}, but there are {num_rows} rows: write one row per pipeline rank"
+        there = "is 1 row" if num_rows == 1 else f"are {num_rows} rows"
+        return f"pp={pp}, but there {there}: write one row per pipeline rank"
+    if num_stages * chunks > num_words:
+        return (
+            f"num_stages={num_stages} chunks={chunks} is {num_stages * chunks} forwards, but the rows hold {num_words} "
+            f"words in all: correct the header, or write the rows whole"
+        )
     return None
 
 

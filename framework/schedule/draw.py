@@ -83,6 +83,10 @@ def caption(timeline: Timeline) -> str:
     return f"{timeline.name}: bubble {share:.1f} % of total time; activations in flight {' '.join(peaks)}"
 
 
+MOST_COLUMNS = 100_000
+"""Of a row before its middle is left out."""
+
+
 def _bodies(timeline: Timeline, width: int) -> list[str]:
     """One string per rank, all of one length."""
     shown = [span for span in timeline.spans if span.action.kind not in COMMUNICATION and span.end > span.start]
@@ -94,6 +98,9 @@ def _bodies(timeline: Timeline, width: int) -> list[str]:
     start = min(span.start for span in timeline.spans)
     columns_per_time = cell / typical_shortest(shown)
     num_columns = int((max(span.end for span in shown) - start) * columns_per_time + 0.5)
+    if num_columns > MOST_COLUMNS:  # one cost dwarfs all others: a smaller scale, in which those others vanish
+        columns_per_time *= MOST_COLUMNS / num_columns
+        num_columns = MOST_COLUMNS
     bodies = {rank: [".", *" " * (cell - 1)] * (num_columns // cell + 1) for rank in timeline.ranks}
     for span in shown:
         first, end = (int((time - start) * columns_per_time + 0.5) for time in (span.start, span.end))

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple, get_args
 
 from framework.config import Pipeline, RunConfig
 from framework.errors import ConfigError
+from framework.schedule.action import read_schedule
 from framework.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)
+    + ", file (pipeline.schedule_file)"
 )
+OWN = "file"
+"""In place of a schedule's name: the one in the configuration's ``pipeline.schedule_file``."""
 
 
 class Layout(NamedTuple):
@@ -39,6 +43,8 @@ class Layout(NamedTuple):
     @property
     def num_stages(self) -> int:
         """Pieces of the model, as far as the schedule's name tells."""
+        if self.schedule == OWN:
+            return self.pp
         return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -62,7 +68,7 @@ def parse_layout(text: str) -> Layout:
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
             layout = layout._replace(recompute=word)
-        elif word in SCHEDULES:
+        elif word in (*SCHEDULES, OWN):
             layout = layout._replace(schedule=word)
         elif word == "sequence":
             layout = layout._replace(sequence=True)
@@ -79,7 +85,6 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
             f"{layout.micro_batch_size} x dp {layout.dp}"
         )
-    # lists in the TOML sense stay valid only for the pp they were written for
     balance = config.pipeline.balance
     pipeline = config.pipeline.model_copy(
         update={
@@ -89,8 +94,12 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "recompute": layout.recompute,
         }
     )
-    if isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
-        balance = "time"
+    if layout.schedule == OWN:
+        if config.pipeline.schedule_file is None:
+            raise ConfigError(f"layout {layout}: the configuration has no pipeline.schedule_file")
+        pipeline = config.pipeline.model_copy(update={"recompute": layout.recompute})
+    elif isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
+        balance = "time"  # an explicit balance is for one number of stages; other layouts are cut by time
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -123,12 +132,21 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
     own = config.parallel
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
     micro = config.batch.micro_batch_size or 1
+    schedule: str = config.pipeline.schedule
+    if config.pipeline.schedule_file is not None:
+        schedule, chunks = OWN, read_schedule(config.pipeline.schedule_file).chunks
+        micro = max(1, global_batch // (dp * chunks))
+        if micro * dp * chunks != global_batch:
+            raise ConfigError(
+                f"{config.pipeline.schedule_file} is for chunks={chunks}, which with dp {dp} does not divide the "
+                f"{global_batch} samples of a step here: give verify its --layouts"
+            )
     wanted = [
         Layout(
             dp,
             own.pp,
             own.tp,
-            config.pipeline.schedule,
+            schedule,
             own.zero,
             own.sequence,
             micro,

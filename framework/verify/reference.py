@@ -19,7 +19,7 @@ from framework.data.example import example
 from framework.feeds import Source
 from framework.model import PlainModel, build_model
 from framework.optimizer.schedule import learning_rate
-from framework.pipeline.running import cast_running, running_buffers, running_values
+from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
 from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
 
 
@@ -88,6 +88,7 @@ def run_reference(
     running = running_buffers(model.layers, Example(*example(config, micro_batch_size)).cast(torch.float32).inputs)
     layers = plain_layers(model, dtype)
     cast_running(layers, running, dtype)
+    cast_statistics(layers, dtype)
     parameters = {model.canonical(name): p for name, p in layers.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from framework.data.prepare import prepare_files
+from tests.end_to_end.shell import Shell
 
 WORDS = ["the", "a", "mesh", "rank", "stage", "step", "loss", "of", "in", "then", "waits", "sends", "gives", "holds"]
 
@@ -24,3 +26,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (texts / f"{number}.txt").write_text("".join(sentences))
     prepare_files([texts], folder / "prepared", vocab_size=300, validation_share=0.05)
     return folder / "prepared"
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell whose commands leave no process behind: the test fails if one does."""
+    shell = Shell(tmp_path)
+    try:
+        yield shell
+        shell.wait_until_none_is_left()
+    finally:
+        shell.end_all()

@@ -128,10 +128,10 @@ def test_fewer_layers_than_stages() -> None:
             7,
             8,
             2,
-            r"7 layers over 8 stages \(pp 4 x interleave 2\): .* Use parallel.pp <= 3 or pipeline.interleave <= 1",
+            r"7 layers over 8 stages \(pp 4 x interleave 2\): .* Use parallel.pp <= 3 or a schedule of one stage",
         ),
         (3, 8, 2, r"Use parallel.pp <= 1$"),
-        (3, 8, 4, r"Use pipeline.interleave <= 1$"),
+        (3, 8, 4, r"Use a schedule of one stage per rank, such as 1f1b$"),
         (1, 8, 4, r"Use a model of more layers$"),
     ],
 )

@@ -88,6 +88,7 @@ def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
         "# a pp=2 num_stages=3 chunks=1 placement=loop\n0F0\n1F0\n",
         "# a pp=2 num_stages=0 chunks=1 placement=loop\n0F0\n1F0\n",
         "# a pp=1 num_stages=1 chunks=1 placement=spiral\n0F0\n",
+        "# a pp=1 num_stages=2000000 chunks=1 placement=loop\n0F0 0B0\n",
     ],
 )
 def test_an_unreadable_header_is_an_error(text: str) -> None:
@@ -100,6 +101,8 @@ def test_comments_and_blank_lines_may_stand_anywhere() -> None:
     assert parse_schedule(commented) == parse_schedule(HEADER + "0F0 0B0")
     with pytest.raises(ScheduleError, match="line 4, word 2: '0Q0' is no action"):
         parse_schedule("# by hand\n" + HEADER + "# more\n0F0 0Q0")
+    with pytest.raises(ScheduleError, match=r"line 2, word 1: .* is no action"):
+        parse_schedule(HEADER + "0F\u0660 0B0")
     with pytest.raises(ScheduleError, match="line 3: 2 headers"):
         parse_schedule(HEADER + "0F0\n" + HEADER)
     with pytest.raises(ScheduleError, match="line 2: no header above"):

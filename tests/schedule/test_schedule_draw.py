@@ -38,6 +38,11 @@ def test_a_computation_of_next_to_nothing_does_not_blow_up_the_rest() -> None:
     assert "…" not in drawn and "F0--------- F1" in drawn and len(drawn) < 500
 
 
+def test_a_cost_that_dwarfs_all_others_is_drawn_too() -> None:
+    drawn = text(simulate(lower(build("1f1b", 2, 4)), Costs(comm=1e9)), 100)
+    assert max(map(len, drawn.splitlines())) <= 100
+
+
 @pytest.mark.parametrize("pp", [1, 2, 3, 8, 9, 20])
 @pytest.mark.parametrize("chunks", [1, 7, 130])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

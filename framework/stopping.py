@@ -1,0 +1,58 @@
+"""Asked to end, by Slurm, a launcher or a person: all ranks save at the same step boundary and leave with exit code 85.
+
+rank 5      SIGTERM      noted
+all ranks   ... STEP     the reduction that every step does anyway carries the note: all know, in the same step
+all ranks   save         further signals change nothing
+all ranks   leave        Preempted: exit code 85, "run the same command again"
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LISTENING = "MESHWRIGHT_LISTENING"
+"""Names a directory: who takes signals from now on leaves a file with the name of its process id there."""
+
+
+class StopRequest:
+    """Within: the first of SIGNALS is remembered instead of ending the process, and so are all after it for good.
+
+    Handlers are afterwards as they were, unless a signal has come: the process is then on its way out with its work
+    saved, and a second one must not change how it ends.
+
+    A handler of Python's runs between two instructions of the main thread: a rank that waits in a collective notes the
+    signal when the collective has ended. In a thread that is not the main one it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first that came."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                self._before[each] = signal.signal(each, self._note)
+            place = os.environ.get(LISTENING)
+            if place:
+                (Path(place) / str(os.getpid())).touch()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.signal is None:
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+
+    def requested(self) -> bool:
+        """True from the first signal on."""
+        return self.signal is not None
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = signal.Signals(signum)

@@ -1,0 +1,133 @@
+"""Models that plain torch trains without a word, and that a pipeline could get wrong without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+D = 8
+
+
+class Embed(nn.Module):
+    """Hands on a dict."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, D)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"ids": ids, "h": self.table(ids)}
+
+
+class Step(nn.Module):
+    """h + tanh(linear(h)), the linear called in one of many ways."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(D, D)
+
+    def called(self, h: Tensor) -> Tensor:
+        if self.how == "vmap":
+            return torch.vmap(lambda row: F.linear(row, self.linear.weight))(h)
+        if self.how == "vector":
+            return h * F.linear(h, self.linear.bias).unsqueeze(-1) + self.linear(h)
+        if self.how == "gradient within" and h.requires_grad:
+            with torch.enable_grad():
+                (found,) = torch.autograd.grad(self.linear(h).tanh().sum(), h, create_graph=True)
+            return found
+        if self.how == "checkpoint":
+            found = checkpoint(lambda x: torch.tanh(self.linear(x)), h, use_reentrant=False)
+            assert isinstance(found, Tensor)
+            return found
+        return self.linear(h)
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**value, "h": value["h"] + torch.tanh(self.called(value["h"]))}
+
+
+class Overwriting(Step):
+    """Writes into the dict that it was handed, as many do; no tensor is changed."""
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        value["h"] = value["h"] + torch.tanh(self.linear(value.pop("h")))
+        return value
+
+
+class Fickle(Step):
+    """Another shape, or another dtype, than on the meta device in training."""
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        value = super().forward({**value, "h": value["h"].to(self.linear.weight.dtype)})
+        if self.how == "eval" and not self.training:
+            value["h"] = value["h"][:, :-1]
+        if self.how == "dtype" and not value["h"].is_meta:
+            value["h"] = value["h"].half()
+        return value
+
+
+class Head(nn.Module):
+    """Logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, vocab_size)
+
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        return self.linear(value["h"].to(self.linear.weight.dtype))  # type: ignore[no-any-return]
+
+
+class FrozenNorm(nn.Module):
+    """Batch norm with the statistics of a pretrained model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D).eval()
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**value, "h": self.norm(value["h"].transpose(1, 2)).transpose(1, 2)}
+
+
+def build(vocab_size: int, layer: str = "Step", how: str = "plain", **_: Any) -> nn.Sequential:
+    """Five layers: embedding, three of a kind, head."""
+    kind = {"Step": lambda: Step(how), "Overwriting": Overwriting, "Fickle": lambda: Fickle(how)}[layer]
+    return nn.Sequential(Embed(vocab_size), kind(), kind(), kind(), Head(vocab_size))
+
+
+def frozen_norm(vocab_size: int) -> nn.Sequential:
+    return nn.Sequential(Embed(vocab_size), Step(), FrozenNorm(), Step(), Head(vocab_size))
+
+
+def frozen(vocab_size: int) -> nn.Sequential:
+    return build(vocab_size).requires_grad_(False)
+
+
+def sparse(vocab_size: int) -> nn.Sequential:
+    model = build(vocab_size)
+    model[0].table = nn.Embedding(vocab_size, D, sparse=True)
+    return model
+
+
+def reduced_loss(vocab_size: int) -> nn.Sequential:
+    model = build(vocab_size)
+    model.loss = lambda output, labels: F.cross_entropy(output.flatten(0, -2), labels.flatten())  # type: ignore[assignment]
+    return model
+
+
+def no_forward(vocab_size: int) -> nn.Sequential:
+    return nn.Sequential(Embed(vocab_size), nn.Module(), Head(vocab_size))
+
+
+class OwnTensor(Step):
+    """A tensor that does not go where the layer goes."""
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**value, "h": value["h"] * torch.ones(D)}
+
+
+def own_tensor(vocab_size: int) -> nn.Sequential:
+    return nn.Sequential(Embed(vocab_size), OwnTensor(), Head(vocab_size))
