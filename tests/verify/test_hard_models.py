@@ -97,7 +97,7 @@ def test_a_schedule_of_ones_own_is_proven(tmp_path: Path, pool: RankPool, refere
     row = prove(config, parse_layout("pp2,file"), pool, references, global_batch=4, steps=2, twice=False)
     assert row.passed, "\n".join(row.problems)
     own.write_text(format_schedule(build("zb_h1", 2, 4)).replace("0F2 ", ""))
-    with pytest.raises(ScheduleError, match="own.txt"):
+    with pytest.raises(ScheduleError, match=r"own\.txt"):
         draw_blueprint(layout_config(config, parse_layout("pp2,file"), 4, "float64"))
     with pytest.raises(ConfigError, match="no pipeline.schedule_file"):
         layout_config(hard(), parse_layout("pp2,file"), 4, "float64")
