@@ -99,7 +99,7 @@ def test_a_schedule_of_ones_own_is_proven(tmp_path: Path, pool: RankPool, refere
     own.write_text(format_schedule(build("zb_h1", 2, 4)).replace("0F2 ", ""))
     with pytest.raises(ScheduleError, match=r"own\.txt"):
         draw_blueprint(layout_config(config, parse_layout("pp2,file"), 4, "float64"))
-    with pytest.raises(ConfigError, match="no pipeline.schedule_file"):
+    with pytest.raises(ConfigError, match=r"no pipeline\.schedule_file"):
         layout_config(hard(), parse_layout("pp2,file"), 4, "float64")
 
 
