@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-executor-overhead.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console(width=140)
+    console = Console(width=180)
     sizes = (arguments.pp, arguments.chunks, arguments.repeats, arguments.steps)
     with RankPool(arguments.pp) as pool:
         rows = [compare(pool, name, *sizes) for name in arguments.only or THEIRS]

@@ -45,8 +45,9 @@ class Summary:
         """A few lines for people."""
         known = self.fingerprint
         done = "prepared" if self.built else "already complete and verified, nothing to do:"
+        place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
         lines = [
-            f"corpus {done} {self.out}",
+            f"corpus {done} {place}",
             f"  source      {known.source.description}; {known.source.documents:,} documents, "
             f"{known.source.text_bytes / 1e6:.1f} MB",
             f"  tokenizer   byte-level BPE, {known.vocab_size:,} tokens, end of document = {known.end_of_document_id}",
