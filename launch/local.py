@@ -82,9 +82,12 @@ def warm_up(config: RunConfig, module: str) -> None:
         modules = [*(["launch.preload"] if config.parallel.tp > 1 else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
-    # directory; and Ctrl-C, which the terminal sends to all, is for this process to handle.
+    # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle.
     path = os.pathsep.join(filter(None, sys.path))
-    with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"), _signal_handler(signal.SIGINT, signal.SIG_IGN):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_variables(PYTHONPATH=path, PYTHONSAFEPATH="1"))
+        for each in SIGNALS:
+            stack.enter_context(_signal_handler(each, signal.SIG_IGN))
         multiprocessing.forkserver.ensure_running()
 
 
