@@ -29,6 +29,7 @@ from framework.pipeline.stage import Stage
 from framework.pipeline.values import Loss, cast_floats, cross_entropy
 from framework.seeding import Draw
 from framework.state import TrainState
+from framework.stopping import StopRequest
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from framework.tensor_parallel.layers import VocabHead
 
@@ -50,8 +51,8 @@ class Parts:
     """What the last step's row has brought: when each action ran."""
     data_s: float = 0.0
     """Seconds of the current step that went into reading samples."""
-    stop_requested: Callable[[], bool] = lambda: False
-    """Asked in each step: True on one rank ends the run on all of them after it."""
+    asked: StopRequest = field(default_factory=StopRequest)
+    """Looked at in each step: a request to one rank ends the run on all of them after it."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
     in the buckets. For whoever wants to look: verify does."""

@@ -15,7 +15,7 @@ which runs several as one, spares bytes that are counted here. How true the time
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from framework.errors import ModelError
 from framework.meter import Attention, Count, Meter, Reference
 from framework.pipeline.recompute import recompute_parts
-from framework.pipeline.values import cross_entropy
+from framework.pipeline.values import Loss, cross_entropy
 from framework.seeding import Draw, SeededDropout
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the last layer, labels) -> a loss for each label."""
 
 
 class LayerCost(NamedTuple):

@@ -62,7 +62,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     computing = [span for span in result.spans if span.action.kind in COMPUTE]
     busy_s = sum(span.end - span.start for span in computing)
     passed_s = max(span.end for span in computing)
-    own = torch.tensor([busy_s, passed_s, parts.stop_requested()], dtype=torch.float64, device=mesh.device)
+    own = torch.tensor([busy_s, passed_s, parts.asked.requested()], dtype=torch.float64, device=mesh.device)
     shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm()]), own])
     mesh.world.all_reduce(shared).wait()
     loss_sum_, counted, square_norm, busy, passed, stop = shared.tolist()

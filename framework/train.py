@@ -25,7 +25,6 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
 from framework.resume import resume, save
 from framework.step import StepStats, take_step, validate
-from framework.stopping import StopRequest
 from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
 from framework.tracking.build import build_tracker
@@ -109,18 +108,15 @@ def work(config: RunConfig) -> None:
         project=config.tracking.project,
     )
     try:
-        with StopRequest() as asked, tracker:
-            parts.stop_requested = asked.requested
-            train(parts, directory, tracker, say, asked)
+        with parts.asked, tracker:
+            train(parts, directory, tracker, say)
     except Preempted:
         close_mesh(mesh)
         raise
     close_mesh(mesh)
 
 
-def train(
-    parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None], asked: StopRequest | None = None
-) -> None:
+def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
     """Step until ``train.steps``; record, validate and save on the way.
 
     Raises:
@@ -152,7 +148,7 @@ def train(
             save(parts, directory, say)
         if stopping:
             raise Preempted(
-                f"stopped by {_signals(parts, asked)} after step {state.step} of {config.train.steps}; it is saved, "
+                f"stopped by {_signals(parts)} after step {state.step} of {config.train.steps}; it is saved, "
                 f"and the same command goes on from there"
             )
         if last and validation_loss is not None:
@@ -183,9 +179,9 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
     )
 
 
-def _signals(parts: Parts, asked: StopRequest | None) -> str:
+def _signals(parts: Parts) -> str:
     """Who was asked how: ``SIGTERM``, or ``SIGUSR1 to rank 5`` when it was not all. Every rank calls it."""
-    mine = asked.signal.name if asked is not None and asked.signal is not None else None
+    mine = parts.asked.signal.name if parts.asked.signal is not None else None
     found = parts.mesh.world.gather_objects(mine)
     rank = next(rank for rank, name in enumerate(found) if name is not None)
     return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"

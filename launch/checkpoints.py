@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from framework.checkpoint import Candidate, Checkpoint, find, open_checkpoint
 from framework.checkpoint.files import checkpoints_directory
-from framework.checkpoint.manifest import Entry
+from framework.checkpoint.manifest import MANIFEST, Entry
 from framework.checkpoint.shard import TORCH_DTYPES
 from framework.errors import CheckpointError
 from framework.summary import columns, memory
@@ -21,7 +22,7 @@ def pick(place: Path, step: int | None) -> Candidate:
     Raises:
         CheckpointError: there is none there.
     """
-    if (place / "manifest.json").is_file():
+    if (place / MANIFEST).is_file():
         found = [candidate for candidate in find(place.parent.parent) if candidate.path.name == place.name]
         chosen = found[0] if found else Candidate(open_checkpoint(place).manifest.step, place)
         if step is not None and step != chosen.step:
@@ -70,13 +71,17 @@ def table(run: Path) -> str:
     return "\n".join(lines)
 
 
-def verdict(candidate: Candidate) -> str | None:
-    """None: every byte is what was written. Else which files are not."""
-    try:
-        open_checkpoint(candidate.path).verify()
-    except CheckpointError as error:
-        return str(error)
-    return None
+def verdicts(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
+    """Of all checkpoints of a run, oldest first, or of the one that is meant: which files are not what was written."""
+    chosen = pick(place, step)
+    one = step is not None or chosen.path == place
+    for candidate in [chosen] if one else reversed(find(place)):
+        try:
+            open_checkpoint(candidate.path).verify()
+        except CheckpointError as error:
+            yield candidate.path, str(error)
+        else:
+            yield candidate.path, ""
 
 
 def contents(checkpoint: Checkpoint, parameter: str | None) -> str:

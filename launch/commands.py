@@ -240,18 +240,13 @@ def checkpoint_list(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.checkpoint import find
     from launch import checkpoints
 
-    chosen = checkpoints.pick(options.place, options.step)
-    every = options.step is None and chosen.path != options.place
-    damaged = 0
-    for candidate in reversed(find(options.place)) if every else [chosen]:
-        problem = checkpoints.verdict(candidate)
-        damaged += problem is not None
-        print(f"{candidate.path}: {'sound' if problem is None else 'DAMAGED'}", flush=True)
-        if problem is not None:
-            print("\n".join(f"  {line}" for line in problem.splitlines()), flush=True)
+    damaged = False
+    for path, problem in checkpoints.verdicts(options.place, options.step):
+        damaged = damaged or bool(problem)
+        lines = [f"  {line}" for line in problem.splitlines()]
+        print("\n".join([f"{path}: {'DAMAGED' if problem else 'sound'}", *lines]), flush=True)
     return 1 if damaged else 0
 
 

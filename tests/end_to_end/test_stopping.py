@@ -69,8 +69,10 @@ def asked_in_step(rank: int, world_size: int, config_json: str, whom: int, when:
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
     parts = build(config, mesh)
-    parts.stop_requested = lambda: rank == whom and parts.state.step + 1 == when
-    said = [take_step(parts).stop for _ in range(3)]
+    said = []
+    for step in (1, 2, 3):
+        parts.asked.signal = signal.SIGTERM if rank == whom and step == when else None
+        said.append(take_step(parts).stop)
     close_mesh(mesh)
     return said
 
