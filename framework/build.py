@@ -29,9 +29,9 @@ from framework.pipeline.stage import Stage
 from framework.pipeline.values import Loss, cast_floats, cross_entropy
 from framework.seeding import Draw
 from framework.state import TrainState
-from framework.stopping import StopRequest
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from framework.tensor_parallel.layers import VocabHead
+from framework.watch.signals import StopRequest
 
 
 @dataclass

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError, Preempted
-from framework.stopping import LISTENING, SIGNALS
+from framework.watch.signals import LISTENING, SIGNALS
 from launch.environment import check_port
 from launch.failure import LOG_HEAD, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
@@ -196,7 +196,7 @@ class _End:
 def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
     """The life of one rank, in its own process."""
     _die_with_launcher()
-    for each in SIGNALS:  # until it listens (framework.stopping)
+    for each in SIGNALS:  # until it listens (framework.watch.signals)
         signal.signal(each, signal.SIG_DFL)
     os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = int(os.environ["RANK"])

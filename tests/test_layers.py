@@ -50,7 +50,7 @@ JOINING = [
     "build",
     "state",
     "step",
-    "stopping",
+    "watch",
     "resume",
     "summary",
     "throughput",
