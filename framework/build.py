@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
+from framework.checkpoint import Behind
 from framework.config import RunConfig
 from framework.data.samples import validation_steps
 from framework.data_parallel.replica import StageReplica
@@ -53,6 +54,8 @@ class Parts:
     """Seconds of the current step that went into reading samples."""
     asked: StopRequest = field(default_factory=StopRequest)
     """Looked at in each step: a request to one rank ends the run on all of them after it."""
+    behind: Behind = field(default_factory=Behind)
+    """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
     in the buckets. For whoever wants to look: verify does."""

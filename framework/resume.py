@@ -1,20 +1,18 @@
-"""Save a run and go on with it: the same command again, on any layout."""
+"""Go on with a run that was saved: the same command again, on any layout."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from framework import checkpoint as checkpoints
 from framework.build import Parts
-from framework.checkpoint import Head
 from framework.data import fingerprint
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
 from framework.errors import CheckpointError
-from framework.state import pieces, restore
+from framework.state import restore
 
 
 def data_fingerprint(parts: Parts) -> dict[str, str]:
@@ -28,32 +26,6 @@ def data_fingerprint(parts: Parts) -> dict[str, str]:
     if known is None or corpus.known is None:
         return {"train_tokens": str(len(corpus.stream))}
     return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": known.files["tokenizer.json"]}
-
-
-def save(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
-    """Write a checkpoint of this step and delete those that the configuration does not keep. Every rank calls it."""
-    mesh, state = parts.mesh, parts.state
-    head = Head(
-        step=state.step,
-        samples_seen=state.samples_seen,
-        seed=parts.config.run.seed,
-        config=parts.config.model_dump(mode="json"),
-        data_fingerprint=data_fingerprint(parts),
-        state={"tokens_seen": state.tokens_seen, "optimizer_steps": state.step},
-    )
-    at = mesh.at
-    path = checkpoints.save(
-        directory,
-        head,
-        pieces(parts.replicas, parts.optimizer, mesh, parts.running()),
-        attempt=mesh.world.gather_objects(secrets.token_hex(4))[0],
-        shard_name=f"pp{at.pp_rank}-tp{at.tp_rank}" if at.dp_rank == 0 else None,
-        is_first=mesh.rank == 0,
-        barrier=mesh.world.barrier,
-    )
-    if mesh.rank == 0:
-        checkpoints.prune(directory, parts.config.checkpoint.keep_last, parts.config.checkpoint.keep_every)
-    say(f"saved {path}")
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:

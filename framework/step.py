@@ -31,6 +31,8 @@ class StepStats(NamedTuple):
     """Share of the time from the first forward to the last backward in which a rank did not compute; mean of ranks."""
     stop: bool
     """Some rank was asked to end the run: save now, and leave."""
+    not_written: bool
+    """Some rank could not write its share of the checkpoint that is under way."""
 
 
 def take_step(parts: Parts) -> StepStats:
@@ -62,10 +64,11 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     computing = [span for span in result.spans if span.action.kind in COMPUTE]
     busy_s = sum(span.end - span.start for span in computing)
     passed_s = max(span.end for span in computing)
-    own = torch.tensor([busy_s, passed_s, parts.asked.requested()], dtype=torch.float64, device=mesh.device)
+    notes = [parts.asked.requested(), parts.behind.failed()]
+    own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)
     shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm()]), own])
     mesh.world.all_reduce(shared).wait()
-    loss_sum_, counted, square_norm, busy, passed, stop = shared.tolist()
+    loss_sum_, counted, square_norm, busy, passed, stop, not_written = shared.tolist()
     counted = max(counted, 1.0)
     factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
     if parts.on_gradients is not None:
@@ -80,7 +83,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
     for replica in parts.replicas.values():
         replica.gather()
-    return StepStats(loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0)
+    return StepStats(loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0)
 
 
 def validate(parts: Parts) -> float:

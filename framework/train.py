@@ -19,11 +19,12 @@ from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build
 from framework.config import RunConfig, dump, resolve, to_toml
 from framework.data.samples import Feed, unigram_entropy
-from framework.errors import ConfigError, Preempted
+from framework.errors import ConfigError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
-from framework.resume import resume, save
+from framework.resume import resume
+from framework.saving import Saver
 from framework.step import StepStats, take_step, validate
 from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
@@ -130,11 +131,16 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
             say(_against_unigrams(parts, validate(parts)))
         say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
+    saver = Saver(parts, directory, say)
     traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
     while state.step < config.train.steps:
         ticks = trace.align(parts.mesh) if state.step + 1 == traced else None
         start_s = time.perf_counter()
-        stats = take_step(parts)
+        try:
+            stats = take_step(parts)
+        except NonFiniteError:  # on all ranks alike: what was sound is still written to its end
+            saver.finish()
+            raise
         step_s = time.perf_counter() - start_s
         if ticks is not None:
             trace.collect(parts, ticks, directory)
@@ -144,13 +150,16 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
         if not stopping and parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             validation_loss = validate(parts)
         tracker.write(record(parts, stats, step_s, validation_loss))
+        saver.look(stats.not_written)
         if stopping or _is_due(state.step, config.checkpoint.every, last):
-            save(parts, directory, say)
+            saver.start()
         if stopping:
             raise Preempted(
-                f"stopped by {_signals(parts)} after step {state.step} of {config.train.steps}; it is saved, "
+                f"stopped by {_signals(parts)} after step {state.step} of {config.train.steps}; {_kept(saver)}, "
                 f"and the same command goes on from there"
             )
+        if last:
+            saver.finish_or_fail()
         if last and validation_loss is not None:
             say(_against_unigrams(parts, validation_loss))
 
@@ -185,6 +194,14 @@ def _signals(parts: Parts) -> str:
     found = parts.mesh.world.gather_objects(mine)
     rank = next(rank for rank, name in enumerate(found) if name is not None)
     return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"
+
+
+def _kept(saver: Saver) -> str:
+    """Where the same command will go on from. Every rank calls it."""
+    saver.finish()
+    if saver.saved_step == saver.parts.state.step:
+        return "it is saved"
+    return "it could not be saved, the last checkpoint stands"
 
 
 def _against_unigrams(parts: Parts, validation_loss: float) -> str:

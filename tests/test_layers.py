@@ -52,6 +52,7 @@ JOINING = [
     "step",
     "watch",
     "resume",
+    "saving",
     "summary",
     "throughput",
     "trace",

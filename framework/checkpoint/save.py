@@ -1,23 +1,22 @@
 """From pieces to a published checkpoint.
 
     rank 0          begin            remove what dead attempts left, make .tmp-step-...
-    all             barrier
     each writer     write_shard      its files and its report, synced
-    all             barrier          every rank's bytes are on the disk
-    rank 0          publish          merge the reports, check the cover, manifest + SHA256SUMS synced, one rename
-    all             barrier          the checkpoint exists, or the run has failed
+    rank 0          publish          all reports are there: merge them, check the cover, manifest + SHA256SUMS synced,
+                                     one rename
+
+Behind training, on a thread of each rank (`behind`).
 
 Killed at any moment, there is either no ``step-*`` directory of this step or a whole one.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -48,41 +47,8 @@ from framework.checkpoint.manifest import (
     render_sums,
 )
 from framework.checkpoint.read import open_checkpoint
-from framework.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, ShardReport, write_shard
+from framework.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from framework.errors import CheckpointError
-
-
-def save(
-    run_directory: Path,
-    head: Head,
-    pieces: Iterable[Piece],
-    *,
-    attempt: str,
-    shard_name: str | None,
-    is_first: bool,
-    barrier: Callable[[], None],
-    max_file_bytes: int = MAX_FILE_BYTES,
-    warn: Warn = to_stderr,
-) -> Path:
-    """Save a checkpoint; called by every rank with the same ``head.step`` and ``attempt``; returns its path. Blocks.
-
-    ``shard_name``: unique to this rank, or None for a rank that writes nothing; its pieces are gone through all the
-    same, as giving them may take collectives. ``is_first``: true on exactly one rank, the one that publishes.
-    ``attempt``: tells this save from dead ones; agreed between the ranks.
-    """
-    temporary, final = temporary_directory(run_directory, head.step, attempt), final_directory(run_directory, head.step)
-    if is_first:
-        begin(run_directory, head.step, attempt, warn=warn)
-    barrier()
-    if shard_name is None:
-        collections.deque(pieces, maxlen=0)
-    else:
-        write_shard(temporary, shard_name, pieces, max_file_bytes=max_file_bytes)
-    barrier()
-    if is_first:
-        publish(temporary, final, head)
-    barrier()
-    return final
 
 
 def final_directory(run_directory: Path, step: int) -> Path:

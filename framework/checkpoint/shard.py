@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.checkpoint.files import sync_directory, write_synced
+from framework.checkpoint.files import explained, sync_directory, write_synced
 from framework.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
 from framework.errors import CheckpointError
 from framework.parameters import ParameterInfo
@@ -61,12 +61,18 @@ def held_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def write_shard(
-    temporary: Path, shard_name: str, pieces: Iterable[Piece], *, max_file_bytes: int = MAX_FILE_BYTES
+    temporary: Path,
+    shard_name: str,
+    pieces: Iterable[Piece],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    copied: bool = False,
 ) -> ShardReport:
     """Write the pieces as ``<shard_name>-00000.safetensors``, ... and the report beside them; all of it is fsynced.
 
     Each element of the model must be given by one rank only: a tensor that tp replicates by one of its tp ranks, a tied
     weight under its canonical name, everything by one of the data-parallel replicas. ``publish`` checks it.
+    ``copied``: the tensors are contiguous, on the host, and nobody writes into them; otherwise they are copied.
     """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
     tensors: dict[str, Entry] = {}
@@ -100,13 +106,18 @@ def write_shard(
         parts: tuple[Part, ...] = ()
         if num_bytes:
             parts = (Part(file=file_name(shard_name, len(files)), key=name, offset=offset, shape=shape),)
-            pending[name] = torch.empty(shape, dtype=piece.tensor.dtype).copy_(piece.tensor.detach())
+            found = piece.tensor.detach()
+            pending[name] = found if copied else torch.empty(shape, dtype=found.dtype).copy_(found)
             pending_bytes += num_bytes
         tensors[name] = Entry(shape=piece.info.global_shape, dtype=DTYPES[piece.tensor.dtype], pieces=parts)
     flush()
     report = ShardReport(tensors=tensors, files=files)
-    write_synced(temporary / f"{shard_name}{REPORT_SUFFIX}", [report.model_dump_json().encode()])
-    sync_directory(temporary)
+    unnamed = temporary / f"{shard_name}.part"
+    write_synced(unnamed, [report.model_dump_json().encode()])
+    with explained(temporary):
+        sync_directory(temporary)
+        unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")  # whoever sees a report sees a whole one
+        sync_directory(temporary)
     return report
 
 

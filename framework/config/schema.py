@@ -152,6 +152,10 @@ class Checkpoint(Section):
     keep_last: PositiveInt = 2
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of steps that this divides are never deleted; 0: only the newest stay."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written: a step waits only for a copy in host memory, of what its rank writes."""
+    on_failure: Literal["warn", "fail"] = "warn"
+    """When one cannot be written (a full disk): go on with a warning, or end the run. The last one always ends it."""
 
 
 class Tracking(Section):

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import subprocess
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from framework.checkpoint import Kind, Piece, begin, find, newest_valid, open_checkpoint, publish, save, write_shard
+from framework.checkpoint import (
+    Attempt,
+    Behind,
+    Kind,
+    Piece,
+    begin,
+    find,
+    newest_valid,
+    open_checkpoint,
+    publish,
+    to_host,
+    write_shard,
+)
 from framework.checkpoint.manifest import Dtype, Entry, Part, coverage
 from framework.checkpoint.save import final_directory
 from framework.errors import CheckpointError
@@ -77,30 +87,21 @@ def test_read_by_safetensors_alone(tmp_path: Path, fake: Any) -> None:
 
 
 def test_ranks_save_together(tmp_path: Path, fake: Any) -> None:
-    """``save`` as ranks call it: each in its own thread, a real barrier, and a replica that writes nothing."""
+    """As ranks do: each behind its own training, the first one publishes, a replica writes nothing."""
     state = fake.state(5)
-    barrier = threading.Barrier(4, timeout=60)
-    gone_through = []
-
-    def rank(tp_rank: int, writes: bool) -> Path:
-        pieces = fake.pieces(state, 3, tp_rank)
-        if not writes:
-            pieces = (gone_through.append(piece) or piece for piece in pieces)
-        return save(
-            tmp_path,
-            fake.head(5),
-            pieces,
-            attempt="7f",
-            shard_name=f"tp{tp_rank}" if writes else None,
-            is_first=writes and tp_rank == 0,
-            barrier=lambda: (barrier.wait(), None)[1],
-            max_file_bytes=500,
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(rank, (0, 1, 2, 1), (True, True, True, False)))
-    assert paths == [final_directory(tmp_path, 5)] * 4
-    assert gone_through, "a replica's pieces may need collectives, so they must be drawn"
+    attempt = Attempt(tmp_path, fake.head(5), "7f", frozenset({"tp0", "tp1", "tp2"}), max_file_bytes=500)
+    begin(tmp_path, 5, "7f")
+    ranks = [Behind() for _ in range(4)]
+    for tp_rank in (1, 0, 2):
+        assert not attempt.final.exists()
+        pieces = to_host(fake.pieces(state, 3, tp_rank))
+        ranks[tp_rank].start(attempt, f"tp{tp_rank}", pieces, is_first=tp_rank == 0)
+    ranks[3].start(attempt, None, [], is_first=False)
+    for rank in ranks:
+        rank.wait_settled()
+        assert rank.problem is None
+        rank.end()
+    assert [rank.take_published() for rank in ranks] == [final_directory(tmp_path, 5), None, None, None]
     found = newest_valid(tmp_path)
     assert found is not None and found.manifest.step == 5
     for (kind, name), full in state.items():

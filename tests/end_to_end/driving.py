@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.blueprint import batch_numbers
-from framework.build import build
+from framework.build import Parts, build
 from framework.checkpoint import Kind, find, open_checkpoint
 from framework.config import RunConfig, resolve
 from framework.data.samples import Feed, Microbatch
@@ -20,7 +20,8 @@ from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
 from framework.parameters import ParameterInfo
-from framework.resume import resume, save
+from framework.resume import resume
+from framework.saving import Saver
 from framework.step import take_step
 from framework.train import run_directory, work
 from launch.pool import RankPool
@@ -138,11 +139,18 @@ def load_rank(rank: int, world_size: int, config: RunConfig, saved: str, again: 
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
     resume(parts, Path(saved), _keep_quiet)
-    save(parts, Path(again), _keep_quiet)
+    save(parts, again)
     losses = [take_step(parts).loss for _ in range(steps)]
     assert parts.state.samples_seen == (parts.state.step) * batch_numbers(config).global_batch
     close_mesh(mesh)
     return LoadedRank(losses, feed.seen)
+
+
+def save(parts: Parts, directory: str) -> None:
+    """Write a checkpoint and wait for it."""
+    saver = Saver(parts, Path(directory), _keep_quiet)
+    saver.start()
+    saver.finish()
 
 
 def initial_weights(rank: int, world_size: int, config: RunConfig, directory: str) -> None:
@@ -151,7 +159,7 @@ def initial_weights(rank: int, world_size: int, config: RunConfig, directory: st
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    save(build(config, mesh), Path(directory), _keep_quiet)
+    save(build(config, mesh), directory)
     close_mesh(mesh)
 
 

@@ -1,0 +1,178 @@
+"""Saving a run while it trains: what all ranks do together around the threads that write.
+
+    every rank   start    the one before is ended; agree on the attempt; copy to host memory: all that a step waits for
+    every rank   look     after each step: has somebody's share failed (the step's own reduction says so)?
+    every rank   finish   block until it has appeared, or failed: before the next one, and at the end
+
+When a share fails, nothing of that attempt is published and what was written is removed; the checkpoints before stand.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from framework.build import Parts
+from framework.checkpoint import Attempt, Head, begin, prune, to_host
+from framework.checkpoint.files import Warn, to_stderr
+from framework.errors import CheckpointError
+from framework.resume import data_fingerprint
+from framework.state import pieces
+
+
+class _Begun(NamedTuple):
+    """What the first rank tells before anything is written."""
+
+    attempt: str
+    problem: str | None = None
+    may_pass: bool = False
+    """The problem is one of the disk, and not of the run."""
+
+
+class Saver:
+    """One per rank; every rank calls the same methods after the same steps."""
+
+    def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None], warn: Warn = to_stderr) -> None:
+        self.parts = parts
+        self.directory = directory
+        self._say = say
+        self._warn = warn if parts.mesh.rank == 0 else lambda message: None
+        self._attempt: Attempt | None = None
+        """Under way; the same on all ranks."""
+        self.saved_step: int | None = None
+        """The last step whose checkpoint has appeared for sure; the same on all ranks."""
+
+    def start(self) -> None:
+        """Save this step. Blocks for the copies; with ``checkpoint.asynchronous = false`` until it has appeared.
+
+        Raises:
+            CheckpointError: on every rank; the step is saved already, or with ``checkpoint.on_failure = "fail"`` when
+                this checkpoint or the one before cannot be written.
+        """
+        parts, mesh = self.parts, self.parts.mesh
+        self.finish()
+        head = self._head()
+        begun: _Begun = mesh.world.gather_objects(self._begin(head.step) if mesh.rank == 0 else None)[0]
+        if begun.problem is not None:
+            if not begun.may_pass:
+                raise CheckpointError(begun.problem)
+            self._tell(head.step, [begun.problem])
+            return
+        grid = mesh.grid
+        self._attempt = Attempt(
+            self.directory,
+            head,
+            begun.attempt,
+            frozenset(shard_name(pp, tp) for pp in range(grid.pp) for tp in range(grid.tp)),
+        )
+        checkpoint = parts.config.checkpoint
+        parts.behind.start(
+            self._attempt,
+            shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
+            to_host(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
+            is_first=mesh.rank == 0,
+            afterwards=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
+        )
+        if not checkpoint.asynchronous:
+            self.finish()
+
+    def look(self, not_written: bool) -> None:
+        """After each step; ``not_written``: some rank's share has failed.
+
+        Raises:
+            CheckpointError: on every rank, of such a failure with ``checkpoint.on_failure = "fail"``.
+        """
+        if not_written and self._attempt is not None:
+            self._give_up(self._attempt, self._problems())
+        self._tell_published()
+
+    def finish(self) -> None:
+        """Block until what is under way has appeared or failed.
+
+        Raises:
+            CheckpointError: on every rank, of a failure with ``checkpoint.on_failure = "fail"``.
+        """
+        attempt, behind = self._attempt, self.parts.behind
+        problems: list[str] = []
+        if attempt is not None:
+            behind.wait_written()
+            problems = self._problems()
+            if not problems:
+                behind.wait_settled()  # the first rank has seen all shares, and publishes
+                problems = self._problems()
+            if problems:
+                self._give_up(attempt, problems)
+            else:
+                self.saved_step = attempt.head.step
+            self._attempt = None
+        behind.end()
+        self._tell_published()
+
+    def finish_or_fail(self) -> None:
+        """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
+        self.finish()
+        step = self.parts.state.step
+        if self.saved_step != step:
+            raise CheckpointError(
+                f"the checkpoint of the last step, {step}, could not be written, as was warned of above; the same "
+                f"command goes on from the one before"
+            )
+
+    # -------------------------------------------------------------------------------------------------------- pieces
+
+    def _head(self) -> Head:
+        parts, state = self.parts, self.parts.state
+        return Head(
+            step=state.step,
+            samples_seen=state.samples_seen,
+            seed=parts.config.run.seed,
+            config=parts.config.model_dump(mode="json"),
+            data_fingerprint=data_fingerprint(parts),
+            state={"tokens_seen": state.tokens_seen, "optimizer_steps": state.step},
+        )
+
+    def _begin(self, step: int) -> _Begun:
+        attempt = secrets.token_hex(4)
+        try:
+            begin(self.directory, step, attempt, warn=self._warn)
+        except CheckpointError as error:
+            return _Begun(attempt, str(error), may_pass=isinstance(error.__cause__, OSError))
+        except OSError as error:
+            return _Begun(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
+        return _Begun(attempt)
+
+    def _problems(self) -> list[str]:
+        """What has failed on which rank. Every rank calls it."""
+        mesh = self.parts.mesh
+        found = mesh.world.gather_objects(self.parts.behind.problem)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
+
+    def _give_up(self, attempt: Attempt, problems: list[str]) -> None:
+        self._attempt = None
+        self.parts.behind.abandon()
+        self._tell(attempt.head.step, problems)
+
+    def _tell(self, step: int, problems: list[str]) -> None:
+        text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
+        if self.parts.config.checkpoint.on_failure == "fail":
+            raise CheckpointError(f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
+        self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
+
+    def _tell_published(self) -> None:
+        path = self.parts.behind.take_published()
+        if path is not None:
+            self._say(f"saved {path}")
+
+    def _prune(self, keep_last: int, keep_every: int) -> None:
+        """On the writer's thread, when a checkpoint has appeared: what goes wrong here harms no checkpoint."""
+        try:
+            prune(self.directory, keep_last, keep_every, warn=self._warn)
+        except (CheckpointError, OSError) as error:
+            self._warn(f"older checkpoints could not be deleted: {error}")
+
+
+def shard_name(pp_rank: int, tp_rank: int) -> str:
+    """Of the rank that writes for its replicas."""
+    return f"pp{pp_rank}-tp{tp_rank}"
