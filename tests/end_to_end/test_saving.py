@@ -1,0 +1,176 @@
+"""Checkpoints written behind the training: what is in them, and what a disk that refuses does to the run."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.build import Parts, build
+from framework.checkpoint import find, open_checkpoint
+from framework.config import RunConfig, resolve
+from framework.errors import CheckpointError
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh, open_mesh
+from framework.saving import Saver
+from framework.step import take_step
+from framework.train import run_directory
+from launch.pool import RankPool
+from tests.end_to_end.driving import differing, layout, run_config, size, tensors
+
+
+def opened(config: RunConfig, world_size: int) -> Parts:
+    config = resolve(config, world_size)
+    assert isinstance(config.parallel.dp, int)
+    grid = Grid(config.parallel.pp, config.parallel.dp, config.parallel.tp)
+    return build(config, open_mesh(grid, "cpu"))
+
+
+def step(parts: Parts, saver: Saver, times: int = 1) -> None:
+    """As the loop does."""
+    for _ in range(times):
+        saver.look(take_step(parts).not_written)
+
+
+def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> None:
+    """Steps 2 and 4; ``slow``: the steps after each save are taken before a byte of it is written."""
+    parts = opened(config, world_size)
+    saver = Saver(parts, run_directory(config), lambda text: None)
+    for _ in range(2):
+        step(parts, saver, 2)
+        if slow:
+            held = parts.behind.start
+
+            def later(*what: Any, held: Any = held, **how: Any) -> None:
+                step(parts, saver, 2)
+                parts.state.step -= 2
+                held(*what, **how)
+
+            parts.behind.start = later  # type: ignore[method-assign]
+            saver.start()
+            del parts.behind.start
+            break
+        saver.start()
+    saver.finish()
+    close_mesh(parts.mesh)
+
+
+@pytest.mark.parametrize("text", ["dp2", "pp2,tp2"])
+def test_what_is_saved_is_the_step_and_not_what_came_after(
+    text: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    sections: dict[str, dict[str, Any]] = {"parallel": layout(text), "train": {"dtype": "bfloat16"}}
+    plain = run_config(corpus, tmp_path / "plain", **sections, checkpoint={"asynchronous": False})
+    behind = run_config(corpus, tmp_path / "behind", **sections)
+    pool.run(saves_twice, size(plain), plain, False)
+    pool.run(saves_twice, size(behind), behind, True)
+    newer, older = find(run_directory(plain))
+    (only,) = find(run_directory(behind))
+    assert (newer.step, older.step, only.step) == (4, 2, 2)
+    newer.path.rename(tmp_path / "aside")
+    assert not differing(tensors(run_directory(behind)), tensors(run_directory(plain)))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a run's checkpoints, a file system of its own of 2 MiB."""
+    place = tmp_path / "runs" / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=2m", "meshwright-test", str(place)]
+    try:
+        subprocess.run(mounting, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def meets_a_full_disk(rank: int, world_size: int, config: RunConfig) -> tuple[list[int], str | None]:
+    """Save; fill the disk and save again; make room and save: what had been warned of by then, and what was said."""
+    parts = opened(config, world_size)
+    directory = run_directory(config)
+    warned: list[str] = []
+    saver = Saver(parts, directory, lambda text: None, warned.append)
+    ballast = directory / "checkpoints" / "ballast"
+    found = []
+    try:
+        for full in (False, True, False):
+            step(parts, saver)
+            if rank == 0:
+                ballast.write_bytes(b"")
+                free = shutil.disk_usage(ballast.parent).free
+                ballast.write_bytes(b"x" * (free - 40_000 if full else 0))
+            parts.mesh.world.barrier()
+            saver.start()
+            step(parts, saver)
+            if parts.mesh.world.gather_objects(parts.behind.failed())[0]:
+                step(parts, saver)
+            saver.finish()
+            found.append(len(warned))
+    except CheckpointError as error:
+        return found, str(error)
+    finally:
+        close_mesh(parts.mesh)
+    return found, "\n".join(warned)
+
+
+def test_a_full_disk_is_survived(corpus: Path, small_disk: Path, pool: RankPool) -> None:
+    config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"keep_last": 1})
+    answers = pool.run(meets_a_full_disk, 2, config)
+    found, said = answers[0]
+    assert found == [0, 1, 1]
+    assert said is not None and said.startswith("the checkpoint of step 3 could not be saved:\n  rank ")
+    assert f"(errno {errno.ENOSPC})" in said and ".safetensors" in said and "the run goes on" in said
+    assert answers[1] == ([0, 0, 0], "")
+    (only,) = find(small_disk.parent)
+    assert only.step > 4 and sorted(path.name for path in small_disk.iterdir()) == ["ballast", only.path.name]
+    open_checkpoint(only.path).verify()
+
+
+def test_or_ends_the_run_where_that_is_wanted(corpus: Path, small_disk: Path, pool: RankPool) -> None:
+    config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"on_failure": "fail"})
+    answers = pool.run(meets_a_full_disk, 2, config)
+    assert [found for found, _ in answers] == [[0], [0]]
+    assert answers[0][1] == answers[1][1] and answers[0][1].endswith('as checkpoint.on_failure = "fail"')
+    assert [checkpoint.step for checkpoint in find(small_disk.parent)] == [1]
+
+
+def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str:
+    """The last rank is not allowed files of this size: the first one hears of it in the next step."""
+    parts = opened(config, world_size)
+    warned: list[str] = []
+    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+    step(parts, saver)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    saver.start()
+    parts.behind.wait_written()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+    parts.mesh.world.barrier()
+    step(parts, saver)
+    said = "\n".join(warned)
+    parts.behind.end()
+    close_mesh(parts.mesh)
+    return said
+
+
+@pytest.mark.parametrize("text", ["pp2", "tp2"])
+def test_one_rank_that_cannot_write_is_named_in_the_next_step(
+    text: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout(text))
+    said, other = pool.run(one_rank_may_not_write, 2, config)
+    directory = run_directory(config) / "checkpoints"
+    assert said.startswith(f"the checkpoint of step 1 could not be saved:\n  rank 1: {directory}") and not other
+    assert f"(errno {errno.EFBIG})" in said
+    assert list(directory.iterdir()) == []
