@@ -36,9 +36,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/executor_overhead.py
 	$(BIN)/python benchmarks/bubble_measured.py
 
-# long tests of what `make test` tests more shortly: launchers, failing ranks, resuming in every precision
+# runs that are killed, damaged, stopped, hung and poisoned, by seeded chance: `make torture SEED=7`; prints a table
+SEED ?= 0
 torture: $(VENV)/installed
-	$(BIN)/python -m pytest -m torture
+	$(BIN)/python -m pytest -m torture --seed $(SEED)
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed

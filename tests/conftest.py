@@ -6,7 +6,9 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked from this process
 
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,17 @@ def pool() -> Iterator[RankPool]:
     """Eight ranks that live as long as the test session; see ``RankPool.run``."""
     with RankPool(8) as ranks:
         yield ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="of what `make torture` draws: moments, ranks, signals, bits")
+    parser.addoption("--soak-minutes", type=float, default=15.0, help="how long `make torture` disturbs one run")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """What ``--seed`` says."""
+    return int(request.config.getoption("--seed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,3 +46,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        mark = item.get_closest_marker("torture")
+        if mark is not None and "row" in mark.kwargs:
+            item.user_properties.append(("row", mark.kwargs["row"]))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table of `make torture`: a row for each kind of trouble, with what its tests have noted of it."""
+    cases: dict[str, list[bool]] = defaultdict(list)
+    noted: dict[str, list[str]] = defaultdict(list)
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            properties = dict(report.user_properties)
+            if "row" in properties and (report.when == "call" or outcome == "error"):
+                cases[properties["row"]].append(outcome == "passed")
+                noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []
+    if not cases:
+        return
+    terminalreporter.write_line(
+        f"\n| torture, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"
+    )
+    for row, passed in cases.items():
+        terminalreporter.write_line(f"| {row} | {len(passed)} | {passed.count(False)} | {'; '.join(noted[row])} |")
