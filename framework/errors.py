@@ -41,6 +41,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class LockError(UserError):
+    """Another job works in the run directory, or its lock cannot be used."""
+
+
 class NonFiniteError(UserError):
     """A loss or a gradient is NaN or infinite; the step was not taken on any rank."""
 

@@ -22,7 +22,7 @@ from framework.data.samples import Feed, unigram_entropy
 from framework.errors import ConfigError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
+from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.resume import resume
 from framework.saving import Saver
 from framework.step import StepStats, take_step, validate
@@ -33,6 +33,7 @@ from framework.tracking.memory import peak_memory_bytes
 from framework.tracking.record import StepRecord
 from framework.tracking.tracker import Tracker
 from framework.tracking.wandb import WandbMode
+from framework.watch.lock import alone_in
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -86,10 +87,15 @@ def work(config: RunConfig) -> None:
         timeout_s=config.launch.timeout_s,
         tp_across_nodes=parallel.tp_across_nodes,
     )
+    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
+    with alone_in(directory, mesh):
+        _train_in(directory, config, mesh)
+
+
+def _train_in(directory: Path, config: RunConfig, mesh: Mesh) -> None:
+    """Build, resume, train and leave the mesh; ``config`` is resolved."""
     parts = build(config, mesh)
     say = _say if mesh.rank == 0 else _keep_quiet
-    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
-    mesh.world.barrier()
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with

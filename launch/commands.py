@@ -25,6 +25,7 @@ SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import default_world_size, load
+    from framework.watch.lock import RunLock
     from launch import local
     from launch.environment import Launcher, launch_environment
     from launch.failure import RankFailed
@@ -33,6 +34,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     launcher = launch_environment()
     if launcher is not Launcher.NONE:
         return _train_as_rank(config, launcher)
+    RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
     if config.launch.processes != 1:
         local.warm_up(config, "framework.train")
     from framework.train import check, work

@@ -1,0 +1,165 @@
+"""One job at a time in a run directory: rank 0 holds a lock on ``runs/NAME/lock`` as long as it works.
+
+first job     rank 0     takes it, writes down who it is ........ ends, or is killed: the kernel lets go
+second job    launcher   looks: held, and 2 s later still held: one message that names the first, exit code 2
+later         rank 0     takes it, whatever stands in the file
+
+The lock is the kernel's, on the open file: a job that was killed leaves nothing behind that somebody must clean up. The
+file stays; its one line of JSON is for the message alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from framework.errors import LockError
+
+if TYPE_CHECKING:  # the launcher looks before torch is there
+    from framework.mesh.mesh import Mesh
+
+FILE = "lock"
+PATIENCE_S = 2.0
+"""How long a lock that is held is tried again: the job that holds it may just be dying."""
+PAUSE_S = 0.1
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What flock says where the file system knows no locks."""
+
+
+class RunLock:
+    """Within: this process, and no other on any node, works in ``directory``. Processes it starts do not hold it.
+
+    Where the file system knows no locks a warning says so, and the run goes on without.
+
+    Raises:
+        LockError: another job is in there, or the file cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE
+        self._descriptor: int | None = None
+        os.register_at_fork(after_in_child=self._close)  # O_CLOEXEC is for those that exec
+
+    def __enter__(self) -> Self:
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if self._got(fcntl.LOCK_EX):
+                text = json.dumps(_holder()) + "\n"
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, text.encode(), 0)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise _unusable(self.path, error) from error
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+    def look(self) -> None:
+        """Refuse as ``with`` would, but take nothing and make no file.
+
+        Raises:
+            LockError: another job is in the directory.
+        """
+        with contextlib.suppress(OSError):  # no file yet, or one that cannot be read: who takes the lock says more
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._got(fcntl.LOCK_SH, warn=False)
+            finally:
+                self._close()
+
+    def _got(self, how: int, *, warn: bool = True) -> bool:
+        """Whether the file is locked now: False where there are no locks. Waits a little for a job that is dying."""
+        assert self._descriptor is not None
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(PAUSE_S)  # also before the file is read: who has just got the lock has written by then
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                if warn:
+                    _warn(self.path, error)
+                return False
+            else:
+                return True
+            if time.monotonic() > deadline_s:
+                raise LockError(_refusal(self.path))
+
+    def _close(self) -> None:
+        """Let go: the lock goes with the open file."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path, mesh: Mesh) -> Iterator[None]:
+    """Within: the ranks of this mesh alone work in ``directory``; rank 0 holds its lock. Every rank calls it.
+
+    Raises:
+        LockError: the same on every rank.
+    """
+    problem: str | None = None
+    with contextlib.ExitStack() as held:
+        if mesh.rank == 0:
+            try:
+                held.enter_context(RunLock(directory))
+            except LockError as error:
+                problem = str(error)
+        problem = mesh.world.gather_objects(problem)[0]
+        if problem is not None:
+            raise LockError(problem)
+        yield
+
+
+def _holder() -> dict[str, str | int]:
+    """Who holds the lock, for the message to others."""
+    holder: dict[str, str | int] = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+    }
+    job = os.environ.get("SLURM_JOB_ID")
+    return holder | {"slurm_job": job} if job else holder
+
+
+def _refusal(path: Path) -> str:
+    """The message, with as much of the holder as its line tells."""
+    who = "another job"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found = json.loads(path.read_text())
+        job = f" of Slurm job {found['slurm_job']}" if "slurm_job" in found else ""
+        who = f"process {found['process']}{job} on {found['host']}, since {found['since']},"
+    return f"{who} works in {path.parent}: wait until it ends, end it, or choose another run.name"
+
+
+def _unusable(path: Path, error: OSError) -> LockError:
+    return LockError(
+        f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps two jobs out of one run directory: "
+        f"make the file writable, or choose another run.directory or run.name"
+    )
+
+
+def _warn(path: Path, error: OSError) -> None:
+    print(
+        f"warning: {path} cannot be locked here ({error.strerror}): see to it yourself that no second job is started "
+        f"in {path.parent}",
+        file=sys.stderr,
+        flush=True,
+    )

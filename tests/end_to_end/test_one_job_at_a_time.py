@@ -1,0 +1,102 @@
+"""Two jobs, one run directory: the second leaves with one message that names the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import RunConfig
+from framework.errors import LockError
+from framework.train import run_directory, work
+from framework.watch.lock import FILE, RunLock
+from launch.pool import RankPool
+from tests.end_to_end.driving import layout, lines, run_config
+from tests.end_to_end.shell import LIMIT_S, Shell, written
+
+
+def refused(rank: int, world_size: int, config: RunConfig) -> str:
+    """The message with which a rank left."""
+    try:
+        work(config)
+    except LockError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_all_ranks_are_refused_alike(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"))
+    run_directory(config).mkdir()
+    with RunLock(run_directory(config)):
+        said = pool.run(refused, 2, config)
+    assert said[0].startswith(f"process {os.getpid()} on ") and said == [said[0]] * 2
+    assert [file.name for file in run_directory(config).iterdir()] == [FILE]
+    assert pool.run(refused, 2, config) == ["not refused"] * 2
+
+
+def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
+    """A run that has taken two steps more."""
+    metrics = run_directory(config) / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    process = shell.start(["-m", "launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.stat().st_mtime_ns == before or len(metrics.read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline_s and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp2", ""])
+def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}, "checkpoint": {"every": 1}}
+    config = run_config(corpus, tmp_path, **keys)
+    file = written(config, tmp_path)
+    shell.environment["SLURM_JOB_ID"] = "4711"
+    first = begun(shell, config, file)
+    ranks = set(shell.alive())
+    holder = json.loads((run_directory(config) / FILE).read_text())
+    assert holder["process"] in ranks
+
+    began_s = time.monotonic()
+    second = shell.run("-m", "launch", "train", file)
+    took_s = time.monotonic() - began_s
+    assert second.returncode == 2 and second.stdout == ""
+    assert re.fullmatch(
+        rf"meshwright: error: process {holder['process']} of Slurm job 4711 on {re.escape(os.uname().nodename)}, "
+        rf"since {re.escape(holder['since'])}, works in {re.escape(str(run_directory(config)))}: .*\n",
+        second.stderr,
+    ), second.stderr
+    assert took_s < 5.0  # it was promised; 2 s of them are patience
+    assert first.poll() is None and set(shell.alive()) == ranks
+
+    for pid in shell.alive():
+        os.kill(pid, signal.SIGKILL)
+    first.communicate()
+    shell.wait_until_none_is_left()
+    reached = lines(config)[-1]["step"]
+    again = begun(shell, config, file)
+    again.send_signal(signal.SIGTERM)
+    _, said = again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 85, said
+    assert lines(config)[-1]["step"] >= reached
+
+
+@pytest.mark.slow
+def test_two_jobs_at_the_same_time_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """The ranks take the lock themselves: nobody looked before."""
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"))
+    run_directory(config).mkdir()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch")
+    with RunLock(run_directory(config)):
+        done = shell.run(*torchrun, "train", written(config, tmp_path))
+    assert done.returncode != 0
+    assert f"process {os.getpid()} on " in done.stderr and "Traceback" not in done.stderr.split("torch")[0]
+    assert [file.name for file in run_directory(config).iterdir()] == [FILE]
