@@ -26,7 +26,7 @@ SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import default_world_size, load
     from framework.watch.lock import RunLock
-    from launch import local
+    from launch import local, restarts
     from launch.environment import Launcher, launch_environment
     from launch.failure import RankFailed
 
@@ -35,16 +35,21 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     if launcher is not Launcher.NONE:
         return _train_as_rank(config, launcher)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
-    if config.launch.processes != 1:
+    if local.has_children(config):
         local.warm_up(config, "framework.train")
-    from framework.train import check, work
+    from framework.train import check, run_directory, work
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
         print(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     try:
-        local.launch(work, checked)
+        restarts.keep_going(
+            lambda: local.launch(work, checked),
+            checked.launch.max_restarts,
+            run_directory(checked),
+            lambda text: _tell_progress(f"meshwright: {text}"),
+        )
     except (RankFailed, local.Interrupted) as error:
         return say(error, error.exit_code)
     return 0

@@ -23,6 +23,8 @@ class RankFailed(Exception):
     def __init__(self, message: str, rank: int, exit_code: int = 1) -> None:
         self.rank = rank
         self.exit_code = exit_code
+        self.asked = False
+        """The run had been asked to end before, by a signal."""
         super().__init__(message)
 
 
@@ -48,7 +50,9 @@ def describe(error: BaseException, rank: int) -> Failure:
         return Failure(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
     message = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(rank, time.monotonic(), message, trace, 1, lost_peer)
+    return Failure(
+        rank, time.monotonic(), message, trace, 130 if isinstance(error, KeyboardInterrupt) else 1, lost_peer
+    )
 
 
 def _lost_peer(error: BaseException | None) -> bool:
@@ -82,7 +86,9 @@ def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) 
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
     if not first.trace:  # most often every rank would say it, and some were ended before they could
         return RankFailed(first.message, first.rank, first.exit_code)
-    return RankFailed("\n".join([f"rank {first.rank}: {first.message}", first.trace, *_then(rest)]), first.rank)
+    return RankFailed(
+        "\n".join([f"rank {first.rank}: {first.message}", first.trace, *_then(rest)]), first.rank, first.exit_code
+    )
 
 
 def _then(failures: Sequence[Failure]) -> list[str]:

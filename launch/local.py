@@ -28,7 +28,7 @@ from pathlib import Path
 
 from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError, Preempted
-from framework.watch.signals import LISTENING, SIGNALS
+from framework.watch.signals import LISTENING, SIGNALS, ignored
 from launch.environment import check_port
 from launch.failure import LOG_HEAD, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
@@ -91,10 +91,16 @@ def warm_up(config: RunConfig, module: str) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
+def has_children(config: RunConfig) -> bool:
+    """Whether ranks are processes of their own: a lone one is, where it may have to be started again."""
+    return config.launch.processes != 1 or config.launch.max_restarts > 0
+
+
 def launch(work: Work, config: RunConfig) -> None:
     """Run ``work(config)`` in ``config.launch.processes`` ranks of this machine; blocks until all have ended.
 
-    ``config`` is resolved. ``work`` is sent by its name. One rank needs no launcher and runs in this process.
+    ``config`` is resolved. ``work`` is sent by its name. One rank needs no launcher and runs in this process, unless it
+    may have to be started again.
 
     Raises:
         MeshError: the port in MASTER_PORT is taken, or the launcher cannot reach its own machine.
@@ -105,7 +111,7 @@ def launch(work: Work, config: RunConfig) -> None:
     """
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int), "resolve the configuration first"
-    if num_ranks == 1:
+    if not has_children(config):
         set_threads(config.launch.threads)
         work(config)
         return
@@ -124,14 +130,27 @@ def launch(work: Work, config: RunConfig) -> None:
         others = multiprocessing.active_children()
         stack.callback(_kill_children, but=others)
         end = _End(notes / "listening", num_ranks, others)
-        for each in SIGNALS:
+        unwanted = ignored()
+        for each in set(SIGNALS).difference(unwanted):
             stack.enter_context(_signal_handler(each, end.asked))
         stack.enter_context(_quiet_torch())
         warm_up(config, work.__module__)
-        _elastic(work, config, num_ranks, port, logs, notes)
+        try:
+            _elastic(work, config, num_ranks, port, logs, notes, unwanted)
+        except RankFailed as failed:
+            failed.asked = end.told
+            raise
 
 
-def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Path, notes: Path) -> None:
+def _elastic(
+    work: Work,
+    config: RunConfig,
+    num_ranks: int,
+    port: int,
+    logs: Path,
+    notes: Path,
+    unwanted: list[signal.Signals],
+) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -152,7 +171,7 @@ def _elastic(work: Work, config: RunConfig, num_ranks: int, port: int, logs: Pat
         shutdown_timeout=SHUTDOWN_S,
     )
     try:
-        elastic_launch(settings, run_rank)(work, config, str(logs), str(notes))
+        elastic_launch(settings, run_rank)(work, config, str(logs), str(notes), unwanted)
     except ChildFailedError as error:
         noticed, found = error.get_first_failure()
         raise told(noticed, found.exitcode, read_notes(notes), logs) from None
@@ -177,27 +196,29 @@ class _End:
         self._listening = listening
         self._num_ranks = num_ranks
         self._others = others
-        self._told = False
+        self.told = False
 
     def asked(self, signum: int, frame: object) -> None:
         """The launcher's handler of SIGNALS."""
-        if self._told:
+        if self.told:
             return
         ranks = [int(place.name) for place in self._listening.iterdir()]
         if len(ranks) < self._num_ranks:
             _kill_children(self._others)
             raise Interrupted(signum)
-        self._told = True
+        self.told = True
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # it has left already: its last step is done
                 os.kill(rank, signum)
 
 
-def run_rank(work: Work, config: RunConfig, logs: str, notes: str) -> None:
-    """The life of one rank, in its own process."""
+def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals]) -> None:
+    """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # until it listens (framework.watch.signals)
-        signal.signal(each, signal.SIG_DFL)
+    for (
+        each
+    ) in SIGNALS:  # the server that it was forked from ignores all; DFL until it listens (framework.watch.signals)
+        signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = int(os.environ["RANK"])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

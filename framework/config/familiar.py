@@ -164,6 +164,7 @@ _NAMES = {
     "train_timeout_seconds": "launch.timeout_s",
     "init_timeout_seconds": "launch.timeout_s",
     "nproc_per_node": "launch.processes",
+    "max_restarts": "launch.max_restarts",
     "omp_num_threads": "launch.threads",
     # the model's own arguments
     "num_layers": _OPTIONS,

@@ -180,6 +180,9 @@ class Launch(Section):
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: PositiveFloat = 600.0
     """How long a rank waits in a collective before it fails and says for whom it waited."""
+    max_restarts: int = Field(default=0, ge=0)
+    """How often `meshwright train` starts a run that failed again by itself, from its newest checkpoint; torchrun and
+    srun have their own ways."""
 
 
 class RunConfig(Section):

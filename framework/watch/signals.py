@@ -4,6 +4,8 @@ rank 5      SIGTERM      noted
 all ranks   ... STEP     the reduction that every step does anyway carries the note: all know, in the same step
 all ranks   save         further signals change nothing
 all ranks   leave        Preempted: exit code 85, "run the same command again"
+
+A signal that was ignored when the run was started (SIGHUP under nohup) stays ignored, in the launcher and in all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from typing import Any, Self
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LISTENING = "MESHWRIGHT_LISTENING"
 """Names a directory: who takes signals from now on leaves a file with the name of its process id there."""
+
+
+def ignored() -> list[signal.Signals]:
+    """Those of SIGNALS that this process ignores: who started it wants it so."""
+    return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
 
 
 class StopRequest:
@@ -37,7 +44,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for each in SIGNALS:
+            for each in set(SIGNALS).difference(ignored()):
                 self._before[each] = signal.signal(each, self._note)
             place = os.environ.get(LISTENING)
             if place:

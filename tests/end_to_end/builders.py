@@ -13,30 +13,32 @@ import models.gpt2
 
 
 class Trap(nn.Module):
-    """Lets everything through, until one rank is asked for the given time."""
+    """Lets everything through, until one rank is asked for the given time; ``once``: a file that says it has failed."""
 
-    def __init__(self, rank: int, at_call: int, killed: bool) -> None:
+    def __init__(self, rank: int, at_call: int, killed: bool, once: str) -> None:
         super().__init__()
-        self.rank, self.at_call, self.killed = rank, at_call, killed
+        self.rank, self.at_call, self.killed, self.once = rank, at_call, killed, once
         self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_meta and int(os.environ.get("RANK", "0")) == self.rank:
             self.num_calls += 1
-            if self.num_calls >= self.at_call:
+            if self.num_calls >= self.at_call and not (self.once and Path(self.once).exists()):
+                if self.once:
+                    Path(self.once).touch()
                 if self.killed:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ArithmeticError("the layer of a user has failed")
         return x
 
 
-def trapped(rank: int, at_call: int, killed: bool = False, **options: Any) -> nn.Sequential:
+def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
     plain = models.gpt2.build(**options)
     layers = nn.Sequential()
     for name, layer in plain.named_children():
         if name.startswith("block"):
-            layers.add_module(f"before_{name}", Trap(rank, at_call, killed))
+            layers.add_module(f"before_{name}", Trap(rank, at_call, killed, once))
         layers.add_module(name, layer)
     for attribute in ("sharding_plan", "divisible", "tied_weights", "initialise"):
         setattr(layers, attribute, getattr(plain, attribute))

@@ -1,0 +1,92 @@
+"""A run that failed, started again from its newest checkpoint, as long as that gets anywhere.
+
+    start -- rank 1 was ended by SIGKILL --> going on from step 160, restart 1 of 5
+      |                                        newer checkpoints: as often as launch.max_restarts allows
+      |                                        none, three restarts in a row: given up, exit code 93
+      |-- what would come again: exit code 2, 17, ... --> as it is
+      |-- asked to end, or done ------------------------> as it is
+
+Every failure is written, whole, to ``runs/NAME/logs/failures.log``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.failure import RankFailed
+
+GIVEN_UP = 93
+IN_VAIN = 3
+"""So many restarts in a row without a newer checkpoint are enough."""
+
+
+def may_pass(failure: RankFailed) -> bool:
+    """Whether the run may get past it when it starts again: a rank died, lost a peer, or raised what nobody foresaw.
+
+    What a user must mend, a number that is none and the like have exit codes of their own. Who was asked to end ends.
+    """
+    return failure.exit_code == 1 and not failure.asked
+
+
+def why_stop(reached: Sequence[int], most: int) -> str | None:
+    """Why the run is not started again; None when it is.
+
+    ``reached``: the step of the newest checkpoint (0: none) when the run was started, and after each of its failures.
+    """
+    num_failures = len(reached) - 1
+    num_restarts = num_failures - 1
+    in_vain = 0
+    while in_vain < num_restarts and reached[-1 - in_vain] <= reached[-2 - in_vain]:
+        in_vain += 1
+    if in_vain >= IN_VAIN:
+        return f"{in_vain} restarts in a row never got past step {reached[-1]}"
+    if num_restarts >= most:
+        return f"launch.max_restarts = {most} is used up, and there is no checkpoint past step {reached[-1]}"
+    return None
+
+
+def keep_going(start: Callable[[], None], most: int, directory: Path, say: Callable[[str], object]) -> None:
+    """``start()``, and again when it fails, at most ``most`` times. ``directory``: the run's.
+
+    Raises:
+        RankFailed: what cannot pass; with exit code 93 when it was given up.
+    """
+    if most == 0:
+        start()
+        return
+    from framework.checkpoint import find
+
+    reached: list[int] = []
+
+    def look() -> None:
+        newest = find(directory)
+        reached.append(newest[0].step if newest else 0)
+
+    look()
+    while True:
+        try:
+            start()
+            return
+        except RankFailed as failure:
+            if not may_pass(failure):
+                raise
+            _write_down(failure, directory)
+            look()
+            reason = why_stop(reached, most)
+            if reason is not None:
+                count = len(reached) - 1
+                times = f"{count} failure{'s' * (count > 1)}"
+                raise RankFailed(
+                    f"given up after {times}: {reason}. The last failure:\n{failure}", failure.rank, GIVEN_UP
+                ) from None
+            said = str(failure).splitlines()[0]
+        say(f"{said}; going on from step {reached[-1]}, restart {len(reached) - 1} of {most}")
+
+
+def _write_down(failure: RankFailed, directory: Path) -> None:
+    """For who looks for what the one line of a restart leaves out."""
+    with contextlib.suppress(OSError), (directory / "logs" / "failures.log").open("a") as log:
+        log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{failure}\n")
