@@ -17,7 +17,7 @@ from pathlib import Path
 from framework import trace
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build
-from framework.config import RunConfig, dump, resolve, to_toml
+from framework.config import RunConfig, keep, resolve
 from framework.data.samples import Feed, unigram_entropy
 from framework.errors import ConfigError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
@@ -99,8 +99,7 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh) -> None:
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
-        _write(directory / "resolved.json", dump(config))
-        _write(directory / "config.toml", to_toml(config))
+        keep(directory, config)
     tracker = build_tracker(
         directory,
         is_writer=mesh.rank == 0,
@@ -223,13 +222,6 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
 def _is_due(step: int, every: int, last: bool) -> bool:
     """Every so many steps, and after the last one."""
     return last or (every > 0 and step % every == 0)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(text)
-    aside.replace(path)
 
 
 def _say(text: str) -> None:

@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint",
         None,
         "what a run has saved, and whether it is sound",
-        "Reads checkpoints of any layout without starting a rank, and changes nothing.",
+        "Reads checkpoints of any layout without starting a rank, and changes none.",
         "meshwright checkpoint verify runs/demo",
     )
     _checkpoint_commands(checkpoint)
@@ -242,7 +242,19 @@ def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
         "meshwright checkpoint show runs/demo --tensor embedding.token.weight",
     )
     shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
-    for parser in (listed, verified, shown):
+    resharded = _command(
+        commands_of,
+        "reshard",
+        commands.checkpoint_reshard,
+        "rewrite one as another layout would have saved it",
+        "Reads the newest checkpoint of a run, or that of --step, and writes it into another run directory, which "
+        "`meshwright train` goes on from: a file or more for each rank of the new layout, or one in all. Any layout "
+        "reads any checkpoint without it. Only parallel.*, pipeline.*, run.name and run.directory may change.",
+        "meshwright checkpoint reshard runs/demo --out runs/one-file --parallel.pp=1 --parallel.tp=1",
+        takes_overrides=True,
+    )
+    resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run directory to be written")
+    for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:
             parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")

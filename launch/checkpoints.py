@@ -1,4 +1,4 @@
-"""What ``meshwright checkpoint`` does: tell what a run has saved, whether it is sound, and what is in it. No ranks."""
+"""What ``meshwright checkpoint`` tells: what a run has saved, whether it is sound, what is in it. No ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from framework.checkpoint.files import checkpoints_directory
 from framework.checkpoint.manifest import MANIFEST, Entry
 from framework.checkpoint.shard import TORCH_DTYPES
 from framework.errors import CheckpointError
+from framework.reshard import Resharded
 from framework.summary import columns, memory
 
 
@@ -127,6 +128,22 @@ def _pieces(checkpoint: Checkpoint, name: str) -> str:
             box = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.shape, strict=True))
             lines.append(f"  [{box}]  {piece.file}")
     return "\n".join(lines)
+
+
+def resharded(source: Path, written: Resharded, out: Path) -> str:
+    """What was written where, and how to go on with it."""
+    before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
+    files = sorted(written.manifest.files.items())
+    total = memory(sum(file.size for _, file in files))
+    return "\n".join(
+        [
+            f"{source}: {before}",
+            f"{written.path}: {after}",
+            *columns([(f"  {name}", memory(file.size)) for name, file in files], "<>"),
+            f"{len(files):,} file{'s' * (len(files) != 1)}, {total}",
+            f"go on with: meshwright train {out / 'config.toml'}",
+        ]
+    )
 
 
 def _shape(entry: Entry) -> str:

@@ -265,6 +265,15 @@ def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.reshard import reshard
+    from launch import checkpoints
+
+    source = checkpoints.pick(options.place, options.step).path
+    print(checkpoints.resharded(source, reshard(source, options.out, overrides), options.out))
+    return 0
+
+
 def sample(options: argparse.Namespace, _: list[str]) -> int:
     from framework.sample import sample
 

@@ -53,6 +53,7 @@ JOINING = [
     "watch",
     "resume",
     "saving",
+    "reshard",
     "summary",
     "throughput",
     "trace",
@@ -62,7 +63,7 @@ JOINING = [
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample"}
+ON_TOP = {"train", "verify", "sample", "reshard"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")

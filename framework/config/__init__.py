@@ -1,6 +1,7 @@
 """The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
 
-from framework.config.load import dump, load, parse
+from framework.config.kept import keep
+from framework.config.load import change, dump, load, parse
 from framework.config.schema import (
     Batch,
     Checkpoint,
@@ -33,8 +34,10 @@ __all__ = [
     "Section",
     "Tracking",
     "Train",
+    "change",
     "default_world_size",
     "dump",
+    "keep",
     "load",
     "parse",
     "resolve",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from os import PathLike
 from pathlib import Path as File
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from framework.config.familiar import FAMILIAR, fold, here
-from framework.config.given import Bare, Given, leaves, read_file, read_overrides
+from framework.config.given import Bare, Given, Source, leaves, read_file, read_overrides
 from framework.config.keys import (
     KEYS,
     SECTIONS,
@@ -204,8 +204,19 @@ def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises :class:`ConfigError` with every problem, a line each: place, key, value, what is allowed, what was meant.
     """
-    place = str(path)
-    file, words = read_file(File(path)), read_overrides(overrides)
+    return _put_together(read_file(File(path)), overrides, str(path))
+
+
+def change(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:
+    """A configuration that was written down as JSON, with the words of the command line on top; judged as a file is.
+
+    Raises :class:`ConfigError` as :func:`load` does; ``place`` names what was saved.
+    """
+    return _put_together(Source(list(leaves(dict(saved), place)), []), overrides, place)
+
+
+def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConfig:
+    words = read_overrides(overrides)
     arranged = _arrange([*file.given, *words.given])
     config = _validate(arranged, place, whole=not file.problems)
     between = [] if file.problems else _between_keys(config, arranged, place)

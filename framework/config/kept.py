@@ -1,0 +1,18 @@
+"""The configuration as a run directory keeps it: ``resolved.json`` for programs, ``config.toml`` for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from framework.config.load import dump
+from framework.config.schema import RunConfig
+from framework.config.toml import to_toml
+
+
+def keep(directory: Path, config: RunConfig) -> None:
+    """Write both files, each whole or not at all. ``config``: resolved."""
+    for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
+        path = directory / name
+        aside = path.with_suffix(".tmp")
+        aside.write_text(text)
+        aside.replace(path)

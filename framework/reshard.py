@@ -1,0 +1,231 @@
+"""Rewrite a checkpoint as another layout would have saved it, without starting a rank.
+
+    source                 layout                      target
+    pp0-tp0 |####|         draw_blueprint              pp0-tp0 |##|  pp0-tp1 |##|
+    pp1-tp0 |####|  read   for each tp rank:   write   pp1-tp0 |##|  pp1-tp1 |##|
+                    ---->  who holds what,     ---->   ...
+                           which slice of it           manifest: the same step, the new layout
+
+Any layout reads any checkpoint as it is; this is for files that each rank of a layout reads in one piece, and for one
+single file. One tensor is in hand at a time, besides what fills the file that is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.blueprint import Blueprint, draw_blueprint
+from framework.checkpoint import (
+    Checkpoint,
+    Head,
+    Kind,
+    Manifest,
+    Piece,
+    begin,
+    find,
+    open_checkpoint,
+    publish,
+    write_shard,
+)
+from framework.checkpoint.save import final_directory
+from framework.checkpoint.shard import MAX_FILE_BYTES
+from framework.config import RunConfig, change, default_world_size, keep, parse, resolve
+from framework.config.given import read_overrides
+from framework.config.keys import KEYS
+from framework.data_parallel.buckets import Member, accumulation_dtype, kind_of, plan_buckets
+from framework.errors import CheckpointError, ConfigError
+from framework.materialise import stage_members
+from framework.mesh.comm import Group
+from framework.parameters import ParameterInfo
+
+MAY_CHANGE = ("parallel", "pipeline", "run")
+"""Sections that say how a run is laid out, or where it is kept, and not what it is."""
+
+
+class Resharded(NamedTuple):
+    """What was written."""
+
+    path: Path
+    manifest: Manifest
+    config: RunConfig
+
+
+def reshard(
+    source: Path, out: Path, overrides: Sequence[str] = (), *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Resharded:
+    """Write the checkpoint ``source`` into the run directory ``out``, laid out by its configuration plus overrides.
+
+    ``out`` is then a run directory that ``meshwright train out/config.toml`` goes on from.
+
+    Raises:
+        CheckpointError: the source is damaged, or ``out`` cannot take it.
+        ConfigError: an override that changes more than the layout, or a layout that does not fit.
+    """
+    if out.name in ("", ".."):
+        out = out.resolve()  # its name is to be that of the run
+    _check_place(source, out)
+    with _sound(source) as checkpoint:
+        saved = checkpoint.manifest
+        config = _laid_out(saved.config, out, overrides, f"{source}/manifest.json")
+        _check_free(out, saved.step, config)
+        parallel = config.parallel
+        blueprints = [
+            draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
+        ]
+        _check_names(checkpoint, blueprints[0])
+        temporary = begin(out, saved.step, secrets.token_hex(4))
+        for pp_rank in range(parallel.pp):
+            for tp_rank, blueprint in enumerate(blueprints):
+                shard = pieces(checkpoint, blueprint, pp_rank, tp_rank)
+                write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
+                checkpoint.close()  # what was mapped for this shard
+    head = Head(
+        step=saved.step,
+        samples_seen=saved.samples_seen,
+        seed=saved.seed,
+        config=config.model_dump(mode="json"),
+        data_fingerprint=saved.data_fingerprint,
+        state=saved.state,
+    )
+    path = final_directory(out, saved.step)
+    manifest = publish(temporary, path, head)
+    keep(out, config)  # only now: without a checkpoint, training by it would start from fresh weights
+    return Resharded(path, manifest, config)
+
+
+class Held(NamedTuple):
+    """A tensor that one rank writes: which, and what of it."""
+
+    kind: Kind
+    info: ParameterInfo
+
+
+def held(blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Held]:
+    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of :func:`framework.state.pieces`.
+
+    ``blueprint``: drawn for this tp rank.
+    """
+    stages = blueprint.schedule.stages_of(pp_rank)
+    if tp_rank == 0:
+        for stage in stages:
+            inside = {name for name, _ in blueprint.stage_layers(stage).named_children()}
+            for name in blueprint.running:
+                if name.partition(".")[0] in inside:
+                    shape = tuple(blueprint.model.layers.get_buffer(name).shape)
+                    yield Held(Kind.WEIGHTS, ParameterInfo(name, shape))
+    for stage in stages:
+        members = _members(blueprint, stage)
+        for member in members:
+            if not member.parameter.requires_grad and kind_of(member).owns(tp_rank):
+                yield Held(Kind.WEIGHTS, member.info)
+        trained = [member for member in members if member.parameter.requires_grad]
+        for kind, together in plan_buckets(trained, blueprint.config.parallel.bucket_bytes):
+            if not kind.owns(tp_rank):
+                continue
+            dtype = together[0].parameter.dtype
+            kinds = [Kind.WEIGHTS, Kind.EXP_AVG, Kind.EXP_AVG_SQ]
+            if dtype != accumulation_dtype(dtype):
+                kinds.append(Kind.MASTER)
+            for of in kinds:
+                for member in together:
+                    yield Held(of, member.info)
+
+
+def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Piece]:
+    """The same with their numbers, read one by one."""
+    for kind, info in held(blueprint, pp_rank, tp_rank):
+        tensor = checkpoint.read(kind, info)
+        assert tensor is not None, (kind, info)  # _check_names has seen it
+        yield Piece(kind, info, info.unpadded(tensor))
+
+
+def _members(blueprint: Blueprint, stage: int) -> list[Member]:
+    """The parameters of a stage, each once. A weight tied across stages knows the first of them, and no other rank."""
+    alone = Group("pp", (0,), 0)
+    tied = {name: alone for name, stages in blueprint.stage_of_parameter().items() if len(stages) > 1}
+    found: dict[str, Member] = {}
+    for member in stage_members(blueprint, stage, blueprint.stage_layers(stage), tied):
+        found.setdefault(member.info.name, member)
+    return list(found.values())
+
+
+def _check_place(source: Path, out: Path) -> None:
+    run, target = source.resolve().parent.parent, out.resolve()
+    if target == run:
+        raise CheckpointError(
+            f"--out {out} is the run that the checkpoint is of: a published checkpoint is never written into; name "
+            f"another directory"
+        )
+    if target.is_relative_to(source.resolve().parent):
+        raise CheckpointError(f"--out {out} lies among the checkpoints of {run}: name a directory of its own")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"--out {out} is a file: name a directory, new or of a run of the same configuration")
+
+
+def _sound(source: Path) -> Checkpoint:
+    """Every byte of it, before anything is written: what is damaged would get hashes of its own."""
+    checkpoint = open_checkpoint(source)
+    try:
+        checkpoint.verify()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}\nnothing is written; choose another checkpoint (--step), or restore the file from a copy"
+        ) from None
+    return checkpoint
+
+
+def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str) -> RunConfig:
+    """The saved configuration on the new layout, resolved; it names ``out`` as the directory of its run."""
+    given = {given.path[:2] for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    refused = sorted(".".join(path) for path in given if path[0] not in MAY_CHANGE or path == ("run", "seed"))
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)}: a checkpoint is rewritten on another layout, and the run stays what it is; only "
+            f"parallel.*, pipeline.*, run.name and run.directory may be changed. `meshwright train` takes the others"
+        )
+    tree = parse(json.dumps(saved), place).model_dump(mode="json")
+    tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
+    tree["launch"]["processes"] = "auto"
+    config = change(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
+    return resolve(config, default_world_size(config, 0))
+
+
+def _check_free(out: Path, step: int, config: RunConfig) -> None:
+    """``out`` is new, or keeps this very configuration and has no sound checkpoint of the step."""
+    for candidate in find(out):
+        if candidate.step != step:
+            continue
+        try:
+            open_checkpoint(candidate.path).verify()
+        except CheckpointError:
+            continue  # a damaged one is moved aside by `begin`, which tells
+        raise CheckpointError(
+            f"{candidate.path} exists and is sound: a checkpoint is never written into; name another --out"
+        )
+    resolved = out / "resolved.json"
+    if not resolved.is_file():
+        return
+    other = parse(resolved.read_text(), str(resolved))
+    if other.model_copy(update={"run": config.run.model_copy(update={"seed": other.run.seed})}) != config:
+        raise CheckpointError(
+            f"--out {out} is the directory of a run of another configuration ({resolved}): name another"
+        )
+
+
+def _check_names(checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+    """The model that is built now has the very tensors of the checkpoint: none would be lost."""
+    found = {kind.of(info.name) for pp_rank in range(blueprint.grid.pp) for kind, info in held(blueprint, pp_rank, 0)}
+    there = set(checkpoint.manifest.tensors)
+    if found == there:
+        return
+    problems = [f"{name} is in the model and not in the checkpoint" for name in sorted(found - there)]
+    problems += [f"{name} is in the checkpoint and not in the model" for name in sorted(there - found)]
+    raise CheckpointError(
+        f"{checkpoint.path} is not of the model that {blueprint.config.model.builder} builds: {problems[0]}"
+        + (f", and {len(problems) - 1} more" if problems[1:] else "")
+        + "; use the code that it was trained with"
+    )
