@@ -15,6 +15,7 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from framework.config.keys import KEYS, SECTIONS, Path, split, takes
+from framework.config.secret import names_a_secret
 
 COMMAND_LINE = "command line"
 
@@ -76,6 +77,8 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
     lines = text.splitlines()
     row = int(found[1]) if found else len(lines)
     line = lines[row - 1].strip() if 0 < row <= len(lines) else ""
+    if any(map(names_a_secret, re.findall(r"[\w-]+", line))):
+        line = ""  # it may hold one, and this goes into logs
     return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
 
 

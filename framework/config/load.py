@@ -37,6 +37,7 @@ from framework.config.keys import (
 )
 from framework.config.rules import RULES
 from framework.config.schema import RunConfig
+from framework.config.secret import names_a_secret, said_of, secrets_in
 from framework.errors import ConfigError
 
 
@@ -53,7 +54,7 @@ class _Arranged(NamedTuple):
 
 
 def _line(given: Given, said: str) -> str:
-    value = "" if given.value is Bare.FLAG else f" = {shown(given.value)}"
+    value = "" if given.value is Bare.FLAG or any(map(names_a_secret, given.path)) else f" = {shown(given.value)}"
     return f"{given.place}: {given.key}{value}{said}"
 
 
@@ -139,6 +140,11 @@ def _take(to: _Arranged, path: Path, given: Given) -> None:
     """Put one value at a known key into the tree, if it is one that could be right."""
     key, value = path[:2], given.value
     to.where[key] = given
+    found = list(secrets_in(value, path)) if key[1] == "options" else []
+    if found:
+        to.problems.extend(f"{given.place}: {said_of(secret)}" for secret in found)
+        to.silent.add(key)
+        return
     if value is Bare.FLAG and takes(key, bool):
         value = True
     if value is Bare.FLAG:

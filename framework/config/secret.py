@@ -1,0 +1,58 @@
+"""Options that look like secrets: what is configured is written down in many places, and a secret must be in none.
+
+    api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
+    key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     none
+
+A name is taken apart at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it,
+``key`` and ``token`` as its last word, and only where the value is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+ANYWHERE = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "apikey"}
+AT_THE_END = {"key", "token"}
+MARKERS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "unk"}
+"""Words before ``token`` that make it one of a vocabulary."""
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether what stands under this name, if it is text, is likely not for others' eyes."""
+    words = _words(name)
+    if ANYWHERE & {*words}:
+        return True
+    return words[-1] in AT_THE_END and not (words[-1] == "token" and MARKERS & {*words[:-1]})
+
+
+def _words(name: str) -> list[str]:
+    """``dbPassword``, ``DB-PASSWORD`` -> db, password."""
+    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+
+
+def secrets_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The keys, from ``path`` on, whose values look like secrets; into tables and lists."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from secrets_in(inner, (*path, name))
+    elif isinstance(value, list):
+        found = {key for inner in value for key in secrets_in(inner, path)}
+        yield from sorted(found)
+    elif value not in (None, "") and not isinstance(value, bool):
+        for name in path[2:]:
+            if names_a_secret(name) and (isinstance(value, str) or ANYWHERE & {*_words(name)}):
+                yield path
+                return
+
+
+def said_of(path: tuple[str, ...]) -> str:
+    """The message for one, without its value."""
+    name = path[-1]
+    variable = "_".join(_words(name)).upper()
+    return (
+        f"{'.'.join(path)} looks like a secret, and options are written to config.toml, resolved.json, checkpoints and "
+        f'wandb: leave it out, and read it in {path[0]}.builder from an environment variable (os.environ["'
+        f'{variable}"]); if it is none, give it another name'
+    )
