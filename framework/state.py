@@ -8,13 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from framework.blueprint import Blueprint
 from framework.checkpoint import Checkpoint, Kind, Piece
+from framework.checkpoint.space import Weight
 from framework.data_parallel.buckets import Bucket, Member, kind_of
 from framework.data_parallel.replica import StageReplica
 from framework.errors import CheckpointError
 from framework.mesh.mesh import Mesh
 from framework.optimizer.adamw import FlatAdamW
 from framework.parameters import ParameterInfo
+
+
+def saved_weights(blueprint: Blueprint) -> Iterator[Weight]:
+    """The tensors of the model that are saved, each once, whole."""
+    layers = blueprint.model.layers
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        if blueprint.model.canonical(name) == name:
+            yield Weight(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
+    for name in blueprint.running:
+        buffer = layers.get_buffer(name)
+        yield Weight(tuple(buffer.shape), buffer.dtype, False)
 
 
 @dataclass

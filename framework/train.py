@@ -17,6 +17,8 @@ from pathlib import Path
 from framework import trace
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build
+from framework.checkpoint.files import to_stderr
+from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
 from framework.data.samples import Feed, unigram_entropy
 from framework.errors import ConfigError, NonFiniteError, Preempted
@@ -25,6 +27,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.resume import resume
 from framework.saving import Saver
+from framework.state import saved_weights
 from framework.step import StepStats, take_step, validate
 from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
@@ -50,7 +53,13 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
     open_feeds(config)
-    make_directory(config)
+    check_space(
+        make_directory(config),
+        checkpoint_bytes(saved_weights(blueprint)),
+        keep_last=config.checkpoint.keep_last,
+        steps=config.train.steps,
+        warn=to_stderr if environment_rank()[0] == 0 else _keep_quiet,
+    )
     return config, blueprint
 
 

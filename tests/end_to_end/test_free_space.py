@@ -1,0 +1,124 @@
+"""A disk that is too small for the checkpoints: told before any rank starts. On a small file system, really mounted."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.blueprint import draw_blueprint
+from framework.checkpoint import find
+from framework.checkpoint.space import checkpoint_bytes
+from framework.config import RunConfig, resolve, to_toml
+from framework.errors import ConfigError
+from framework.state import saved_weights
+from framework.train import check, run_directory
+from launch.cli import main
+from launch.pool import RankPool
+from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
+
+
+def needed(config: RunConfig) -> int:
+    return checkpoint_bytes(saved_weights(draw_blueprint(resolve(config, size(config)))))
+
+
+def taken(run: Path) -> int:
+    return sum(file.stat().st_size for file in find(run)[0].path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text", "frozen"),
+    [("bfloat16", "pp2,tp2", False), ("float32", "", True), ("float64", "tp2", False)],
+)
+def test_it_is_what_a_checkpoint_takes(
+    dtype: str, text: str, frozen: bool, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    options: dict[str, Any] = {**GPT2, "vocab_size": 301, "hidden_size": 128}
+    model = {"builder": "models.gpt2:build", "options": options}
+    if frozen:
+        (tmp_path / "source.txt").write_text("1.5")
+        options["source"] = str(tmp_path / "source.txt")
+        model["builder"] = "tests.end_to_end.builders:partly_frozen"
+    config = run_config(corpus, tmp_path, parallel=layout(text), train={"dtype": dtype}, model=model)
+    pool.run(initial_weights, size(config), config, str(tmp_path / "run"))
+    assert abs(needed(config) - taken(tmp_path / "run")) < 0.02 * taken(tmp_path / "run")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    if done.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path, free: int) -> None:
+    """Leave so many bytes, to within a page."""
+    import shutil
+
+    (disk / "filler").unlink(missing_ok=True)
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - free))
+
+
+def test_less_than_one_is_refused(disk: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = run_config(corpus, disk, parallel=layout(""))
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    fill(disk, 100_000)
+    assert main(["train", str(file)]) == 2
+    said = capfd.readouterr()
+    assert said.out == "", "no rank was started"
+    assert said.err.startswith(f"meshwright: error: {run_directory(config)} has ") and said.err.count("\n") == 1
+    assert f"one checkpoint of this run takes {needed(config):,}: free " in said.err
+    assert "or choose a run.directory on another disk" in said.err
+    assert not list(run_directory(config).iterdir())
+
+
+def test_fewer_than_are_kept_is_warned_of(
+    disk: Path, corpus: Path, pool: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(corpus, disk, parallel=layout(""), checkpoint={"keep_last": 2})
+    one = needed(config)
+    fill(disk, 2 * one)
+    check(config, 1)
+    said = capfd.readouterr().err
+    assert said.startswith(f"warning: {run_directory(config)} has ") and "checkpoint.keep_last = 2 takes" in said
+    assert f"takes {3 * one:,} more" in said and said.count("\n") == 1
+    fill(disk, 3 * one + 50_000)
+    check(config, 1)
+    assert capfd.readouterr().err == ""
+
+    # what is there already need not fit once more
+    pool.run(initial_weights, 1, config, str(run_directory(config)))
+    fill(disk, 2 * one + 50_000)
+    check(config, 1)
+    assert capfd.readouterr().err == ""
+    fill(disk, one + 50_000)
+    check(config, 1)
+    assert "warning: " in capfd.readouterr().err
+
+    # nor does what a dead save has left, which the next one removes
+    dead = run_directory(config) / "checkpoints" / ".tmp-step-00000001-a1"
+    dead.mkdir()
+    (dead / "pp0-tp0-00000.safetensors").write_bytes(bytes(one))
+    fill(disk, 20_000)
+    check(config, 1)
+    assert "warning: " in capfd.readouterr().err
+    (dead / "pp0-tp0-00000.safetensors").unlink()
+    fill(disk, 20_000)
+    with pytest.raises(ConfigError, match="bytes free, and one checkpoint"):
+        check(config, 1)
+
+    # a run that has taken its steps saves no more
+    path = find(run_directory(config))[0].path
+    path.rename(path.with_name("step-00000006"))
+    check(config, 1)
