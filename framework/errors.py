@@ -51,6 +51,16 @@ class NonFiniteError(UserError):
     exit_code = 17
 
 
+class HangError(UserError):
+    """Nothing has moved on some rank for longer than ``launch.timeout_s``; names who waits for whom."""
+
+    exit_code = 19
+
+
+class HangEcho(HangError):
+    """Another rank has told why the run hangs."""
+
+
 class Preempted(UserError):
     """The run was asked to end, and has saved: the same command goes on. 85 is for schedulers: requeue me."""
 

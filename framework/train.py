@@ -36,6 +36,7 @@ from framework.tracking.memory import peak_memory_bytes
 from framework.tracking.record import StepRecord
 from framework.tracking.tracker import Tracker
 from framework.tracking.wandb import WandbMode
+from framework.watch.hang import LATER_S, GiveUp, Watchdog, end_process
 from framework.watch.lock import alone_in
 
 
@@ -84,8 +85,11 @@ def make_directory(config: RunConfig) -> Path:
     return directory
 
 
-def work(config: RunConfig) -> None:
-    """One rank of a run, from the environment that a launcher has set (torchrun's names) to the end of training."""
+def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+    """One rank of a run, from the environment that a launcher has set (torchrun's names) to the end of training.
+
+    ``give_up`` ends this process when the run hangs.
+    """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
     parallel = config.parallel
@@ -93,15 +97,15 @@ def work(config: RunConfig) -> None:
     mesh = open_mesh(
         Grid(parallel.pp, parallel.dp, parallel.tp),
         config.train.device,
-        timeout_s=config.launch.timeout_s,
+        timeout_s=config.launch.timeout_s + LATER_S,
         tp_across_nodes=parallel.tp_across_nodes,
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     with alone_in(directory, mesh):
-        _train_in(directory, config, mesh)
+        _train_in(directory, config, mesh, give_up)
 
 
-def _train_in(directory: Path, config: RunConfig, mesh: Mesh) -> None:
+def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
     """Build, resume, train and leave the mesh; ``config`` is resolved."""
     parts = build(config, mesh)
     say = _say if mesh.rank == 0 else _keep_quiet
@@ -122,8 +126,11 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh) -> None:
         wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
     )
+    watchdog = Watchdog(
+        mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up
+    )
     try:
-        with parts.asked, tracker:
+        with watchdog, mesh.activity.during("training"), parts.asked, tracker:
             train(parts, directory, tracker, say)
     except Preempted:
         close_mesh(mesh)
@@ -142,7 +149,8 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
         steps = config.train.steps
         taken = f"its {steps} steps" if state.step == steps else f"{state.step} steps and train.steps = {steps}"
         if parts.validation is not None:  # on this layout: the same number as on the one that trained
-            say(_against_unigrams(parts, validate(parts)))
+            with parts.mesh.activity.during("validating"):
+                say(_against_unigrams(parts, validate(parts)))
         say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
     saver = Saver(parts, directory, say)
@@ -162,18 +170,21 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
         validation_loss = None
         stopping = stats.stop and not last
         if not stopping and parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
-            validation_loss = validate(parts)
+            with parts.mesh.activity.during("validating"):
+                validation_loss = validate(parts)
         tracker.write(record(parts, stats, step_s, validation_loss))
         saver.look(stats.not_written)
         if stopping or _is_due(state.step, config.checkpoint.every, last):
-            saver.start()
+            with parts.mesh.activity.during("saving a checkpoint"):
+                saver.start()
         if stopping:
             raise Preempted(
                 f"stopped by {_signals(parts)} after step {state.step} of {config.train.steps}; {_kept(saver)}, "
                 f"and the same command goes on from there"
             )
         if last:
-            saver.finish_or_fail()
+            with parts.mesh.activity.during("saving a checkpoint"):
+                saver.finish_or_fail()
         if last and validation_loss is not None:
             say(_against_unigrams(parts, validation_loss))
 

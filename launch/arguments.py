@@ -131,6 +131,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _checkpoint_commands(checkpoint)
 
+    status = _command(
+        added,
+        "status",
+        commands.status,
+        "where a run stands: its step, the time left, what each rank does",
+        "Reads what the run's first rank writes down every few seconds, from any machine that sees the run's "
+        "directory: no torch, and nothing is asked of the run itself.",
+        "meshwright status runs/demo",
+    )
+    status.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
+
     sample = _command(
         added,
         "sample",

@@ -79,8 +79,16 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
         if at.local_rank != 0:
             time.sleep(local.SILENT_S)
         return say(error, error.exit_code)
+
+    def end(error: BaseException) -> None:
+        failure = describe(error, at.rank)
+        if failure.trace:
+            get_error_handler().record_exception(error)  # for torchrun's own summary
+        say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
+        local.leave(failure.exit_code, local.HOLD_S if failure.lost_peer else 0.0)
+
     try:
-        work(checked)
+        work(checked, end)
     except KeyboardInterrupt:
         local.leave(130)
     except Preempted as error:
@@ -88,11 +96,7 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
             say(error, error.exit_code)
         local.leave(error.exit_code)
     except BaseException as error:
-        failure = describe(error, at.rank)
-        if failure.trace:
-            get_error_handler().record_exception(error)  # for torchrun's own summary
-        say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
-        local.leave(failure.exit_code, local.HOLD_S if failure.lost_peer else 0.0)
+        end(error)
     return 0
 
 
@@ -297,6 +301,13 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     picture = options.out or options.directory / "loss.png"
     loss_curve(options.directory / "metrics.jsonl", picture, unigram_entropy)
     print(picture)
+    return 0
+
+
+def status(options: argparse.Namespace, _: list[str]) -> int:
+    from launch.status import describe
+
+    print(describe(options.directory))
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from framework.errors import CommunicationError, UserError
+from framework.errors import CommunicationError, HangEcho, UserError
 
 LOG_TAIL_LINES = 20
 LOG_HEAD = "=== started "
@@ -58,7 +58,7 @@ def describe(error: BaseException, rank: int) -> Failure:
 def _lost_peer(error: BaseException | None) -> bool:
     """Whether the error came out of communication: the framework's own kind, or torch's bare one."""
     while error is not None:
-        if isinstance(error, CommunicationError):
+        if isinstance(error, CommunicationError | HangEcho):
             return True
         if isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl")):
             return True

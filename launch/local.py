@@ -24,13 +24,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from framework.config import RunConfig
-from framework.errors import ConfigError, MeshError, Preempted
+from framework.errors import ConfigError, MeshError, Preempted, UserError
 from framework.watch.signals import LISTENING, SIGNALS, ignored
 from launch.environment import check_port
-from launch.failure import LOG_HEAD, RankFailed, describe, read_notes, told, write_down
+from launch.failure import LOG_HEAD, Failure, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
 
 HOLD_S = 3.0
@@ -40,7 +41,9 @@ SILENT_S = 30.0
 SHUTDOWN_S = 3
 """How long the ranks that are left after a failure have to end by themselves."""
 
-Work = Callable[[RunConfig], None]
+GiveUp = Callable[[UserError], None]
+"""Ends the process of a rank whose main thread may be stuck; called in another thread."""
+Work = Callable[[RunConfig, GiveUp], None]
 
 
 class Interrupted(Exception):
@@ -97,7 +100,7 @@ def has_children(config: RunConfig) -> bool:
 
 
 def launch(work: Work, config: RunConfig) -> None:
-    """Run ``work(config)`` in ``config.launch.processes`` ranks of this machine; blocks until all have ended.
+    """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine; blocks until all have ended.
 
     ``config`` is resolved. ``work`` is sent by its name. One rank needs no launcher and runs in this process, unless it
     may have to be started again.
@@ -113,7 +116,7 @@ def launch(work: Work, config: RunConfig) -> None:
     assert isinstance(num_ranks, int), "resolve the configuration first"
     if not has_children(config):
         set_threads(config.launch.threads)
-        work(config)
+        work(config, _end_alone)
         return
     logs = Path(config.run.directory) / config.run.name / "logs"
     try:
@@ -227,15 +230,32 @@ def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: lis
     faulthandler.enable()
     try:
         set_threads(config.launch.threads)
-        work(config)
+        work(config, partial(_end_rank, rank, Path(notes)))
     except BaseException as error:
-        failure = describe(error, rank)
-        if rank != 0:
-            print(failure.trace or failure.message, file=sys.stderr)
-        write_down(failure, Path(notes))
-        if isinstance(error, Preempted):
-            return  # no failure to the agent, which would end the others; it waits until all have returned
-        leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
+        if isinstance(error, Preempted):  # no failure to the agent, which would end the others: it waits for all
+            _tell(error, rank, Path(notes))
+            return
+        _end_rank(rank, Path(notes), error)
+
+
+def _tell(error: BaseException, rank: int, notes: Path) -> Failure:
+    failure = describe(error, rank)
+    write_down(failure, notes)
+    if rank != 0:
+        print(failure.trace or failure.message, file=sys.stderr)
+    return failure
+
+
+def _end_rank(rank: int, notes: Path, error: BaseException) -> None:
+    """Leave a note for the launcher, and end this process."""
+    failure = _tell(error, rank, notes)
+    leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
+
+
+def _end_alone(error: UserError) -> None:
+    """End the process of a run of one rank."""
+    print(f"meshwright: error: {error}", file=sys.stderr)
+    leave(error.exit_code)
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:

@@ -10,10 +10,10 @@ Every call is counted in the mesh's :class:`Traffic` with the bytes that a rank 
 from __future__ import annotations
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.errors import CommunicationError
+from framework.mesh.activity import Activity, Waits
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -73,23 +74,37 @@ class Handle:
         what: str | Callable[[], str],
         keep: Sequence[Tensor] = (),
         finish: Callable[[], object] | None = None,
+        group: Group | None = None,
+        peers: Sequence[int] = (),
+        sends: bool = False,
+        number: int = 0,
     ) -> None:
         self._works = works
         self._finish = finish  # what is left to do here when the message has come
         self._what = what
         self._keep = keep  # gloo reads a sent tensor until the send is done
+        self._group = group
+        self._peers = peers  # of a collective none; of each work one, or of all works together
+        self._sends = sends
+        self._number = number
+        self._at = 0
         self._posted_s = time.monotonic()
 
     def wait(self) -> None:
         """Block until done; a failure becomes a :class:`CommunicationError` that names the operation and the peers."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            waited_s = time.monotonic() - self._posted_s
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            what = self._what if isinstance(self._what, str) else self._what()
-            raise CommunicationError(f"{what} failed after {waited_s:.1f} s: {reason}") from error
+        if self._works:
+            assert self._group is not None
+            activity = self._group.activity
+            activity.waits(self)
+            try:
+                for self._at, work in enumerate(self._works):
+                    work.wait()
+            except RuntimeError as error:
+                waited_s = time.monotonic() - self._posted_s
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise CommunicationError(f"{self._named()} failed after {waited_s:.1f} s: {reason}") from error
+            finally:
+                activity.waits(None)
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -98,6 +113,34 @@ class Handle:
     def done(self) -> bool:
         """True when ``wait`` would not block."""
         return all(work.is_completed() for work in self._works)
+
+    def waits(self) -> Waits:
+        """What ``wait`` waits for, as it does so."""
+        assert self._group is not None
+        what = self._what if isinstance(self._what, str) else self._what()
+        if self._number:
+            return self._group.waits_in(what, self._number)
+        one_each = len(self._works) == len(self._peers)
+        peers = [self._peers[self._at]] if one_each else sorted(set(self._peers))
+        ranks = tuple(self._group.ranks[peer] for peer in peers)
+        return Waits("send" if self._sends else "receive", ranks, what)
+
+    def _named(self) -> str:
+        assert self._group is not None
+        me, what = self._group.ranks[self._group.rank], self._what if isinstance(self._what, str) else self._what()
+        among = f" among the {self._group.name} ranks {list(self._group.ranks)}" if self._number else ""
+        return f"rank {me}: {what}{among}"
+
+
+class _Blocking(NamedTuple):
+    """A collective that blocks as it is called, past any handle."""
+
+    group: Group
+    what: str
+    number: int
+
+    def waits(self) -> Waits:
+        return self.group.waits_in(self.what, self.number)
 
 
 class Transfer(NamedTuple):
@@ -123,6 +166,7 @@ class Group:
         rank: int,
         process_group: dist.ProcessGroup | None = None,
         traffic: Traffic | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -131,6 +175,8 @@ class Group:
         """My position in ``ranks``."""
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
+        self.activity = activity if activity is not None else Activity()
+        self._key = f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a copy of a layer talks to the same ranks
@@ -138,22 +184,31 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
-    def count(self, operation: str, message_bytes: int) -> None:
-        """Count traffic of this group that goes past it (megatron-core's mappings take the bare process group)."""
+    def begin_collective(self, operation: str, message_bytes: int) -> None:
+        """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare process
+        group. Its end is told by what begins next."""
+        self._count(operation, message_bytes)
+        self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
+
+    def waits_in(self, what: str, number: int) -> Waits:
+        """What a rank waits for in a collective of this group."""
+        others = tuple(rank for rank in self.ranks if rank != self.ranks[self.rank])
+        return Waits("collective", others, what, self.name, self._key, number)
+
+    def _count(self, operation: str, message_bytes: int) -> None:
         self.traffic.add(self.name, operation, self.size, message_bytes)
 
     def _handle(
         self, work: Any, what: str, keep: Sequence[Tensor] = (), finish: Callable[[], object] | None = None
     ) -> Handle:
-        me = self.ranks[self.rank]
-        return Handle([work], f"rank {me}: {what} among the {self.name} ranks {list(self.ranks)}", keep, finish)
+        return Handle([work], what, keep, finish, self, number=self.activity.posts(self._key))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         """Reduce in place, everyone gets the result. Does not block: wait on the handle."""
         if self.size == 1:
             return Handle([], "")
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
-        self.count("all_reduce", tensor_bytes(tensor))
+        self._count("all_reduce", tensor_bytes(tensor))
         work = dist.all_reduce(tensor, REDUCTIONS[op], group=self.process_group, async_op=True)
         return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor])
 
@@ -163,7 +218,7 @@ class Group:
             if out.data_ptr() != part.data_ptr():
                 out.copy_(part.view_as(out))
             return Handle([], "")
-        self.count("all_gather", tensor_bytes(out))
+        self._count("all_gather", tensor_bytes(out))
         work = _all_gather(out, part, group=self.process_group, async_op=True)
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
@@ -177,7 +232,7 @@ class Group:
             if part.data_ptr() != whole.data_ptr():
                 part.copy_(whole.view_as(part))
             return Handle([], "")
-        self.count("reduce_scatter", tensor_bytes(whole))
+        self._count("reduce_scatter", tensor_bytes(whole))
         if whole.device.type == "cpu":
             slices = torch.empty_like(whole)
             work = dist.all_to_all_single(slices, whole, group=self.process_group, async_op=True)
@@ -194,7 +249,7 @@ class Group:
         """Overwrite ``tensor`` with that of position ``source``. Does not block."""
         if self.size == 1:
             return Handle([], "")
-        self.count("broadcast", tensor_bytes(tensor))
+        self._count("broadcast", tensor_bytes(tensor))
         work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
@@ -209,12 +264,12 @@ class Group:
             return None, None
         sent = [tensor for tensor, _, sends in transfers if sends]
         for tensor in sent:
-            self.count("send", tensor_bytes(tensor))
-        text = partial(self._of_me, what)
+            self._count("send", tensor_bytes(tensor))
         if transfers[0].tensor.is_cuda:
             works = self._coalesced(transfers)
             if len(works) != len(transfers):  # NCCL coalesces: one work for all
-                handle = Handle(works, text, [transfer.tensor for transfer in transfers])
+                peers = [transfer.peer for transfer in transfers]
+                handle = Handle(works, what, [transfer.tensor for transfer in transfers], None, self, peers)
                 return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
         else:  # what dist.isend and irecv come to, without their checks: there are many small messages
             assert self.process_group is not None
@@ -225,13 +280,12 @@ class Group:
             ]
         posted = [work for work, transfer in zip(works, transfers, strict=True) if transfer.sends]
         arriving = [work for work, transfer in zip(works, transfers, strict=True) if not transfer.sends]
+        to = [transfer.peer for transfer in transfers if transfer.sends]
+        of = [transfer.peer for transfer in transfers if not transfer.sends]
         return (
-            Handle(posted, text, sent) if posted else None,
-            Handle(arriving, text) if arriving else None,
+            Handle(posted, what, sent, None, self, to, sends=True) if posted else None,
+            Handle(arriving, what, (), None, self, of) if arriving else None,
         )
-
-    def _of_me(self, what: Callable[[], str]) -> str:
-        return f"rank {self.ranks[self.rank]}: {what()}"
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
         operations = [
@@ -250,7 +304,9 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
+        self.activity.waits(_Blocking(self, "gathering of small values", self.activity.posts(self._key)))
         dist.all_gather_object(values, value, group=self.process_group)
+        self.activity.waits(None)
         return values
 
     def barrier(self) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from framework.errors import ConfigError, MeshError
+from framework.mesh.activity import Activity
+from framework.mesh.board import Board
 from framework.mesh.comm import Group, Traffic
 from framework.mesh.grid import Axis, Coordinates, Grid, check_placement
 
@@ -33,11 +35,17 @@ class Mesh:
     """Name of the node of each rank."""
     timeout_s: float = 600.0
     """How long a rank waits in a collective."""
+    activity: Activity = field(default_factory=Activity)
+    """What this rank does right now."""
 
     @property
     def at(self) -> Coordinates:
         """My coordinates."""
         return self.grid.coordinates(self.rank)
+
+    def board(self) -> Board | None:
+        """Where ranks leave each other notes, reached by a connection of its own; a mesh of one rank needs none."""
+        return Board(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
         """The ranks at these pipeline ranks that share my dp and tp coordinates (for tied weights).
@@ -47,14 +55,14 @@ class Mesh:
         """
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) == 1:
-            return Group("tied", (self.rank,), 0, None, self.traffic)
-        mine = Group("tied", (), -1, None, self.traffic)
+            return Group("tied", (self.rank,), 0, None, self.traffic, self.activity)
+        mine = Group("tied", (), -1, None, self.traffic, self.activity)
         for dp_rank in range(self.grid.dp):
             for tp_rank in range(self.grid.tp):
                 ranks = tuple(self.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank)) for pp_rank in pp_ranks)
                 made = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
                 if self.rank in ranks:
-                    mine = Group("tied", ranks, ranks.index(self.rank), made, self.traffic)
+                    mine = Group("tied", ranks, ranks.index(self.rank), made, self.traffic, self.activity)
         return mine
 
 
@@ -110,9 +118,9 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
             f"change a degree, or start {grid.size} processes"
         )
     chosen = pick_device(device, local_rank)
-    traffic = Traffic()
+    traffic, activity = Traffic(), Activity()
     if grid.size == 1:
-        alone = {axis: Group(axis, (0,), 0, None, traffic) for axis in Axis}
+        alone = {axis: Group(axis, (0,), 0, None, traffic, activity) for axis in Axis}
         return Mesh(
             grid,
             0,
@@ -120,10 +128,11 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
             alone[Axis.PP],
             alone[Axis.DP],
             alone[Axis.TP],
-            Group("world", (0,), 0, None, traffic),
+            Group("world", (0,), 0, None, traffic, activity),
             traffic,
             [socket.gethostname()],
             timeout_s,
+            activity,
         )
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -139,14 +148,15 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
         process_group = torch_mesh.get_group(str(axis)) if len(ranks) > 1 else None
         if process_group is not None:  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
             dist.distributed_c10d._set_pg_timeout(timeout, process_group)
-        groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic)
-    world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic)
+        groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic, activity)
+    world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic, activity)
     if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
         for group in groups.values():
             group.barrier()
     nodes = world.gather_objects(socket.gethostname())
     check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
-    return Mesh(grid, rank, chosen, groups[Axis.PP], groups[Axis.DP], groups[Axis.TP], world, traffic, nodes, timeout_s)
+    axes = groups[Axis.PP], groups[Axis.DP], groups[Axis.TP]
+    return Mesh(grid, rank, chosen, *axes, world, traffic, nodes, timeout_s, activity)
 
 
 def close_mesh(mesh: Mesh) -> None:

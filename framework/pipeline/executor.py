@@ -19,14 +19,14 @@ once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from framework.mesh.activity import BETWEEN, READING
 from framework.mesh.comm import Group, Handle, Transfer
 from framework.pipeline.clock import Clock, clock_of
 from framework.pipeline.stage import LossPart, Stage
@@ -80,6 +80,13 @@ class _Message(NamedTuple):
     """What is received; None: a send."""
 
 
+class _Messages(tuple[_Message, ...]):
+    """Those that are posted together."""
+
+    def __str__(self) -> str:
+        return "+".join(str(message.action) for message in self)
+
+
 @dataclass
 class _Recording:
     """One run of a row: readings of the clock, turned into seconds at its end."""
@@ -126,6 +133,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         """Work out the row: for each item what does it and what it needs to know."""
+        self._activity = self.pp.activity
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
         does: dict[Kind, Callable[[Action, Feed, _Recording], None]] = {
@@ -141,7 +149,7 @@ class Executor:
             if isinstance(item, Action) and item.kind in does:
                 self._row.append((does[item.kind], item))
             else:
-                self._row.append((self._communicate, tuple(self._message(action) for action in actions_of(item))))
+                self._row.append((self._communicate, _Messages(self._message(action) for action in actions_of(item))))
 
     def _message(self, action: Action) -> _Message:
         index, microbatch = _stage(action), _microbatch(action)
@@ -162,6 +170,7 @@ class Executor:
         for do, what in self._row:
             do(what, feed, run)
         self._wait_for_sends(0)
+        self._activity.begin(BETWEEN)
         assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
         return run.result(self.pp.rank)
 
@@ -173,7 +182,7 @@ class Executor:
             if kept and kept[0].kind is Kind.F:
                 self._forward(kept[0], feed, run, train=False)
             elif kept:
-                self._communicate([self._message(action) for action in kept], feed, run)
+                self._communicate(_Messages(self._message(action) for action in kept), feed, run)
         self._wait_for_sends(0)
         return run.loss_parts
 
@@ -185,9 +194,11 @@ class Executor:
         samples = None
         if stage.is_first or stage.is_last:
             start = run.clock.read()
+            self._activity.begin(READING)
             samples = feed.microbatch(microbatch)
             run.data.append((start, run.clock.read()))
         inputs = samples.inputs if stage.is_first and samples else self._take(Kind.F, index - 1, microbatch, run)
+        self._activity.begin(action)
         start = run.clock.read()
         self.on_microbatch(feed.sample_indices(microbatch) if samples is None else samples.sample_indices)
         found = stage.forward(microbatch, inputs, samples.labels if stage.is_last and samples else None, train=train)
@@ -208,6 +219,7 @@ class Executor:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
+        self._activity.begin(action)
         start = run.clock.read()
         if action in self._last_backwards:
             self.begin_last_backward(index, None)
@@ -219,6 +231,7 @@ class Executor:
     def _backward_weight(self, action: Action, feed: Feed, run: _Recording) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
+        self._activity.begin(action)
         start = run.clock.read()
         if action in self._last_backwards:
             self.begin_last_backward(index, stage.awaited(microbatch))
@@ -233,13 +246,15 @@ class Executor:
         if key in self._arriving:
             receive, handle = self._arriving.pop(key)
             start = run.clock.read()
+            self._activity.begin(receive)
             if handle is not None:  # None: the message holds no tensor
                 handle.wait()
             run.readings.append((receive, start, run.clock.read()))
         return self._values.pop(key)
 
-    def _communicate(self, messages: Sequence[_Message], feed: Feed, run: _Recording) -> None:
+    def _communicate(self, messages: _Messages, feed: Feed, run: _Recording) -> None:
         """Post these together. Blocks only for sends of long ago."""
+        self._activity.begin(messages)
         start = run.clock.read()
         transfers: list[Transfer] = []
         for message in messages:
@@ -250,7 +265,7 @@ class Executor:
                 tensors = [leaf.empty(self.device) for leaf in message.comes_as]
                 self._values[message.key] = tensors
             transfers += [Transfer(tensor, message.peer, sends) for tensor in tensors]
-        posted, arriving = self.pp.exchange(transfers, partial(_named, messages))
+        posted, arriving = self.pp.exchange(transfers, messages.__str__)
         if posted is not None:
             self._sends.append(posted)
             self._wait_for_sends(2 * self.pp.size)
@@ -270,19 +285,16 @@ class Executor:
     # ------------------------------------------------------------------------------------------------ the other axes
 
     def _reduce(self, action: Action, feed: Feed, run: _Recording) -> None:
+        self._activity.begin(action)
         start = run.clock.read()
         self.reduce(_stage(action))
         run.readings.append((action, start, run.clock.read()))
 
     def _step(self, action: Action, feed: Feed, run: _Recording) -> None:
+        self._activity.begin(action)
         start = run.clock.read()
         self.step(run.result(self.pp.rank))
         run.readings.append((action, start, run.clock.read()))
-
-
-def _named(messages: Sequence[_Message]) -> str:
-    """For whoever is told that they failed."""
-    return " + ".join(str(message.action) for message in messages)
 
 
 def _stage(action: Action) -> int:

@@ -60,7 +60,7 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     if group.size == 1 or x.is_meta:
         return x
     x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    group.count("all_reduce", tensor_bytes(x))
+    group.begin_collective("all_reduce", tensor_bytes(x))
     return core.mappings(x.device).reduce_from(x, group=group.process_group)
 
 
@@ -72,7 +72,7 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     if x.is_meta:
         return torch.cat([x] * group.size, SEQUENCE_DIM)
     x_first = x.transpose(0, 1).contiguous()
-    group.count("all_gather", tensor_bytes(x) * group.size)
+    group.begin_collective("all_gather", tensor_bytes(x) * group.size)
     y_first = core.mappings(x.device).gather_sequence(x_first, group=group.process_group)
     return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
 
@@ -85,7 +85,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     if x.is_meta:
         return _my_part(x, group)
     x_first = x.transpose(0, 1).contiguous()
-    group.count("reduce_scatter", tensor_bytes(x))
+    group.begin_collective("reduce_scatter", tensor_bytes(x))
     y_first = core.mappings(x.device).reduce_scatter_sequence(x_first, group=group.process_group)
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
@@ -128,7 +128,7 @@ class _WatchGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.group.count(ctx.operation, tensor_bytes(gradient) * ctx.parts)
+        ctx.group.begin_collective(ctx.operation, tensor_bytes(gradient) * ctx.parts)
         if ctx.own or not gradient.is_contiguous():
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         return gradient, None, None, None, None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from framework.config import Data, Launch, Run, RunConfig
 from framework.errors import ConfigError, DataError, MeshError
 from launch.failure import RankFailed
-from launch.local import launch
+from launch.local import GiveUp, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def join() -> int:
     return dist.get_rank()
 
 
-def meet(run: RunConfig) -> None:
+def meet(run: RunConfig, give_up: GiveUp) -> None:
     rank = join()
     value = torch.tensor([float(rank)])
     dist.all_reduce(value)
@@ -57,11 +57,11 @@ def meet(run: RunConfig) -> None:
     dist.destroy_process_group()
 
 
-def alone(run: RunConfig) -> None:
+def alone(run: RunConfig, give_up: GiveUp) -> None:
     (notes(run) / "alone.txt").write_text(str(os.getpid()))
 
 
-def raise_in_last(run: RunConfig) -> None:
+def raise_in_last(run: RunConfig, give_up: GiveUp) -> None:
     """The last rank leaves its peers while it cleans up: they see a lost connection before it has told anything."""
     rank = join()
     try:
@@ -74,24 +74,24 @@ def raise_in_last(run: RunConfig) -> None:
             time.sleep(0.5)
 
 
-def refuse_in_one(run: RunConfig) -> None:
+def refuse_in_one(run: RunConfig, give_up: GiveUp) -> None:
     if join() == 1:
         raise DataError("corpus.idx: damaged")
     dist.barrier()
 
 
-def refuse_in_all(run: RunConfig) -> None:
+def refuse_in_all(run: RunConfig, give_up: GiveUp) -> None:
     raise DataError("corpus.idx: damaged")
 
 
-def vanish_in_one(run: RunConfig) -> None:
+def vanish_in_one(run: RunConfig, give_up: GiveUp) -> None:
     if join() == 1:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def hang(run: RunConfig) -> None:
+def hang(run: RunConfig, give_up: GiveUp) -> None:
     (notes(run) / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     join()
     dist.barrier()

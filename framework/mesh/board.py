@@ -1,0 +1,45 @@
+"""A board on which ranks pin small notes for each other, past all collectives: the store of the process group.
+
+It is reached by a connection of its own, so that a main thread that is stuck in the store keeps nobody from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+PREFIX = "meshwright"
+
+
+class Board:
+    """Notes by name; any thread may use it, one at a time. Its methods raise what torch raises when the store has gone."""
+
+    def __init__(self, store: dist.Store) -> None:
+        clone = getattr(store, "clone", None)
+        self._store = dist.PrefixStore(PREFIX, clone() if clone is not None else store)
+        self._there: set[str] = set()
+
+    def put(self, name: str, text: str) -> None:
+        """Pin a note, in place of the one of this name."""
+        self._store.set(name, text)
+
+    def read(self, names: Sequence[str]) -> dict[str, str]:
+        """Those notes that are there. Does not wait for any."""
+        self._there.update(name for name in names if name not in self._there and self._store.check([name]))
+        found = [name for name in names if name in self._there]
+        if not found:
+            return {}
+        if self._store.has_extended_api():
+            texts = self._store.multi_get(found)
+        else:
+            texts = [self._store.get(name) for name in found]
+        return {name: text.decode() for name, text in zip(found, texts, strict=True)}
+
+    def is_first(self, name: str) -> bool:
+        """True for one rank only, the first that asks."""
+        return self._store.add(name, 1) == 1
+
+    def has(self, name: str) -> bool:
+        """Whether somebody has asked :meth:`is_first`."""
+        return self._store.check([name])

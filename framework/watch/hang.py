@@ -1,0 +1,314 @@
+"""The watchdog: a run that stands still ends, and says on which rank, in what, and who waits for it.
+
+    each rank, every tick      its heartbeat onto the board: what it does, since when, what it waits for
+    rank 0, every tick         all heartbeats -> runs/NAME/status.json, for `meshwright status`
+    the first whose activity   claims the report; all see that at their next tick and write the stacks of their
+    is older than the limit    threads to hang/rank-N.txt
+    who claimed it             watches the heartbeats for three ticks (one that does not change is of a rank that is
+                               stopped or gone), says why, writes hang/report.txt, and ends its process
+    the others                 read what was said, and end theirs
+
+The limit is ``launch.timeout_s``; process groups wait LATER_S longer before they fail by themselves. A tick is a tenth of
+it, from 0.5 to 5 s. Two daemon threads: one talks to the board, which may stop to answer; the other looks whether it
+does, and speaks for its rank alone when it does not. A process that was stopped as a whole and goes on is not hanging:
+time in which the second thread did not run does not count.
+
+On CUDA the host runs ahead of the device: what a rank does is what its host waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from framework.errors import HangEcho, HangError, Preempted, UserError
+from framework.mesh.mesh import Mesh
+from framework.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
+from framework.watch.heartbeat import MISSED, STATUS, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
+
+LATER_S = 60.0
+"""How much longer than the limit the process groups wait: the watchdog speaks first."""
+SHORTEST_TICK_S, LONGEST_TICK_S = 0.5, 5.0
+LEAST_WATCHED_S = 2.0
+"""For how long at least a report watches the heartbeats, however short a tick is: a busy machine may skip one."""
+LAST_WORDS_S = 30.0
+"""How long a process may take over its last words: whoever reads them, or the disk, may have stopped too."""
+CLAIM, SAID = "hang/claim", "hang/said"
+
+GiveUp = Callable[[UserError], None]
+"""Ends this process, whose main thread may be stuck for good; must not return."""
+
+
+def end_process(error: UserError) -> None:
+    """The default of :data:`GiveUp`: one message, and out."""
+    with contextlib.suppress(OSError, AttributeError):
+        print(f"meshwright: error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def tick_of(limit_s: float) -> float:
+    """Seconds between two heartbeats."""
+    return min(max(limit_s / 10, SHORTEST_TICK_S), LONGEST_TICK_S)
+
+
+class Watchdog:
+    """Within: this rank is watched, and watches. Nothing that goes wrong in it ends a run that moves."""
+
+    def __init__(
+        self, mesh: Mesh, directory: Path, limit_s: float, steps: int, step: Callable[[], int], give_up: GiveUp
+    ) -> None:
+        """``step``: how many of the ``steps`` are taken; asked by other threads."""
+        self._mesh = mesh
+        self._directory = directory
+        self._limit_s = limit_s
+        self._steps = steps
+        self._step = step
+        self._give_up = give_up
+        self._tick_s = tick_of(limit_s)
+        self._watched_s = max(MISSED * self._tick_s, LEAST_WATCHED_S)
+        self._board = self._mesh.board()
+        self._host = socket.gethostname()
+        self._num_beats = 0
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}
+        """Of each rank the last heartbeat and when it was new here."""
+        self._claimed_s: float | None = None
+        self._ended = threading.Event()
+        now = time.monotonic()
+        self._began_s = self._awake_s = self._pulse_s = self._round_s = now
+        self._threads = [
+            threading.Thread(target=each, name=f"watchdog-{name}", daemon=True)
+            for name, each in (("talk", self._talk), ("look", self._look))
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(self._tick_s)
+        if self._mesh.rank == 0:
+            how = Ended(how="finished")
+            if error is not None:
+                message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                how = Ended(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
+            self._heard[0] = (self._beat(), time.monotonic())
+            self._write_status(how)
+
+    # ----------------------------------------------------------------------------------------------------- each tick
+
+    def _talk(self) -> None:
+        """The thread that uses the board."""
+        while not self._ended.is_set():
+            try:
+                self._round()
+                self._round_s = time.monotonic()
+            except Exception as error:  # the board has gone, or a disk is full: the other thread knows what that means
+                self._warn(error)
+            self._ended.wait(self._tick_s)
+
+    def _round(self) -> None:
+        mine = self._beat()
+        self._heard[mine.rank] = (mine, time.monotonic())
+        if self._board is not None:
+            self._board.put(f"beat/{mine.rank}", mine.model_dump_json())
+            if self._claimed_s is None and self._board.has(CLAIM):
+                self._claimed_s = time.monotonic()
+                self._write_stacks()
+            if self._claimed_s is not None:
+                self._wait_for_the_report()
+        if self._mesh.rank == 0:
+            self._listen()
+            self._write_status()
+        if self._claimed_s is None and self._age_s() > self._limit_s:
+            if self._board is None or self._board.is_first(CLAIM):  # otherwise the claim is there in the next round
+                self._report()
+
+    def _beat(self) -> Heartbeat:
+        doing = self._mesh.activity.told()
+        self._num_beats += 1
+        return Heartbeat(
+            rank=self._mesh.rank,
+            beat=self._num_beats,
+            step=self._step(),
+            phase=doing.phase,
+            what=doing.what,
+            for_s=round(max(0.0, min(doing.for_s, time.monotonic() - self._awake_s)), 3),
+            waits=None if doing.waits is None else Waited(**doing.waits._asdict()),
+            posted=doing.posted,
+            pid=os.getpid(),
+            host=self._host,
+            at_s=time.time(),
+        )
+
+    def _age_s(self) -> float:
+        """How long nothing has moved here; none if this process has just been woken."""
+        now = time.monotonic()
+        if now - self._pulse_s > self._gap_s():
+            return 0.0
+        return min(now - self._mesh.activity.now[1], now - self._awake_s)
+
+    def _gap_s(self) -> float:
+        return max(MISSED * self._tick_s, LONGEST_TICK_S)
+
+    def _look(self) -> None:
+        """The thread that never blocks."""
+        while not self._ended.wait(self._tick_s / 2):
+            now = time.monotonic()
+            if now - self._pulse_s > self._gap_s():  # the whole process did not run
+                self._awake_s = self._round_s = now
+            self._pulse_s = now
+            silent_s = now - self._round_s
+            if self._age_s() > self._limit_s and silent_s > 2 * self._watched_s + self._gap_s():
+                self._write_stacks()
+                self._speak(alone_for_s=silent_s)
+
+    def _listen(self) -> None:
+        """Read the heartbeats of the others."""
+        if self._board is None:
+            return
+        found = self._board.read([f"beat/{rank}" for rank in range(self._mesh.grid.size) if rank != self._mesh.rank])
+        now = time.monotonic()
+        for text in found.values():
+            beat = Heartbeat.model_validate_json(text)
+            known = self._heard.get(beat.rank)
+            if known is None or known[0].beat != beat.beat:
+                self._heard[beat.rank] = (beat, now)
+
+    def _table(self, silent_s: float) -> dict[int, Seen]:
+        now = time.monotonic()
+        table = dict.fromkeys(range(self._mesh.grid.size), Seen(None, now - self._began_s))
+        for rank, (beat, heard_s) in self._heard.items():
+            quiet_s = now - heard_s
+            if quiet_s > silent_s:  # here it may have been read only once, and be much older
+                quiet_s = max(quiet_s, time.time() - beat.at_s)
+            table[rank] = Seen(beat, quiet_s)
+        return table
+
+    # ----------------------------------------------------------------------------------------------------- the report
+
+    def _report(self) -> None:
+        """This rank tells: watch the heartbeats for a while, and end."""
+        self._write_stacks()
+        until_s = time.monotonic() + self._watched_s
+        self._listen()
+        while time.monotonic() < until_s and not self._ended.is_set():
+            self._ended.wait(self._tick_s / 2)
+            mine = self._beat()
+            self._heard[mine.rank] = (mine, time.monotonic())
+            if self._board is not None:
+                self._board.put(f"beat/{mine.rank}", mine.model_dump_json())
+            self._listen()
+            self._round_s = time.monotonic()
+        self._speak()
+
+    def _speak(self, alone_for_s: float | None = None) -> None:
+        """Say why, to the disk, the others and whoever started this process, which ends here. ``alone_for_s``: for so
+        long nothing could be read of the others."""
+        if self._ended.is_set():
+            return
+        last = threading.Timer(LAST_WORDS_S, os._exit, (HangError.exit_code,))
+        last.daemon = True
+        last.start()
+        grid, silent_s, mine = self._mesh.grid, self._watched_s - self._tick_s, self._beat()
+        if alone_for_s is None:
+            table = self._table(silent_s)
+            verdict = judge(table, grid, silent_s, self._limit_s / 2)
+        else:
+            table = {mine.rank: Seen(mine, 0.0)}
+            reason = (
+                f"rank {mine.rank} ({place(grid, mine.rank)}) {does(mine)}. Nor has the store answered, through which "
+                f"ranks hear of each other, for {seconds(alone_for_s)}: the process or machine that holds it (rank 0's "
+                f"or the launcher's) is stopped or gone"
+            )
+            verdict = Verdict(reason, (mine.rank,))
+        head = f"the run hangs: nothing has moved on rank {mine.rank} for {seconds(self._age_s())}. {verdict.reason}"
+        whole = [head, "", *lines(table, grid, silent_s)]
+        report = self._directory / "hang" / "report.txt"
+        with contextlib.suppress(OSError):
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *whole, ""]))
+        message = "\n".join(
+            [
+                head,
+                *lines(table, grid, silent_s, verdict.ranks, MOST_LINES),
+                f"the stacks of all ranks that could write them are in {report.parent}. What is long but alive, such as a "
+                f"save or a first step that compiles, needs a launch.timeout_s above {self._limit_s:g}",
+            ]
+        )
+        if self._mesh.rank == 0:
+            self._write_status(Ended(how="failed", message=head))
+        if self._board is not None and alone_for_s is None:
+            with contextlib.suppress(Exception):
+                self._board.put(SAID, head)
+        self._give_up(HangError(message))
+
+    def _wait_for_the_report(self) -> None:
+        """Another rank tells: end when it has, or tell what is known here when it does not come to that."""
+        assert self._board is not None and self._claimed_s is not None
+        said = self._board.read([SAID]).get(SAID)
+        if said is not None and not self._ended.is_set():
+            if self._mesh.rank == 0:
+                self._write_status(Ended(how="failed", message=said))
+            self._give_up(HangEcho("ended with the run, which hangs; another rank has told why"))
+        elif time.monotonic() - self._claimed_s > 2 * self._watched_s + self._gap_s():
+            self._report()
+
+    def _write_stacks(self) -> None:
+        path = self._directory / "hang" / f"rank-{self._mesh.rank}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                told = time.strftime("%Y-%m-%d %H:%M:%S")
+                print(f"rank {self._mesh.rank}, process {os.getpid()} on {self._host}, {told}", file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            self._warn(error)
+
+    def _write_status(self, ended: Ended | None = None) -> None:
+        """Whole or not at all."""
+        mesh = self._mesh
+        heard: Mapping[int, tuple[Heartbeat, float]] = dict(self._heard)
+        now = time.monotonic()
+        status = Status(
+            run=self._directory.name,
+            at_s=time.time(),
+            tick_s=self._tick_s,
+            grid=(mesh.grid.pp, mesh.grid.dp, mesh.grid.tp),
+            step=self._step(),
+            steps=self._steps,
+            phase=mesh.activity.phase,
+            pid=os.getpid(),
+            host=self._host,
+            ranks=tuple(
+                RankStatus(silent_s=round(max(0.0, now - heard[rank][1]), 3), beat=heard[rank][0])
+                for rank in sorted(heard)
+            ),
+            ended=ended,
+        )
+        aside = self._directory / f"{STATUS}.part"
+        try:
+            aside.write_text(status.model_dump_json() + "\n")
+            aside.replace(self._directory / STATUS)
+        except OSError as error:
+            self._warn(error)
+
+    _warned = False
+
+    def _warn(self, error: Exception) -> None:
+        """Once: the run goes on."""
+        if not self._warned and not self._ended.is_set():
+            self._warned = True
+            with contextlib.suppress(Exception):
+                print(f"watchdog: {type(error).__name__}: {error}. The run goes on.", file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""What each rank tells of itself every few seconds, and ``status.json``, in which rank 0 keeps it. Pure: no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from framework.errors import DataError
+from framework.mesh.grid import Grid
+
+STATUS = "status.json"
+MISSED = 3
+"""A rank of which nothing new has come for so many ticks is not heard of."""
+
+_ACTION = re.compile(r"(\d+)?(F|B|I|W|SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|STEP)(\d+)?")
+_VERBS = {
+    "F": "computing F of",
+    "B": "computing B of",
+    "I": "computing I of",
+    "W": "computing W of",
+    "SEND_F": "sending F of",
+    "SEND_B": "sending B of",
+    "RECV_F": "receiving F of",
+    "RECV_B": "receiving B of",
+}
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Waited(_File):
+    """What a rank waits for: see ``framework.mesh.activity.Waits``."""
+
+    how: Literal["receive", "send", "collective"]
+    ranks: tuple[NonNegativeInt, ...]
+    operation: str
+    group: str = ""
+    key: str = ""
+    number: NonNegativeInt = 0
+
+
+class Heartbeat(_File):
+    """One rank at one moment."""
+
+    rank: NonNegativeInt
+    beat: NonNegativeInt
+    """Counts: one that stays the same is old."""
+    step: NonNegativeInt
+    """Steps taken."""
+    phase: str
+    what: str
+    """An action of the schedule, or words."""
+    for_s: NonNegativeFloat
+    waits: Waited | None = None
+    posted: dict[str, NonNegativeInt] = {}
+    """Collectives of each group that the rank has come to."""
+    pid: PositiveInt
+    host: str
+    at_s: NonNegativeFloat
+    """Seconds since 1970, on the clock of its host."""
+
+
+class Seen(NamedTuple):
+    """A rank's last heartbeat, and since when nothing new has come; None: nothing has ever come."""
+
+    beat: Heartbeat | None
+    silent_s: float
+
+
+class Ended(_File):
+    """How a run has ended."""
+
+    how: Literal["finished", "stopped", "failed"]
+    message: str = ""
+
+
+class RankStatus(_File):
+    """A line of the file."""
+
+    silent_s: NonNegativeFloat
+    beat: Heartbeat
+
+
+class Status(_File):
+    """The file. ``at_s``: seconds since 1970."""
+
+    format: Literal["meshwright status 1"] = "meshwright status 1"
+    run: str
+    at_s: NonNegativeFloat
+    tick_s: PositiveFloat
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
+    """pp, dp, tp."""
+    step: NonNegativeInt
+    steps: PositiveInt
+    phase: str
+    pid: PositiveInt
+    host: str
+    """Of rank 0, which writes the file."""
+    ranks: tuple[RankStatus, ...]
+    ended: Ended | None = None
+
+
+def place(grid: Grid, rank: int) -> str:
+    """``pp1 dp0 tp1``."""
+    return " ".join(f"{axis[:2]}{index}" for axis, index in grid.coordinates(rank)._asdict().items())
+
+
+def in_words(what: str) -> str:
+    """``1RECV_F3`` -> ``receiving F of micro-batch 3``; words stay as they are, and so do actions posted together."""
+    found = _ACTION.fullmatch(what)
+    if found is None:
+        return f"posting {what}" if all(_ACTION.fullmatch(word) for word in what.split("+")) else what
+    stage, kind, microbatch = found.groups()
+    if kind == "STEP":
+        return "taking the optimizer's step"
+    if kind == "REDUCE":
+        return f"reducing the gradients of stage {stage}"
+    return f"{_VERBS[kind]} micro-batch {microbatch}"
+
+
+def does(beat: Heartbeat) -> str:
+    """What a rank does, in a few words: for a line of a table."""
+    waits = beat.waits
+    if waits is None:
+        return in_words(beat.what)
+    if waits.how == "collective":
+        return f"in {collective(waits)}, {in_words(beat.what)}"
+    return f"waits {exchange(waits)} rank {', '.join(map(str, waits.ranks))}"
+
+
+def collective(waits: Waited) -> str:
+    """``the all-reduce of (3,) of the dp ranks (number 12)``."""
+    return f"the {waits.operation} of the {waits.group} ranks (number {waits.number})"
+
+
+def exchange(waits: Waited) -> str:
+    """``to receive F of micro-batch 3 from``."""
+    words = [word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")]
+    if waits.how == "send":
+        return f"until {_things(words)} is taken by"
+    return f"to receive {_things(words)} from"
+
+
+def _things(actions: list[str]) -> str:
+    found = [_ACTION.fullmatch(action) for action in actions]
+    return " and ".join(
+        f"{each[2][-1]} of micro-batch {each[3]}" if each else action for each, action in zip(found, actions, strict=True)
+    )
+
+
+def read_status(run: Path) -> Status:
+    """``status.json`` of a run.
+
+    Raises:
+        DataError: there is none, or it is something else.
+    """
+    path = run / STATUS
+    try:
+        return Status.model_validate_json(path.read_bytes())
+    except OSError as error:
+        if not run.is_dir():
+            raise DataError(f"{run} is no directory: give that of a run, such as runs/demo") from None
+        what = "has no status.json: it has not begun to train" if isinstance(error, FileNotFoundError) else "has one that"
+        reason = "" if isinstance(error, FileNotFoundError) else f" cannot be read ({error.strerror})"
+        raise DataError(f"{run} {what}{reason}, or is no directory of a run, such as runs/demo") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains") from None

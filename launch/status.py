@@ -1,0 +1,119 @@
+"""``meshwright status``: where a run stands, out of ``status.json`` and ``metrics.jsonl``. Needs no torch and no rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+from framework.errors import DataError
+from framework.mesh.grid import Grid
+from framework.tracking.console import duration
+from framework.tracking.jsonl import read_records
+from framework.tracking.record import StepRecord
+from framework.watch.blame import lines, seconds
+from framework.watch.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
+
+LAST_STEPS = 20
+"""Steps that the time per step is the median of."""
+MOST_RANKS = 16
+"""Ranks that have a line each; more are put together by what they do."""
+
+
+def describe(run: Path) -> str:
+    """Many lines: state, step, time left, and what each rank does.
+
+    Raises:
+        DataError: there is no status, or it is damaged.
+    """
+    status = read_status(run)
+    silent_s = max(0.0, time.time() - status.at_s)
+    is_live = status.ended is None and silent_s <= MISSED * status.tick_s
+    said = [
+        f"run    {run}",
+        f"state  {_state(status, silent_s, is_live)}",
+        f"step   {status.step} of {status.steps}{_pace(run, status, is_live)}",
+    ]
+    if status.ended is not None:
+        return "\n".join(said)
+    grid = Grid(*status.grid)
+    missed_s = MISSED * status.tick_s
+    if grid.size <= MOST_RANKS:
+        table = {rank: Seen(None, silent_s) for rank in range(grid.size)}
+        table |= {each.beat.rank: Seen(each.beat, each.silent_s) for each in status.ranks}
+        return "\n".join([*said, "", *lines(table, grid, missed_s)])
+    missing = sorted(set(range(grid.size)) - {each.beat.rank for each in status.ranks})
+    heard = [*_alike(status.ranks, missed_s)]
+    return "\n".join([*said, "", *heard, *([f"nothing heard of yet: {ranges(missing)}"] if missing else [])])
+
+
+def _state(status: Status, silent_s: float, is_live: bool) -> str:
+    if status.ended is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.at_s))
+        message = f": {status.ended.message}" if status.ended.message else ""
+        return f"{status.ended.how} at {when}{message}"
+    if is_live:
+        return status.phase
+    here = status.host == socket.gethostname()
+    where = "this machine" if here else status.host
+    gone = f" is gone from {where}" if here and not _exists(status.pid) else f" on {where}"
+    return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _pace(run: Path, status: Status, is_live: bool) -> str:
+    """Time per step, and for a live run when it will have taken all."""
+    last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
+    try:
+        last.extend(read_records(run / "metrics.jsonl"))
+    except DataError:
+        return ""
+    if not last:
+        return ""
+    step_s = median(record.step_s for record in last)
+    said = f", {step_s:.3g} s each (median of the last {len(last)})"
+    left_s = (status.steps - status.step) * step_s
+    if is_live and left_s > 0:
+        said += f", {duration(left_s)} left, until about {time.strftime('%Y-%m-%d %H:%M', time.localtime(time.time() + left_s))}"
+    return said
+
+
+def _alike(ranks: Iterable[RankStatus], missed_s: float) -> list[str]:
+    """A line for all ranks that do the same."""
+    together: dict[tuple[int, str, str], list[RankStatus]] = {}
+    for each in ranks:
+        beat = each.beat
+        waits = "" if beat.waits is None else f", waits ({beat.waits.how})"
+        heard = "" if each.silent_s <= missed_s else ", not heard of"
+        together.setdefault((beat.step, in_words(beat.what) + waits, heard), []).append(each)
+    rows = []
+    for (step, what, heard), found in together.items():
+        longest = max(each.silent_s if heard else each.beat.for_s for each in found)
+        since = f"{heard} for up to {seconds(longest)}" if heard else f", for up to {seconds(longest)}"
+        rows.append(f"step {step}: {what}{since}: {len(found):,} ranks, {ranges([each.beat.rank for each in found])}")
+    return rows
+
+
+def ranges(numbers: Iterable[int], most: int = 8) -> str:
+    """``0-7, 16``; the first so many runs of neighbours."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    said = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:most]]
+    return ", ".join([*said, *(["..."] if len(runs) > most else [])])
