@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from framework.errors import HangError
 from launch.failure import RankFailed
 
 GIVEN_UP = 93
+MAY_PASS = (1, 18, HangError.exit_code)
 IN_VAIN = 3
 """So many restarts in a row without a newer checkpoint are enough."""
 
@@ -26,9 +28,10 @@ IN_VAIN = 3
 def may_pass(failure: RankFailed) -> bool:
     """Whether the run may get past it when it starts again: a rank died, lost a peer, or raised what nobody foresaw.
 
-    What a user must mend, a number that is none and the like have exit codes of their own. Who was asked to end ends.
+    So it may when it hung or its copies of a weight drifted apart. What a user must mend, or a number that is none, would
+    come again. Who was asked to end ends.
     """
-    return failure.exit_code == 1 and not failure.asked
+    return failure.exit_code in MAY_PASS and not failure.asked
 
 
 def why_stop(reached: Sequence[int], most: int) -> str | None:
