@@ -35,6 +35,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
 	$(BIN)/python benchmarks/executor_overhead.py
 	$(BIN)/python benchmarks/bubble_measured.py
+	$(BIN)/python benchmarks/guards.py
 
 # runs that are killed, damaged, stopped, hung and poisoned, by seeded chance: `make torture SEED=7`; prints a table
 SEED ?= 0

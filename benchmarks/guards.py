@@ -1,0 +1,177 @@
+"""What looking after a run costs: a step with all guards beside one with none, a save behind beside one that blocks.
+
+    python benchmarks/guards.py [--repeats 9] [--steps 20] [--saves 5] [--out FILE]
+
+Guards: the watchdog with its heartbeats, what each rank tells of what it does, and the comparison of replicas, here
+every 20 steps (``watch.drift_every`` is 100). Both sides are the same training in turns of some steps: A B, B A, ... on
+two ranks, one a core. Ratios are of neighbours in time.
+
+A save: how long the loop is held up by `Saver.start` when the checkpoint is written behind it, over how long when it
+waits for the disk; the same parts save both ways in turns.
+
+Exit code 1: guards cost more than 2 % of the CPU time of a step, or a save behind holds up for more than 10 % of a
+blocking one.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from contenders import Ours, Shown
+from framework.watch.drift import check_drift
+from measure import race
+from report import conclude, environment, repeats_of, spread
+from rich.console import Console
+from rich.table import Table
+from task import Feed, run_config
+
+from framework.build import build
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.saving import Saver
+from framework.step import take_step
+from framework.watch.hang import Watchdog, end_process
+from launch.pool import RankPool
+
+BAR, SAVE_BAR = 1.02, 0.10
+CHECKED_EVERY = 20
+LAYOUTS = {"dp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2": (1, 1, 2)}
+SAVED = {"hidden_size": 512, "num_layers": 8}
+"""Of the model that is saved: large enough that a save takes long."""
+
+
+class Bare(Ours):
+    """Nobody is told anything."""
+
+    def __init__(self, *degrees: int) -> None:
+        super().__init__(*degrees)
+        activity: Any = self.mesh.activity
+        activity.begin = activity.waits = lambda what: None
+        activity.posts = lambda key: 0
+
+
+class Guarded(Ours):
+    """As a run is."""
+
+    def __init__(self, directory: str, *degrees: int) -> None:
+        super().__init__(*degrees)
+        self.directory = Path(directory)
+        self.watchdog: Watchdog | None = None
+
+    def step(self) -> Shown:
+        """Watched from the first step of a block on."""
+        if self.watchdog is None:
+            self.watchdog = Watchdog(
+                self.mesh, self.directory, 600.0, 10**6, lambda: self.parts.state.step, end_process
+            )
+            self.watchdog.__enter__()
+        shown = super().step()
+        if self.parts.state.step % CHECKED_EVERY == 0:
+            check_drift(self.parts)
+        return shown
+
+    def settle(self) -> None:
+        """And until its end."""
+        super().settle()
+        if self.watchdog is not None:
+            self.watchdog.__exit__(None, None, None)
+            self.watchdog = None
+
+
+def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tuple[float, float, float]]:
+    """(seconds held up by a save behind, until it was there, by one that blocks), save by save."""
+    config = run_config(1, world_size, 1)
+    options = config.model.options | SAVED
+    config = config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
+    parts = build(config, open_mesh(Grid(world_size, 1, 1), "cpu"), (Feed(), None))
+    saver = Saver(parts, Path(directory), lambda text: None)
+    found = []
+    for _ in range(num_saves + 1):  # the first warms up
+        times = []
+        for behind in (True, False):
+            take_step(parts)
+            parts.mesh.world.barrier()
+            start_s = time.perf_counter()
+            saver.start()
+            if behind:
+                times.append(time.perf_counter() - start_s)
+            saver.finish()
+            times.append(time.perf_counter() - start_s)
+        found.append((times[0], times[1], times[2]))
+    return found[1:]
+
+
+def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str) -> dict[str, Any]:
+    """One layout."""
+    degrees = LAYOUTS[name]
+    builders = {"guarded": partial(Guarded, directory, *degrees), "bare": partial(Bare, *degrees)}
+    ranks = pool.run(race, 2, builders, repeats, steps, timeout_s=3600)
+    guarded, bare = repeats_of(ranks, "guarded"), repeats_of(ranks, "bare")
+    pairs = list(zip(guarded, bare, strict=True))
+    return {
+        "layout": name,
+        "cpu_ratio": spread([ours.cpu_s / theirs.cpu_s for ours, theirs in pairs]),
+        "python_ratio": spread([ours.main_thread_s / theirs.main_thread_s for ours, theirs in pairs]),
+        "wall_ratio": spread([ours.wall_s / theirs.wall_s for ours, theirs in pairs]),
+        "step_s": statistics.median(each.wall_s for each in bare),
+        "same_numbers": all(rank.shown["guarded"] == rank.shown["bare"] for rank in ranks),
+    }
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    console, problems = Console(), []
+    with RankPool(2) as pool, tempfile.TemporaryDirectory() as directory:
+        layouts = [compare(pool, name, options.repeats, options.steps, directory) for name in LAYOUTS]
+        ranks = pool.run(saves, 2, directory, options.saves, timeout_s=3600)
+    table = Table("layout", "CPU, guarded / bare", "Python's thread", "wall", "step", title="all guards on, or none")
+    for row in layouts:
+        table.add_row(
+            row["layout"],
+            *(str(row[f"{what}_ratio"]) for what in ("cpu", "python", "wall")),
+            f"{1e3 * row['step_s']:.0f} ms",
+        )
+        if row["cpu_ratio"].median > BAR:
+            problems.append(f"{row['layout']}: guards cost {row['cpu_ratio'].median - 1:.1%} of a step's CPU time")
+        if not row["same_numbers"]:
+            problems.append(f"{row['layout']}: the two compute other numbers")
+    console.print(table)
+    slowest = [tuple(max(times) for times in zip(*each, strict=True)) for each in zip(*ranks, strict=True)]
+    held = spread([behind / blocking for behind, _, blocking in slowest])
+    behind_s, there_s, blocking_s = (statistics.median(times) for times in zip(*slowest, strict=True))
+    console.print(
+        f"\na save: the loop is held up {behind_s:.3f} s when it is written behind ({there_s:.2f} s until there), and "
+        f"{blocking_s:.2f} s when it blocks; ratio {held}",
+        highlight=False,
+    )
+    if held.median > SAVE_BAR:
+        problems.append(f"a save behind holds the loop up for {held.median:.0%} of a blocking one")
+    report = {
+        **environment(f"python benchmarks/guards.py {shlex.join(sys.argv[1:])}".rstrip()),
+        "guards": layouts,
+        "saves": {"held_up_ratio": held, "behind_s": behind_s, "until_there_s": there_s, "blocking_s": blocking_s},
+        "problems": problems,
+    }
+    return conclude("guards", options.out, report, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
