@@ -83,8 +83,16 @@ def regular_size(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
+def delete(path: Path) -> None:
+    """A directory with all that is in it; of a symbolic link the link, and never what it leads to."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def remove_directory(path: Path, aside: Path) -> None:
     """Delete a directory so that no reader ever meets a half of it: first away by one rename, then file by file."""
     path.rename(aside)
     sync_directory(aside.parent)
-    shutil.rmtree(aside)
+    delete(aside)

@@ -56,6 +56,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Cheap: reads the manifest and looks at file sizes. Raises CheckpointError with every missing or truncated file.
     """
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a symbolic link, to {path.readlink()}: give the directory that it leads to")
     text = _read_small(path / MANIFEST)
     sums = _read_small(path / SUMS)
     digest = hashlib.sha256(text).hexdigest()

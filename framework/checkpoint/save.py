@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-import shutil
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from framework.checkpoint.files import (
     Warn,
     checkpoints_directory,
+    delete,
     explained,
     regular_size,
     step_name,
@@ -88,7 +88,7 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
             )
     with explained(temporary):
         for leftover in directory.glob(".tmp-*"):
-            shutil.rmtree(leftover)
+            delete(leftover)
         temporary.mkdir()
     return temporary
 

@@ -1,4 +1,4 @@
-"""docs/checkpoints.md says what is so: its code runs without this project, its manifest has the fields that there are."""
+"""docs/checkpoints.md says what is so: its code runs without this project, its manifest has the right fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_code_reads_a_tensor_without_this_project(tmp_path: Path, fake: Any)
     code = block("python")
     assert len(code.strip().splitlines()) <= 12
     program = (
-        "import sys\nfor name in ('framework', 'launch', 'models'):\n    sys.modules[name] = None  # cannot be imported\n"
+        "import sys\nfor name in ('framework', 'launch', 'models'):\n    sys.modules[name] = None\n"
         "try:\n    import framework\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n"
         f"{code}\nfrom safetensors.torch import save_file\nsave_file({{'whole': whole}}, sys.argv[3])\n"
     )
