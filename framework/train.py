@@ -126,9 +126,7 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
     )
-    watchdog = Watchdog(
-        mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up
-    )
+    watchdog = Watchdog(mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up)
     try:
         with watchdog, mesh.activity.during("training"), parts.asked, tracker:
             train(parts, directory, tracker, say)

@@ -1,4 +1,4 @@
-"""``meshwright status``: where a run stands, out of ``status.json`` and ``metrics.jsonl``. Needs no torch and no rank."""
+"""``meshwright status``: where a run stands, out of ``status.json`` and ``metrics.jsonl``. Needs no torch, no rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def _pace(run: Path, status: Status, is_live: bool) -> str:
     said = f", {step_s:.3g} s each (median of the last {len(last)})"
     left_s = (status.steps - status.step) * step_s
     if is_live and left_s > 0:
-        said += f", {duration(left_s)} left, until about {time.strftime('%Y-%m-%d %H:%M', time.localtime(time.time() + left_s))}"
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left_s))
+        said += f", {duration(left_s)} left, until about {until}"
     return said
 
 

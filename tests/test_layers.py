@@ -69,6 +69,7 @@ ON_TOP = {"train", "verify", "sample", "reshard"}
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
 PURE += ("framework.errors", "framework.config", "framework.scheduling")
+PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
 

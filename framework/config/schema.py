@@ -179,7 +179,8 @@ class Launch(Section):
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: PositiveFloat = 600.0
-    """How long a rank waits in a collective before it fails and says for whom it waited."""
+    """For how long nothing may move on a rank: longer is a hang, and ends the run with who waits for whom. A save, a
+    validation batch or a first step that compiles counts like anything else."""
     max_restarts: int = Field(default=0, ge=0)
     """How often `meshwright train` starts a run that failed again by itself, from its newest checkpoint; torchrun and
     srun have their own ways."""

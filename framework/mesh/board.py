@@ -13,7 +13,7 @@ PREFIX = "meshwright"
 
 
 class Board:
-    """Notes by name; any thread may use it, one at a time. Its methods raise what torch raises when the store has gone."""
+    """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
 
     def __init__(self, store: dist.Store) -> None:
         clone = getattr(store, "clone", None)

@@ -97,7 +97,8 @@ class Handle:
             activity = self._group.activity
             activity.waits(self)
             try:
-                for self._at, work in enumerate(self._works):
+                for at, work in enumerate(self._works):
+                    self._at = at
                     work.wait()
             except RuntimeError as error:
                 waited_s = time.monotonic() - self._posted_s
@@ -185,8 +186,9 @@ class Group:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
-        """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare process
-        group. Its end is told by what begins next."""
+        """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
+        process group. Its end is told by what begins next.
+        """
         self._count(operation, message_bytes)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
 

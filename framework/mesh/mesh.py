@@ -34,7 +34,7 @@ class Mesh:
     nodes: list[str] = field(default_factory=list)
     """Name of the node of each rank."""
     timeout_s: float = 600.0
-    """How long a rank waits in a collective."""
+    """How long a rank waits in a collective before that fails."""
     activity: Activity = field(default_factory=Activity)
     """What this rank does right now."""
 

@@ -177,8 +177,8 @@ class _Teller(NamedTuple):
         a, b = self._beat(one).waits, self._beat(other).waits
         assert a is not None and b is not None
         reason = (
-            f"{self.name(one)} is in {collective(a)}, and {self.name(other)} in the {b.operation} in its place: they do "
-            f"not call the same collectives in the same order"
+            f"{self.name(one)} is in {collective(a)}, and {self.name(other)} in the {b.operation} in its place: they "
+            f"do not call the same collectives in the same order"
         )
         return Verdict(reason, (one, other))
 

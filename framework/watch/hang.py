@@ -8,10 +8,11 @@
                                stopped or gone), says why, writes hang/report.txt, and ends its process
     the others                 read what was said, and end theirs
 
-The limit is ``launch.timeout_s``; process groups wait LATER_S longer before they fail by themselves. A tick is a tenth of
-it, from 0.5 to 5 s. Two daemon threads: one talks to the board, which may stop to answer; the other looks whether it
+The limit is ``launch.timeout_s``; process groups wait LATER_S longer before they fail by themselves. A tick is a tenth
+of it, from 0.5 to 5 s. Two daemon threads: one talks to the board, which may stop to answer; the other looks whether it
 does, and speaks for its rank alone when it does not. A process that was stopped as a whole and goes on is not hanging:
-time in which the second thread did not run does not count.
+time in which the second thread did not run does not count. What holds Python's lock for good (an endless loop in C)
+cannot be watched from within: the other ranks do not hear of that one any more, and say so.
 
 On CUDA the host runs ahead of the device: what a rank does is what its host waits for.
 """
@@ -38,7 +39,7 @@ from framework.watch.heartbeat import MISSED, STATUS, Ended, Heartbeat, RankStat
 LATER_S = 60.0
 """How much longer than the limit the process groups wait: the watchdog speaks first."""
 SHORTEST_TICK_S, LONGEST_TICK_S = 0.5, 5.0
-LEAST_WATCHED_S = 2.0
+LEAST_WATCHED_S = 3.0
 """For how long at least a report watches the heartbeats, however short a tick is: a busy machine may skip one."""
 LAST_WORDS_S = 30.0
 """How long a process may take over its last words: whoever reads them, or the disk, may have stopped too."""
@@ -131,9 +132,9 @@ class Watchdog:
         if self._mesh.rank == 0:
             self._listen()
             self._write_status()
-        if self._claimed_s is None and self._age_s() > self._limit_s:
-            if self._board is None or self._board.is_first(CLAIM):  # otherwise the claim is there in the next round
-                self._report()
+        hangs = self._claimed_s is None and self._age_s() > self._limit_s
+        if hangs and (self._board is None or self._board.is_first(CLAIM)):  # or else the next round sees the claim
+            self._report()
 
     def _beat(self) -> Heartbeat:
         doing = self._mesh.activity.told()
@@ -243,8 +244,8 @@ class Watchdog:
             [
                 head,
                 *lines(table, grid, silent_s, verdict.ranks, MOST_LINES),
-                f"the stacks of all ranks that could write them are in {report.parent}. What is long but alive, such as a "
-                f"save or a first step that compiles, needs a launch.timeout_s above {self._limit_s:g}",
+                f"the stacks of all ranks that could write them are in {report.parent}. What is long but alive, such "
+                f"as a save or a first step that compiles, needs a launch.timeout_s above {self._limit_s:g}",
             ]
         )
         if self._mesh.rank == 0:

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from framework.errors import DataError
 from framework.mesh.grid import Grid
@@ -148,7 +156,8 @@ def exchange(waits: Waited) -> str:
 def _things(actions: list[str]) -> str:
     found = [_ACTION.fullmatch(action) for action in actions]
     return " and ".join(
-        f"{each[2][-1]} of micro-batch {each[3]}" if each else action for each, action in zip(found, actions, strict=True)
+        f"{each[2][-1]} of micro-batch {each[3]}" if each else action
+        for each, action in zip(found, actions, strict=True)
     )
 
 
@@ -164,10 +173,14 @@ def read_status(run: Path) -> Status:
     except OSError as error:
         if not run.is_dir():
             raise DataError(f"{run} is no directory: give that of a run, such as runs/demo") from None
-        what = "has no status.json: it has not begun to train" if isinstance(error, FileNotFoundError) else "has one that"
+        what = (
+            "has no status.json: it has not begun to train" if isinstance(error, FileNotFoundError) else "has one that"
+        )
         reason = "" if isinstance(error, FileNotFoundError) else f" cannot be read ({error.strerror})"
         raise DataError(f"{run} {what}{reason}, or is no directory of a run, such as runs/demo") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains") from None
+        raise DataError(
+            f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
+        ) from None

@@ -16,12 +16,12 @@ import models.gpt2
 from framework.mesh.comm import Group, Handle
 
 LENGTH = 32
-BEGAN = "began"
-"""A file in the current directory: the hang has begun."""
+BEGAN, ALONE = "began", "MESHWRIGHT_TEST_ALONE"
+"""A file in the current directory, the hang has begun; and a variable: this process is rank 0, and alone."""
 
 
 def _is_me(rank: int) -> bool:
-    return os.environ.get("RANK", "-1" if "MESHWRIGHT_ALONE" not in os.environ else "0") == str(rank)
+    return os.environ.get("RANK", "-1" if ALONE not in os.environ else "0") == str(rank)
 
 
 class Sleepy:

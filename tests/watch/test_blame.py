@@ -83,7 +83,9 @@ def test_only_those_are_waited_for_that_have_not_come() -> None:
 
 def test_a_sender_waits_for_who_takes_it() -> None:
     reason, ranks = verdict(beat(0, "0SEND_F3", 6.0, send(1)), beat(1, "1B0", 6.0), grid=Grid(2, 1, 1))
-    assert ranks == (1,) and reason.startswith("rank 0 (pp0 dp0 tp0) waits until F of micro-batch 3 is taken by rank 1 ")
+    assert ranks == (1,) and reason.startswith(
+        "rank 0 (pp0 dp0 tp0) waits until F of micro-batch 3 is taken by rank 1 "
+    )
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -237,5 +239,3 @@ def test_no_status(there: str | None, said: str, tmp_path: Path) -> None:
 def test_heartbeats_come_back_as_they_were() -> None:
     for each in (beat(3, waits=collective(3, 5), world_1=5), beat(1)):
         assert Heartbeat.model_validate_json(each.model_dump_json()) == each
-
-
