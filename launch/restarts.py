@@ -28,8 +28,8 @@ IN_VAIN = 3
 def may_pass(failure: RankFailed) -> bool:
     """Whether the run may get past it when it starts again: a rank died, lost a peer, or raised what nobody foresaw.
 
-    So it may when it hung or its copies of a weight drifted apart. What a user must mend, or a number that is none, would
-    come again. Who was asked to end ends.
+    So it may when it hung, or when its copies of a weight had drifted apart. What a user must mend, or a number that is
+    none, would come again. Who was asked to end ends.
     """
     return failure.exit_code in MAY_PASS and not failure.asked
 
