@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint import Candidate, Checkpoint, find, open_checkpoint
 from framework.checkpoint.files import checkpoints_directory
 from framework.checkpoint.manifest import MANIFEST, Entry
 from framework.checkpoint.shard import TORCH_DTYPES
 from framework.errors import CheckpointError
-from framework.reshard import Resharded
 from framework.summary import columns, memory
+
+if TYPE_CHECKING:
+    from framework.reshard import Resharded
 
 
 def pick(place: Path, step: int | None) -> Candidate:
