@@ -134,8 +134,7 @@ def launch(work: Work, config: RunConfig) -> None:
         stack.callback(_kill_children, but=others)
         end = _End(notes / "listening", num_ranks, others)
         unwanted = ignored()
-        for each in set(SIGNALS).difference(unwanted):
-            stack.enter_context(_signal_handler(each, end.asked))
+        stack.enter_context(end.listening(set(SIGNALS).difference(unwanted)))
         stack.enter_context(_quiet_torch())
         warm_up(config, work.__module__)
         try:
@@ -200,6 +199,17 @@ class _End:
         self._num_ranks = num_ranks
         self._others = others
         self.told = False
+
+    @contextlib.contextmanager
+    def listening(self, signals: set[signal.Signals]) -> Iterator[None]:
+        """Within: the handler of these. Afterwards as before; but once the ranks have been told, another signal changes
+        nothing any more: this process is leaving too."""
+        before = {each: signal.signal(each, self.asked) for each in signals}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, signal.SIG_IGN if self.told else handler)
 
     def asked(self, signum: int, frame: object) -> None:
         """The launcher's handler of SIGNALS."""
