@@ -187,10 +187,14 @@ class Group:
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
         """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
-        process group. Its end is told by what begins next.
+        process group. In backward nobody sees its end: there the next thing that begins tells it.
         """
         self._count(operation, message_bytes)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
+
+    def end_collective(self) -> None:
+        """That collective is done."""
+        self.activity.waits(None)
 
     def waits_in(self, what: str, number: int) -> Waits:
         """What a rank waits for in a collective of this group."""

@@ -61,7 +61,9 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
         return x
     x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     group.begin_collective("all_reduce", tensor_bytes(x))
-    return core.mappings(x.device).reduce_from(x, group=group.process_group)
+    y = core.mappings(x.device).reduce_from(x, group=group.process_group)
+    group.end_collective()
+    return y
 
 
 @outside_graphs
@@ -74,6 +76,7 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("all_gather", tensor_bytes(x) * group.size)
     y_first = core.mappings(x.device).gather_sequence(x_first, group=group.process_group)
+    group.end_collective()
     return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
 
 
@@ -87,6 +90,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("reduce_scatter", tensor_bytes(x))
     y_first = core.mappings(x.device).reduce_scatter_sequence(x_first, group=group.process_group)
+    group.end_collective()
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
 

@@ -23,7 +23,7 @@ from tests.watch.hanging import ALONE, BEGAN
 
 LIMIT = 5.0
 WAITS = r"waits to receive {} of micro-batch \d from rank {} \(pp\d dp\d tp\d\), which has "
-IN = r"waits in the [a-z-]+( of \([\d, ]+\))? of the {} ranks \(number \d+\) for rank {} \(pp\d dp\d tp\d\), which has "
+IN = r"waits in the [a-z-]+( (of|into) \([\d, ]+\))? of the {} ranks \(number \d+\) for rank {} \(pp\d dp\d tp\d\), which has "
 COMPUTES = r"been computing F of micro-batch \d for \d+\.?\d* s"
 READS = r"been reading samples for \d+\.?\d* s"
 SILENT = r"not been heard of for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
@@ -74,7 +74,7 @@ def ended(shell: Shell, config: RunConfig, *words: str) -> str:
         pytest.param("stop", "dp2", 0, 9, "rank 1 .*" + IN.format("(dp|world)", 0) + SILENT, marks=torture),
         pytest.param("stop", "pp2", 1, 9, "rank 0 .*" + WAITS.format("B", 1) + SILENT, marks=torture),
         pytest.param("stop", "tp2", 0, 9, "rank 1 .*" + IN.format("tp", 0) + SILENT, marks=torture),
-        pytest.param("collective more", "tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + COMPUTES, marks=torture),
+        pytest.param("collective more", "pp2,tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + COMPUTES, marks=torture),
         pytest.param("collective more", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + COMPUTES, marks=torture),
         pytest.param(
             "collective less",
@@ -82,7 +82,7 @@ def ended(shell: Shell, config: RunConfig, *words: str) -> str:
             1,
             9,
             r"deadlock: rank 0 .* waits in the all-reduce of \(6,\) of the world ranks \(number \d+\) for rank 1 .*; "
-            r"rank 1 .* waits in the all-gather of \(\d+,\) of the dp ranks \(number \d+\) for rank 0",
+            r"rank 1 .* waits in the all-gather into \(\d+,\) of the dp ranks \(number \d+\) for rank 0",
             marks=torture,
         ),
         pytest.param(
