@@ -61,6 +61,12 @@ class HangEcho(HangError):
     """Another rank has told why the run hangs."""
 
 
+class DriftError(UserError):
+    """Copies of a weight or of optimizer state that must be the same bits are not; nothing was saved of it."""
+
+    exit_code = 18
+
+
 class Preempted(UserError):
     """The run was asked to end, and has saved: the same command goes on. 85 is for schedulers: requeue me."""
 

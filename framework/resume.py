@@ -60,6 +60,8 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         optimizer_steps = int(manifest.state["optimizer_steps"])
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
     parts.state.step = manifest.step
+    parts.state.optimizer_steps = optimizer_steps
+    parts.state.skipped_in_a_row = int(manifest.state.get("skipped_in_a_row", 0))
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = int(manifest.state["tokens_seen"])
     say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")

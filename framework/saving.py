@@ -130,7 +130,11 @@ class Saver:
             seed=parts.config.run.seed,
             config=parts.config.model_dump(mode="json"),
             data_fingerprint=data_fingerprint(parts),
-            state={"tokens_seen": state.tokens_seen, "optimizer_steps": state.step},
+            state={
+                "tokens_seen": state.tokens_seen,
+                "optimizer_steps": state.optimizer_steps,
+                "skipped_in_a_row": state.skipped_in_a_row,
+            },
         )
 
     def _begin(self, step: int) -> _Begun:

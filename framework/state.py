@@ -35,7 +35,11 @@ class TrainState:
     """Where a run stands: all that a layout-free resume needs besides the tensors."""
 
     step: int = 0
-    """Optimizer steps taken."""
+    """Steps taken, skipped ones included."""
+    optimizer_steps: int = 0
+    """Steps that have changed the weights."""
+    skipped_in_a_row: int = 0
+    """The last so many steps were skipped."""
     samples_seen: int = 0
     """The data cursor: the global index of the next sample."""
     tokens_seen: int = 0

@@ -10,11 +10,11 @@ import torch
 from framework.blueprint import batch_numbers
 from framework.build import Parts, StepFeed, validation_batches
 from framework.data_parallel.replica import sum_ties
-from framework.errors import NonFiniteError
 from framework.optimizer.adamw import clip_factor
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.executor import Result
 from framework.schedule.action import COMPUTE
+from framework.watch.nonfinite import refuse
 
 
 class StepStats(NamedTuple):
@@ -33,20 +33,37 @@ class StepStats(NamedTuple):
     """Some rank was asked to end the run: save now, and leave."""
     not_written: bool
     """Some rank could not write its share of the checkpoint that is under way."""
+    skipped: bool = False
+    """Loss or gradient were not finite: weights and optimizer are as they were."""
 
 
 def take_step(parts: Parts) -> StepStats:
-    """One optimizer step on the next global batch."""
+    """One optimizer step on the next global batch.
+
+    Raises:
+        NonFiniteError: on every rank; see :mod:`framework.watch.nonfinite`.
+    """
     found: list[StepStats] = []
     parts.data_s = 0.0
     for replica in parts.replicas.values():
         replica.begin_step()
+    skips = parts.config.watch.on_nonfinite == "skip"
+    running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
+    feed = StepFeed(parts, parts.feed, parts.state.samples_seen)
     parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))
-    parts.last = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen))
+    parts.last = parts.executor.run(feed)
+    (stats,) = found
+    if stats.skipped:  # the same on every rank
+        refuse(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}")
+        for name, buffer in parts.running().items():
+            buffer.copy_(running[name])
+    else:
+        parts.state.optimizer_steps += 1
+        parts.state.skipped_in_a_row = 0
     parts.state.step += 1
     parts.state.samples_seen += batch_numbers(parts.config).global_batch
-    parts.state.tokens_seen += found[0].num_tokens
-    return found[0]
+    parts.state.tokens_seen += stats.num_tokens
+    return stats
 
 
 def _optimizer_step(parts: Parts, result: Result) -> StepStats:
@@ -64,9 +81,10 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     computing = [span for span in result.spans if span.action.kind in COMPUTE]
     busy_s = sum(span.end - span.start for span in computing)
     passed_s = max(span.end for span in computing)
+    spare = parts.optimizer.spare_square_norm() * 0.0  # not finite where another rank's copy may well be
     notes = [parts.asked.requested(), parts.behind.failed()]
     own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)
-    shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm()]), own])
+    shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm() + spare]), own])
     mesh.world.all_reduce(shared).wait()
     loss_sum_, counted, square_norm, busy, passed, stop, not_written = shared.tolist()
     counted = max(counted, 1.0)
@@ -74,16 +92,16 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(square_norm) * factor
-    if not (math.isfinite(loss_sum_) and math.isfinite(grad_norm)):  # the same on every rank: all stop here
-        raise NonFiniteError(
-            f"step {parts.state.step + 1}: the loss is {loss_sum_ / counted}, the gradient norm {grad_norm}: the step "
-            f"is not taken. Lower optimizer.learning_rate or set optimizer.clip_norm; the last checkpoint is as it was"
-        )
     rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
+    stats = StepStats(
+        loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0
+    )
+    if not (math.isfinite(loss_sum_) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
+        return stats._replace(skipped=True)
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
     for replica in parts.replicas.values():
         replica.gather()
-    return StepStats(loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0)
+    return stats
 
 
 def validate(parts: Parts) -> float:

@@ -21,7 +21,7 @@ from framework.checkpoint.files import to_stderr
 from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
 from framework.data.samples import Feed, unigram_entropy
-from framework.errors import ConfigError, NonFiniteError, Preempted
+from framework.errors import ConfigError, DriftError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
@@ -36,6 +36,7 @@ from framework.tracking.memory import peak_memory_bytes
 from framework.tracking.record import StepRecord
 from framework.tracking.tracker import Tracker
 from framework.tracking.wandb import WandbMode
+from framework.watch.drift import check_drift
 from framework.watch.hang import LATER_S, GiveUp, Watchdog, end_process
 from framework.watch.lock import alone_in
 
@@ -141,6 +142,8 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
 
     Raises:
         Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
+        NonFiniteError: on every rank, from a step that was not taken.
+        DriftError: on every rank, before a checkpoint of copies that differ is written.
     """
     config, state = parts.config, parts.state
     if state.step >= config.train.steps:
@@ -152,15 +155,21 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
         say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
     saver = Saver(parts, directory, say)
+    try:
+        _take_steps(parts, directory, tracker, say, saver)
+    except (NonFiniteError, DriftError):  # on all ranks alike: what was sound is still written to its end
+        saver.finish()
+        raise
+
+
+def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None], saver: Saver) -> None:
+    """The loop."""
+    config, state = parts.config, parts.state
     traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
     while state.step < config.train.steps:
         ticks = trace.align(parts.mesh) if state.step + 1 == traced else None
         start_s = time.perf_counter()
-        try:
-            stats = take_step(parts)
-        except NonFiniteError:  # on all ranks alike: what was sound is still written to its end
-            saver.finish()
-            raise
+        stats = take_step(parts)
         step_s = time.perf_counter() - start_s
         if ticks is not None:
             trace.collect(parts, ticks, directory)
@@ -172,7 +181,10 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
                 validation_loss = validate(parts)
         tracker.write(record(parts, stats, step_s, validation_loss))
         saver.look(stats.not_written)
-        if stopping or _is_due(state.step, config.checkpoint.every, last):
+        saving = stopping or _is_due(state.step, config.checkpoint.every, last)
+        if config.watch.drift_every and _is_due(state.step, config.watch.drift_every, saving):
+            check_drift(parts)
+        if saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start()
         if stopping:
@@ -208,6 +220,7 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         bubble_share=stats.bubble_share,
         memory_bytes=peak_memory_bytes(parts.mesh.device.type),
         validation_loss=validation_loss,
+        skipped=stats.skipped,
     )
 
 

@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     noted: dict[str, list[str]] = defaultdict(list)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
-            properties = dict(report.user_properties)
+            properties = dict(getattr(report, "user_properties", []))
             if "row" in properties and (report.when == "call" or outcome == "error"):
                 cases[properties["row"]].append(outcome == "passed")
                 noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from framework.config import batch
 from framework.config.keys import Path, shown, split
-from framework.config.schema import Data, Pipeline, RunConfig, Train
+from framework.config.schema import Data, Pipeline, RunConfig, Train, Watch
 
 
 class Rule(NamedTuple):
@@ -105,6 +105,16 @@ def _keep_every(config: RunConfig) -> str | None:
     return (
         f"checkpoint.keep_every = {kept} is no multiple of checkpoint.every = {every}: few of those steps would be "
         f"saved at all; choose {math.lcm(every, kept)}, or checkpoint.every = {math.gcd(every, kept)}"
+    )
+
+
+def _most_skipped(config: RunConfig) -> str | None:
+    most = config.watch.most_skipped
+    if config.watch.on_nonfinite == "skip" or most == Watch().most_skipped:
+        return None
+    return (
+        f'watch.most_skipped = {most} has no effect with watch.on_nonfinite = "stop": leave it out, or choose '
+        f'watch.on_nonfinite = "skip"'
     )
 
 
@@ -232,6 +242,7 @@ RULES = (
     _rule(_recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
     _rule(_schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
     _rule(_keep_every, "checkpoint.keep_every", "checkpoint.every"),
+    _rule(_most_skipped, "watch.most_skipped", "watch.on_nonfinite"),
     _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
     _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
     _rule(_learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),

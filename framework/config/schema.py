@@ -158,6 +158,18 @@ class Checkpoint(Section):
     """When one cannot be written (a full disk): go on with a warning, or end the run. The last one always ends it."""
 
 
+class Watch(Section):
+    """What is looked for while a run goes on, and what happens then."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite: the run ends and names where it began; or this step is left out."""
+    most_skipped: PositiveInt = 3
+    """Steps in a row that are left out; one more ends the run."""
+    drift_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of what several ranks hold alike, which are also made before each checkpoint; 0: none
+    at all."""
+
+
 class Tracking(Section):
     """What is told to whom. ``metrics.jsonl`` is always written: it is the truth."""
 
@@ -198,5 +210,6 @@ class RunConfig(Section):
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
+    watch: Watch = Watch()
     tracking: Tracking = Tracking()
     launch: Launch = Launch()

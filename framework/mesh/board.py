@@ -6,6 +6,7 @@ It is reached by a connection of its own, so that a main thread that is stuck in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,9 +16,10 @@ PREFIX = "meshwright"
 class Board:
     """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Any) -> None:
+        """``store``: torch's, whose classes are not all in its type stubs."""
         clone = getattr(store, "clone", None)
-        self._store = dist.PrefixStore(PREFIX, clone() if clone is not None else store)
+        self._store: Any = dist.PrefixStore(PREFIX, clone() if clone is not None else store)  # type: ignore[attr-defined]
         self._there: set[str] = set()
 
     def put(self, name: str, text: str) -> None:
@@ -38,8 +40,8 @@ class Board:
 
     def is_first(self, name: str) -> bool:
         """True for one rank only, the first that asks."""
-        return self._store.add(name, 1) == 1
+        return int(self._store.add(name, 1)) == 1
 
     def has(self, name: str) -> bool:
         """Whether somebody has asked :meth:`is_first`."""
-        return self._store.check([name])
+        return bool(self._store.check([name]))

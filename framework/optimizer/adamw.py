@@ -49,16 +49,24 @@ class FlatAdamW:
 
     def square_norm(self) -> Tensor:
         """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
-        counted = [
+        return self._square_norm(counted=True)
+
+    def spare_square_norm(self) -> Tensor:
+        """The same of those that another rank counts while this one does nothing: of a copy that only here is not
+        finite, the whole gradient's norm knows nothing."""
+        return self._square_norm(counted=False)
+
+    def _square_norm(self, *, counted: bool) -> Tensor:
+        pieces = [
             piece
             for shard in self.shards
-            if shard.counted and shard.gradient.numel()
+            if shard.counted is counted and shard.gradient.numel()
             for piece in (torch.split(shard.gradient, NORM_PIECE) if shard.gradient.is_cpu else (shard.gradient,))
         ]
-        if not counted:
+        if not pieces:
             device = self.shards[0].gradient.device if self.shards else torch.device("cpu")
             return torch.zeros((), dtype=torch.float64, device=device)
-        norms = torch._foreach_norm(counted, 2.0)
+        norms = torch._foreach_norm(pieces, 2.0)
         return torch.stack(list(norms)).double().square().sum()
 
     def step(self, learning_rate: float, gradient_factor: float) -> None:

@@ -59,7 +59,7 @@ def validation_line(record: StepRecord) -> str:
 
 def _numbers(record: StepRecord, unit: str) -> list[str]:
     return [
-        f"loss {record.loss:.4f}",
+        f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}",
         f"grad norm {record.grad_norm:.3g}",
         f"lr {record.learning_rate:.2e}",
         f"{count(record.tokens_per_s)} {unit}/s",

@@ -53,6 +53,8 @@ class StepRecord:
     """Share of the step, 0..1, in which the pipeline ranks waited."""
     validation_loss: float | None = None
     """Mean over the validation tokens in nats, on the weights after this step."""
+    skipped: bool = False
+    """Loss or gradient were not finite, and the weights are as they were before the step."""
 
 
 class Metric(NamedTuple):
@@ -77,6 +79,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/lr", "", lambda r: r.learning_rate),
     Metric("train/tokens", "tokens", lambda r: r.tokens),
     Metric("train/samples", "samples", lambda r: r.samples_seen),
+    Metric("train/skipped", "", lambda r: 1 if r.skipped else None),
     Metric("perf/step_s", "s", lambda r: r.step_s),
     Metric("perf/data_s", "s", lambda r: r.data_s),
     Metric("perf/tokens_per_sec", "tokens/s", lambda r: r.tokens_per_s),
@@ -144,4 +147,5 @@ def _from_metrics(found: Mapping[str, Number | str]) -> StepRecord:
         mfu=optional("perf/mfu"),
         bubble_share=optional("perf/bubble_share"),
         validation_loss=optional("validation/loss"),
+        skipped="train/skipped" in found,
     )

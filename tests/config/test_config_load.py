@@ -170,7 +170,7 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
         (
             "[wibble]\nwobble = 1",
             'run.toml: wibble.wobble = 1: there is no section "wibble" (run, model, data, batch, parallel, pipeline, '
-            "optimizer, train, checkpoint, tracking, launch)",
+            "optimizer, train, checkpoint, watch, tracking, launch)",
         ),
         ("[[parallel]]\ntp = 1", "run.toml: parallel = [{tp = 1}]: this is a section; its keys are set one by one"),
         ("[train.steps]\nx = 1", "run.toml: train.steps = {x = 1} is not allowed: a whole number, at least 1"),
@@ -187,7 +187,7 @@ def test_a_key_outside_of_the_sections(write: Write) -> None:
     )
     assert the_problem(write("wibble = 2\n" + SOUND)).endswith(
         "there is no such key outside of the sections (run, model, data, batch, parallel, pipeline, optimizer, train, "
-        "checkpoint, tracking, launch)"
+        "checkpoint, watch, tracking, launch)"
     )
 
 

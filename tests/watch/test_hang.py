@@ -23,7 +23,10 @@ from tests.watch.hanging import ALONE, BEGAN
 
 LIMIT = 5.0
 WAITS = r"waits to receive {} of micro-batch \d from rank {} \(pp\d dp\d tp\d\), which has "
-IN = r"waits in the [a-z-]+( (of|into) \([\d, ]+\))? of the {} ranks \(number \d+\) for rank {} \(pp. dp. tp.\), which has "
+IN = (
+    r"waits in the [a-z-]+( (of|into) \([\d, ]+\))? of the {} ranks \(number \d+\) for rank {} "
+    r"\(pp. dp. tp.\), which has "
+)
 COMPUTES = r"been computing F of micro-batch \d for \d+\.?\d* s"
 READS = r"been reading samples for \d+\.?\d* s"
 SILENT = r"not been heard of for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"

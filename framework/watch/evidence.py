@@ -1,0 +1,136 @@
+"""What was found not to be finite on each rank, and which of it came first. Pure, but for the looking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.mesh.grid import Grid
+from framework.watch.places import ranks_at, samples_named
+
+MOST = 16
+"""Findings of one kind that a rank tells the others: the first ones."""
+
+LARGEST_NORM = 1e18
+"""Of gradients in float32: squares of larger numbers are infinite."""
+
+
+class Of(StrEnum):
+    """What was found not to be finite."""
+
+    WEIGHT = "weight"
+    INPUT = "input"
+    OUTPUT = "output"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    SUM = "sum"
+    """A gradient that others' have been added to."""
+
+
+class Evidence(NamedTuple):
+    """One thing that is not finite."""
+
+    of: Of
+    ranks: tuple[int, ...]
+    """Where it may have begun: the rank that found it, or all of which one is to blame."""
+    stage: int
+    position: int
+    """In the stage: of the call within one forward, or of the parameter."""
+    name: str
+    found: str
+    """``3 of 64 numbers are NaN``."""
+    dp_rank: int
+    microbatch: int | None = None
+    samples: tuple[int, ...] = ()
+    part: tuple[int, int] = (0, 0)
+    """(tp rank, shard) of a piece of a gradient."""
+
+
+def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
+    """What is wrong with the numbers, or None. A gradient must have a norm that is a number, too."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    told = [f"{count} of {tensor.numel()} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "inf")) if count]
+    if told:
+        return " and ".join(told)
+    if is_gradient and tensor.dtype != torch.float64:
+        norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        if norm > LARGEST_NORM:
+            return f"norm {norm:.1e}, whose square is no number of float32"
+    return None
+
+
+class Cause(NamedTuple):
+    """Where it began."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def forward_order(evidence: Evidence) -> tuple[int, ...]:
+    microbatch = -1 if evidence.microbatch is None else evidence.microbatch
+    return evidence.stage, evidence.dp_rank, microbatch, evidence.position
+
+
+def backward_order(evidence: Evidence) -> tuple[int, ...]:
+    microbatch = -1 if evidence.microbatch is None else evidence.microbatch
+    return -evidence.stage, -evidence.position, evidence.dp_rank, microbatch
+
+
+def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
+    """The first of all that was found on all ranks; None when nothing was. Pure: all ranks decide alike.
+
+    Ranks that found the very same thing at the same point are all named: which of them it was is not to be told.
+    """
+    weights = [each for each in found if each.of is Of.WEIGHT]
+    forward = [each for each in found if each.of in (Of.INPUT, Of.OUTPUT)]
+    losses = [each for each in found if each.of is Of.LOSS]
+    own = [each for each in found if each.of is Of.GRADIENT]
+    explained = {(each.stage, each.position, each.part) for each in own}
+    sums = [each for each in found if each.of is Of.SUM and (each.stage, each.position, each.part) not in explained]
+    if weights:
+        first = min(weights, key=lambda each: (each.stage, each.position))
+        same = [each for each in weights if each.name == first.name]
+    elif forward:
+        first = min(forward, key=forward_order)
+        same = [each for each in forward if forward_order(each) == forward_order(first)]
+    elif losses:
+        first = min(losses, key=forward_order)
+        same = [each for each in losses if forward_order(each) == forward_order(first)]
+    elif own or sums:
+        first = min([*own, *sums], key=lambda each: (-each.stage, -each.position, len(each.ranks), each.dp_rank))
+        same = [
+            each
+            for each in (own if first.of is Of.GRADIENT else sums)
+            if (each.stage, each.position, each.dp_rank) == (first.stage, first.position, first.dp_rank)
+        ]
+    else:
+        return None
+    ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
+    where = ranks_at(grid, ranks)
+    if len(ranks) > 1 and first.of is not Of.WEIGHT:
+        where += ", of which it cannot be told which one"
+    at = ""
+    if first.microbatch is not None:
+        replica = f" of replica dp{first.dp_rank}" if grid.dp > 1 else ""
+        at = f" in micro-batch {first.microbatch}{replica}, {samples_named(first.samples)}"
+    elif first.samples:
+        at = f" in one of its micro-batches, {samples_named(first.samples)}"
+    return Cause(ranks, f"{where}: {_what(first)}{at}")
+
+
+def _what(first: Evidence) -> str:
+    if first.of is Of.WEIGHT:
+        return f"the weight {first.name} is not finite ({first.found})"
+    if first.of is Of.INPUT:
+        return f"the samples themselves are not finite ({first.found}), as they come from the data"
+    if first.of is Of.OUTPUT:
+        return f"the output of {first.name} is the first that is not finite ({first.found})"
+    if first.of is Of.LOSS:
+        return f"the loss is {first.found}"
+    return f"the gradient of {first.name} is not finite ({first.found})"

@@ -1,0 +1,175 @@
+"""A loss or a gradient that is not finite: no rank takes the step, and the message names rank, layer and samples.
+
+A healthy step costs next to nothing: the sums that every step reduces over all ranks tell all of them, in the same
+step; copies of a gradient that the norm does not count are looked at by ranks that would wait meanwhile.
+
+    1. what is left of the step                     weights; losses; gradients, where they are a rank's own: with ZeRO-1
+                                                    outside of its own shard, into which the others' were summed
+    2. the step once more (on_nonfinite = "stop")   the same samples, and dropout is a function of sample and layer: the
+                                                    same numbers. No sums over replicas, no optimizer. Each module's
+                                                    output and each gradient is looked at as it is made
+    3. all evidence to all ranks                    the same verdict everywhere
+
+What is not finite makes all that comes after it so: of many the first is the cause. In forward that is the lowest
+stage, then the first call within one micro-batch, which tensor-parallel ranks make in step: the rank where it began is
+told from those that met it in a sum. In backward it is the highest stage, then the last parameter. Where weights are
+not finite there is nothing to compute again. What does not come again was no fault of the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from framework.data_parallel.buckets import Bucket, Place
+from framework.data_parallel.replica import StageReplica
+from framework.errors import NonFiniteError
+from framework.mesh.grid import Axis, Grid
+from framework.pipeline.executor import Result
+from framework.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
+from framework.watch.places import ranks_at
+from framework.watch.second_look import look_again, losses, positions_of
+
+if TYPE_CHECKING:  # the parts hold what is in this room
+    from framework.build import Parts, StepFeed
+
+
+def remains(parts: Parts, feed: StepFeed, result: Result) -> list[Evidence]:
+    """What of this rank's weights, losses and gradients is not finite after a step that was not taken."""
+    found = []
+    for index, replica in parts.replicas.items():
+        positions = positions_of(parts.executor.stages[index])
+        found += _weights(parts, index, replica, positions)[:MOST]
+        gradients = _gradients(parts, index, replica, positions, feed)
+        found += sorted(gradients, key=backward_order)[:MOST]
+    return found + losses(parts, feed, result, _replica_ranks(parts))[:MOST]
+
+
+def _replica_ranks(parts: Parts) -> tuple[int, ...]:
+    grid, dp_rank = parts.mesh.grid, parts.mesh.at.dp_rank
+    return tuple(rank for rank in range(grid.size) if grid.coordinates(rank).dp_rank == dp_rank)
+
+
+def _weights(parts: Parts, index: int, replica: StageReplica, positions: dict[int, int]) -> list[Evidence]:
+    members = [place.member for bucket in replica.buckets for place in bucket.places] + replica.frozen
+    found = []
+    for member in members:
+        wrong = broken(member.parameter.detach())
+        if wrong is not None:
+            position = positions[id(member.parameter)]
+            at = parts.mesh.at.dp_rank
+            found.append(Evidence(Of.WEIGHT, (parts.mesh.rank,), index, position, member.info.name, wrong, at))
+    return sorted(found, key=lambda each: each.position)
+
+
+def _pieces(bucket: Bucket) -> Iterator[tuple[Place, int, Tensor]]:
+    """Each parameter's gradient, cut where the shards are: (place, shard, numbers)."""
+    start, stop = bucket.shard_range
+    size = max(1, stop - start)
+    for place in bucket.places:
+        for shard in range(place.start // size, -(-place.stop // size)):
+            first, end = max(place.start, shard * size), min(place.stop, (shard + 1) * size)
+            yield place, shard, bucket.flat_gradient[first:end]
+
+
+def _gradients(
+    parts: Parts, index: int, replica: StageReplica, positions: dict[int, int], feed: StepFeed
+) -> list[Evidence]:
+    """Of the whole step, piece by piece: a rank's own, or a sum that ranks have in common."""
+    mesh, found = parts.mesh, []
+    samples = tuple(
+        sample for m in range(parts.blueprint.schedule.chunks) for sample in feed.sample_indices(m).tolist()
+    )
+    for bucket in replica.buckets:
+        summed_over_dp = bucket.dp.size > 1
+        mine = bucket.dp.rank if bucket.shards_gradient else 0
+        for place, shard, gradient in _pieces(bucket):
+            wrong = broken(gradient, is_gradient=True)
+            if wrong is None:
+                continue
+            axes = []
+            if shard == mine:
+                axes = [Axis.TP] * (bucket.kind.sum_over_tp and mesh.tp.size > 1)
+                axes += [Axis.PP] * (bucket.kind.tied is not None)
+                # what the others gave to my shard lies with them: if it was finite there, it was not here
+                axes += [Axis.DP] * (summed_over_dp and (not bucket.shards_gradient or bool(axes)))
+            of = Of.SUM if axes or (shard == mine and summed_over_dp) else Of.GRADIENT
+            ranks = _ranks_along(mesh.grid, mesh.rank, axes)
+            if bucket.kind.tied is not None:
+                holders = {mesh.grid.coordinates(rank).pp_rank for rank in bucket.kind.tied.ranks.ranks}
+                ranks = tuple(rank for rank in ranks if mesh.grid.coordinates(rank).pp_rank in holders)
+            found.append(
+                Evidence(
+                    of,
+                    ranks,
+                    index,
+                    positions[id(place.member.parameter)],
+                    place.member.info.name,
+                    wrong,
+                    mesh.at.dp_rank,
+                    None,
+                    samples,
+                    (mesh.at.tp_rank, shard),
+                )
+            )
+    return found
+
+
+def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """The ranks that differ from one only along these axes."""
+    ranks = {rank}
+    for axis in axes:
+        ranks = {other for each in ranks for other in grid.group(axis, each)}
+    return tuple(sorted(ranks))
+
+
+def find_cause(parts: Parts, feed: StepFeed, *, again: bool) -> str:
+    """Why the step that was just computed, and not taken, is not finite. Every rank calls it and is told the same."""
+    assert parts.last is not None
+    grid = parts.mesh.grid
+    left = _from_all(parts, remains(parts, feed, parts.last))
+    at_first = cause(left, grid)
+    if not again or (at_first is not None and any(each.of is Of.WEIGHT for each in left)):
+        return at_first.text if at_first is not None else "where it began cannot be told: no rank has it any more"
+    second = cause(_from_all(parts, look_again(parts, feed)), grid)
+    if second is not None:
+        return second.text
+    told = f"{at_first.text}. " if at_first is not None else ""
+    suspects = ranks_at(grid, at_first.ranks if at_first is not None else range(grid.size))
+    return f"{told}It did not come again when the step was computed a second time: look at the hardware of {suspects}"
+
+
+def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
+    return [each for found in parts.mesh.world.gather_objects(mine) for each in found]
+
+
+def refuse(parts: Parts, feed: StepFeed, numbers: str) -> None:
+    """Called on every rank when a step's sums were not finite and no rank has taken it: skip it, or end the run.
+
+    Raises:
+        NonFiniteError: on every rank, when ``watch.on_nonfinite`` says so, or ``watch.most_skipped`` steps in a row
+            were skipped before this one.
+    """
+    watch, state = parts.config.watch, parts.state
+    step = f"step {state.step + 1}: {numbers}"
+    if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
+        why = find_cause(parts, feed, again=False)
+        state.skipped_in_a_row += 1
+        if parts.mesh.rank == 0:
+            row = f"{state.skipped_in_a_row} in a row, at most {watch.most_skipped}"
+            with contextlib.suppress(OSError, ValueError):  # a stderr that is closed is not worth a run
+                print(f"watch: {step}: the step is skipped ({row}). {why}", file=sys.stderr, flush=True)
+        return
+    skipped = ""
+    if state.skipped_in_a_row:
+        skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
+    raise NonFiniteError(
+        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, again=True)}\n"
+        f"Nothing is saved of it: the same command goes on from the last checkpoint. Lower optimizer.learning_rate, "
+        f"set optimizer.clip_norm, or look at these samples"
+        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps')
+    )

@@ -1,0 +1,37 @@
+"""Ranks and samples in messages: where each stands, many of them in few words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from framework.mesh.grid import Axis, Grid
+
+MOST_RUNS = 8
+"""Runs of numbers that are written out."""
+
+
+def numbers(found: Iterable[int]) -> str:
+    """``0-3, 6, 8-9``: runs are drawn together, and of many runs the first are named."""
+    ordered = sorted(set(found))
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_RUNS]]
+    return ", ".join(told) + (" ..." if len(runs) > MOST_RUNS else "")
+
+
+def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:
+    """``rank 5 (pp1 dp0 tp1)``; of several ``ranks 4-5 (pp1 dp0 tp0-1)``, axis by axis where they stand."""
+    ordered = sorted(set(ranks))
+    at = [grid.coordinates(rank) for rank in ordered]
+    where = " ".join(f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in Axis)
+    return f"rank{'s' * (len(ordered) > 1)} {numbers(ordered)} ({where})"
+
+
+def samples_named(samples: Iterable[int]) -> str:
+    """``sample 7``, ``samples 4-7``."""
+    ordered = sorted(set(samples))
+    return f"sample{'s' * (len(ordered) != 1)} {numbers(ordered)}"

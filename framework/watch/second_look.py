@@ -1,0 +1,197 @@
+"""A step computed once more, with everything looked at as it is made: where does it stop being finite first?
+
+Hooks on all modules see outputs, hooks on all parameters see gradients; a module's number among the calls of one
+forward is the same on all ranks of a tensor-parallel group. No sum over replicas is made, and nothing is stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from framework.data_parallel.buckets import Bucket, Place
+from framework.pipeline.executor import Result
+from framework.pipeline.stage import LossPart, Stage
+from framework.schedule.action import Kind
+from framework.watch.evidence import MOST, Evidence, Of, backward_order, broken
+
+if TYPE_CHECKING:  # the parts hold what is in this room
+    from framework.build import Parts, StepFeed
+
+
+def positions_of(stage: Stage) -> dict[int, int]:
+    """id of a parameter -> its place in the stage, roughly the order of forward."""
+    return {id(parameter): position for position, parameter in enumerate(stage.layers.parameters())}
+
+
+def losses(parts: Parts, feed: StepFeed, result: Result, ranks: tuple[int, ...]) -> list[Evidence]:
+    """Of each micro-batch, on the last stage."""
+    last = len(parts.blueprint.stages) - 1
+    forwards = [span.action for span in result.spans if span.action.kind is Kind.F and span.action.stage == last]
+    found = []
+    for action, part in zip(forwards, result.loss_parts, strict=True):
+        wrong = broken(part.loss_sum)
+        if wrong is not None:
+            assert action.microbatch is not None
+            samples = tuple(feed.sample_indices(action.microbatch).tolist())
+            said = str(part.loss_sum.item())
+            at = parts.mesh.at.dp_rank
+            found.append(Evidence(Of.LOSS, ranks, last, 0, "", said, at, action.microbatch, samples))
+    return found
+
+
+def look_again(parts: Parts, feed: StepFeed) -> list[Evidence]:
+    """Compute the step once more, forward and backward, and see where on this rank it stops being finite first.
+
+    Every rank calls it. Gradients are this rank's own and stay in the buckets; nothing is stepped.
+    """
+    executor = parts.executor
+    looks = [_Look(parts, feed, stage) for stage in executor.stages.values()]
+    with contextlib.ExitStack() as within:
+        if parts.config.train.compile:  # hooks are not called within compiled layers
+            within.enter_context(torch.compiler.set_stance("force_eager"))
+        for look in looks:
+            within.enter_context(look.watching())
+        within.enter_context(_instead(executor, "reduce", lambda stage: None))
+        within.enter_context(_instead(executor, "begin_last_backward", lambda stage, awaited: None))
+        within.enter_context(_instead(executor, "step", lambda result: None))
+        result = executor.run(feed)
+    found = [evidence for look in looks for evidence in look.told()]
+    return found + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]
+
+
+@contextlib.contextmanager
+def _instead(target: object, name: str, value: Any) -> Iterator[None]:
+    """Within: an attribute of one object is another one."""
+    own = vars(target).get(name, _instead)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if own is _instead:
+            delattr(target, name)
+        else:
+            setattr(target, name, own)
+
+
+class _Look:
+    """Sees each output and each gradient of one stage as it is made."""
+
+    def __init__(self, parts: Parts, feed: StepFeed, stage: Stage) -> None:
+        self.parts = parts
+        self.feed = feed
+        self.stage = stage
+        self.replica = parts.replicas[stage.index]
+        self.outputs: dict[int, Evidence] = {}
+        """The first of each micro-batch."""
+        self.gradients: dict[int, Evidence] = {}
+        """By position: with the micro-batch that broke it."""
+        self._positions = positions_of(stage)
+        self._microbatch: int | None = None
+        self._forward = False
+        self._num_calls = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: hooks on all modules and parameters, and the gradients begin at zero."""
+        handles = []
+        for name, module in self.stage.layers.named_modules():
+            if module is not self.stage.layers:  # its children are called, it is not
+                handles.append(module.register_forward_hook(self._output_hook(name)))
+        for bucket in self.replica.buckets:
+            bucket.flat_gradient.zero_()
+            for place in bucket.places:
+                hook = self._gradient_hook(bucket, place)
+                handles.append(place.member.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.replica.begin_step()
+        with contextlib.ExitStack() as within:
+            for name in ("backward", "backward_input", "backward_weight"):
+                within.enter_context(_instead(self.stage, name, self._during(getattr(self.stage, name))))
+            within.enter_context(_instead(self.stage, "forward", self._during_forward))
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def told(self) -> list[Evidence]:
+        """What was seen, the first ones."""
+        first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MOST]
+        return first + sorted(self.gradients.values(), key=backward_order)[:MOST]
+
+    def _during(self, backward: Any) -> Any:
+        def run(microbatch: int, *arguments: Any) -> Any:
+            self._microbatch = microbatch
+            try:
+                return backward(microbatch, *arguments)
+            finally:
+                self._microbatch = None
+
+        return run
+
+    def _during_forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> Any:
+        self._microbatch, self._forward, self._num_calls = microbatch, True, 0
+        if self.stage.is_first:
+            self._note(Of.INPUT, -1, "", inputs)
+        try:
+            found: list[Tensor] | LossPart = type(self.stage).forward(
+                self.stage, microbatch, inputs, labels, train=train
+            )
+            return found
+        finally:
+            self._microbatch, self._forward = None, False
+
+    def _output_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._forward:  # in backward, what is recomputed has been seen
+                self._num_calls += 1
+                self._note(Of.OUTPUT, self._num_calls, name, output)
+
+        return hook
+
+    def _note(self, of: Of, position: int, name: str, value: Any) -> None:
+        """Remember a micro-batch's first value that is not finite, with the samples whose rows are not."""
+        microbatch = self._microbatch
+        if microbatch is None or microbatch in self.outputs:
+            return
+        samples = self.feed.sample_indices(microbatch).tolist()
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            leaf = leaf.detach()
+            bad = leaf.isnan() | leaf.isposinf()  # -inf alone is what masks are made of
+            if not bad.any():
+                continue
+            if leaf.dim() > 0 and leaf.shape[0] == len(samples):
+                rows = bad.flatten(1).any(1).tolist() if leaf.dim() > 1 else bad.tolist()
+                samples = [sample for sample, row in zip(samples, rows, strict=True) if row]
+            self.outputs[microbatch] = self._evidence(of, position, name, str(broken(leaf)), microbatch, samples)
+            return
+
+    def _gradient_hook(self, bucket: Bucket, place: Place) -> Any:
+        position = self._positions[id(place.member.parameter)]
+
+        def hook(parameter: Tensor) -> None:  # after the replica's own, which has put the gradient into the bucket
+            microbatch = self._microbatch
+            if microbatch is None or position in self.gradients:
+                return
+            wrong = broken(bucket.gradient_view(place), is_gradient=True)
+            if wrong is not None:
+                samples = self.feed.sample_indices(microbatch).tolist()
+                name = place.member.info.name
+                self.gradients[position] = self._evidence(Of.GRADIENT, position, name, wrong, microbatch, samples)
+
+        return hook
+
+    def _evidence(
+        self, of: Of, position: int, name: str, wrong: str, microbatch: int, samples: Sequence[int]
+    ) -> Evidence:
+        mesh = self.parts.mesh
+        return Evidence(
+            of, (mesh.rank,), self.stage.index, position, name, wrong, mesh.at.dp_rank, microbatch, tuple(samples)
+        )

@@ -1,0 +1,327 @@
+"""NaN put in at known places of known ranks: the step is taken by none, and the place is named. Or it is skipped."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import framework.train
+from framework.config import RunConfig, parse
+from framework.errors import NonFiniteError
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh
+from framework.resume import resume, save
+from framework.step import take_step
+from framework.tracking.record import from_json, to_json
+from framework.watch.evidence import Evidence, Of, broken, cause
+from framework.watch.places import numbers, ranks_at, samples_named
+from launch.pool import RankPool
+from tests.watch.spoiling import (
+    LIMIT_S,
+    Spoil,
+    checkpoints_in,
+    config_for,
+    held,
+    messages,
+    opened,
+    parts_for,
+    quiet,
+    same_bits,
+    size_of,
+    spoil,
+    taken,
+)
+
+ONCE = "It did not come again when the step was computed a second time: look at the hardware of "
+TIED = "embedding.tokens.weight"
+
+
+def test_many_ranks_and_samples_in_few_words() -> None:
+    grid = Grid(pp=2, dp=2, tp=2)
+    assert ranks_at(grid, [5]) == "rank 5 (pp1 dp0 tp1)"
+    assert ranks_at(grid, [7, 6, 3, 2]) == "ranks 2-3, 6-7 (pp0-1 dp1 tp0-1)"
+    assert numbers(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 ..."
+    assert samples_named([4]) == "sample 4" and samples_named([4, 5, 9]) == "samples 4-5, 9"
+
+
+def test_what_is_broken() -> None:
+    assert broken(torch.ones(3)) is None and broken(torch.tensor([1, 2])) is None and broken(torch.ones(0)) is None
+    assert broken(torch.tensor([1.0, float("nan"), float("-inf")])) == "1 of 3 NaN and 1 of 3 inf"
+    large = torch.full((2,), 1e19)
+    assert broken(large) is None and "whose square" in str(broken(large, is_gradient=True))
+
+
+def seen(of: Of, rank: int, stage: int, position: int, microbatch: int | None = 0, **more: Any) -> Evidence:
+    given = {"ranks": (rank,), "name": "it", "found": "1 of 2 NaN", "dp_rank": 0, "samples": (3,)} | more
+    return Evidence(of=of, stage=stage, position=position, microbatch=microbatch, **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "ranks"),
+    [
+        ([seen(Of.OUTPUT, 2, 1, 1), seen(Of.OUTPUT, 1, 0, 9)], (1,)),  # the lower stage
+        ([seen(Of.OUTPUT, 2, 1, 1, 4), seen(Of.OUTPUT, 3, 1, 5, 2)], (3,)),  # the earlier micro-batch
+        ([seen(Of.OUTPUT, 2, 1, 6), seen(Of.OUTPUT, 3, 1, 5)], (3,)),  # the earlier call; the other met it in a sum
+        ([seen(Of.OUTPUT, 2, 1, 5), seen(Of.OUTPUT, 3, 1, 5)], (2, 3)),  # not to be told
+        ([seen(Of.GRADIENT, 0, 0, 9), seen(Of.GRADIENT, 2, 1, 1)], (2,)),  # backward begins at the end
+        ([seen(Of.GRADIENT, 0, 0, 9), seen(Of.GRADIENT, 1, 0, 8)], (0,)),
+        ([seen(Of.GRADIENT, 2, 1, 9), seen(Of.LOSS, 3, 1, 0), seen(Of.OUTPUT, 0, 1, 3)], (0,)),
+        ([seen(Of.GRADIENT, 2, 1, 9), seen(Of.LOSS, 3, 1, 0)], (3,)),
+        ([seen(Of.OUTPUT, 0, 0, 0), seen(Of.WEIGHT, 3, 1, 0, None)], (3,)),
+        # a sum into which another rank's own gradient went says nothing of who summed it; one without such does
+        ([seen(Of.SUM, 0, 0, 9, part=(0, 0)), seen(Of.GRADIENT, 1, 0, 9, part=(0, 0))], (1,)),
+        ([seen(Of.SUM, 0, 0, 9, part=(0, 0)), seen(Of.GRADIENT, 0, 0, 8, part=(0, 1))], (0,)),
+    ],
+)
+def test_the_first_of_many_is_the_cause(found: list[Evidence], ranks: tuple[int, ...]) -> None:
+    for order in (found, found[::-1]):
+        told = cause(order, Grid(pp=2, tp=2))
+        assert told is not None and told.ranks == ranks
+
+
+def test_nothing_found_is_no_cause() -> None:
+    assert cause([], Grid()) is None
+
+
+CASES: list[tuple[str, str, str, list[tuple[Spoil, str]]]] = [
+    (
+        "dp2,pp2,mbs2",
+        "float32",
+        "",
+        [
+            (Spoil("output", 3, "block1.mlp.up", 7), "rank 3 (pp1 dp1 tp0): the output of block1.mlp.up .* sample 15"),
+            (
+                Spoil("output", 0, "block0.attention", 1),
+                "rank 0 (pp0 dp0 tp0): the output of block0.attention .* sample 9",
+            ),
+            (
+                Spoil("gradient", 1, "block0.mlp.up.weight", 6),
+                "rank 1 (pp0 dp1 tp0): the gradient of block0.mlp.up.weight .* micro-batch 1 .* samples 14-15",
+            ),
+            (Spoil("weight", 2, "block1.mlp.up.bias"), "rank 2 (pp1 dp0 tp0): the weight block1.mlp.up.bias "),
+            (Spoil("output", 3, "block1.mlp.up", 7, times=1), f"samples 14-15. {ONCE}ranks 1, 3 (pp0-1 dp1 tp0)"),
+            (
+                Spoil("gradient", 1, "block0.mlp.up.weight", 6, times=1),
+                f"the gradient of block0.mlp.up.weight .* samples 12-15. {ONCE}rank 1 (pp0 dp1 tp0)",
+            ),
+            (  # in the shard that this rank sums itself: the other replica's copy says that it was not there
+                Spoil("gradient", 2, "block1.mlp.down.weight", 0, times=1),
+                f"the gradient of block1.mlp.down.weight .* samples 8-11. {ONCE}rank 2 (pp1 dp0 tp0)",
+            ),
+        ],
+    ),
+    (
+        "pp2,tp2,mbs2,zb_h1",
+        "float32",
+        "",
+        [
+            (Spoil("output", 3, "block1.mlp.up", 5), "rank 3 (pp1 dp0 tp1): the output of block1.mlp.up .* sample 13"),
+            (Spoil("output", 1, "embedding.dropout", 5), "rank 1 (pp0 dp0 tp1): the output of embedding.dropout "),
+            (
+                Spoil("gradient", 2, "block1.attention.qkv.weight", 5),
+                "rank 2 (pp1 dp0 tp0): the gradient of block1.attention.qkv.weight .* micro-batch 2, samples 12-13",
+            ),
+            (  # the copy that is not counted in the norm
+                Spoil("gradient", 1, "block0.attention_norm.weight", 2),
+                "rank 1 (pp0 dp0 tp1): the gradient of block0.attention_norm.weight .* micro-batch 1, samples 10-11",
+            ),
+            (Spoil("weight", 1, TIED), f"rank 1 (pp0 dp0 tp1): the weight {TIED} "),
+            (
+                Spoil("gradient", 3, TIED, 3),
+                f"rank 3 (pp1 dp0 tp1): the gradient of {TIED} .* micro-batch 1, samples 10-11",
+            ),
+        ],
+    ),
+    (
+        "dp2,tp2,sequence,zero0,selective",
+        "bfloat16",
+        "",
+        [
+            (
+                Spoil("output", 3, "block0.attention.qkv", 4),
+                "rank 3 (pp0 dp1 tp1): the output of block0.attention.qkv ",
+            ),
+            (Spoil("gradient", 2, "norm.weight", 4), "rank 2 (pp0 dp1 tp0): the gradient of norm.weight .* sample 12"),
+            (Spoil("weight", 1, "block1.mlp.down.weight"), "rank 1 (pp0 dp0 tp1): the weight block1.mlp.down.weight "),
+            (
+                Spoil("gradient", 2, "norm.weight", 4, times=1),
+                f"{ONCE}ranks 0-3 (pp0 dp0-1 tp0-1)",  # all is summed with zero = 0, and over tp
+            ),
+        ],
+    ),
+    (
+        "pp2,interleaved_1f1b,full",
+        "float32",
+        "tests.watch.builders:partly_frozen",
+        [
+            (Spoil("output", 1, "block1.mlp", 3), "rank 1 (pp1 dp0 tp0): the output of block1.mlp .* sample 11"),
+            (
+                Spoil("gradient", 0, "block2.mlp.up.bias", 3),
+                "rank 0 (pp0 dp0 tp0): the gradient of block2.mlp.up.bias ",
+            ),
+        ],
+    ),
+    (
+        "dp1",
+        "float64",
+        "",
+        [
+            (
+                Spoil("output", 0, "head", 3, value=float("inf")),
+                "rank 0 (pp0 dp0 tp0): the output of head .* inf.* sample 11",
+            ),
+            (Spoil("gradient", 0, "norm.bias", 3), "rank 0 (pp0 dp0 tp0): the gradient of norm.bias .* sample 11"),
+            (Spoil("weight", 0, "norm.bias"), "rank 0 (pp0 dp0 tp0): the weight norm.bias "),
+        ],
+    ),
+]
+
+
+def fits(message: str, pattern: str) -> bool:
+    """The parts of the pattern between ``.*``, one after the other."""
+    at = 0
+    for part in pattern.split(".*"):
+        at = message.find(part.strip(), at)
+        if at < 0:
+            return False
+        at += len(part.strip())
+    return True
+
+
+@pytest.mark.parametrize(("layout", "dtype", "builder", "cases"), CASES, ids=[case[0] for case in CASES])
+def test_rank_layer_and_samples_are_named(
+    pool: RankPool, layout: str, dtype: str, builder: str, cases: list[tuple[Spoil, str]]
+) -> None:
+    config = config_for(layout, builder=builder, dtype=dtype)
+    found = messages(pool, config, [spec for spec, _ in cases])
+    for (spec, expected), message in zip(cases, found, strict=True):
+        assert fits(message, expected), f"{spec}\n{message}\nand not\n{expected}"
+        assert message.startswith("step 2: the loss is ") and "not taken on any rank" in message
+        assert (ONCE in message) == (spec.times == 1), message
+
+
+def without_an_update(rank: int, world_size: int, config_json: str, saved: str) -> tuple[bool, bool, bool, str]:
+    """(a skipped step is one without an update, a resumed run goes on so, it is told in the statistics, stderr)."""
+    config, mesh = opened(config_json)
+    plain = parts_for(config, mesh)
+    update = plain.optimizer.step
+    for step in range(1, 6):
+        plain.optimizer.step = (lambda rate, factor: None) if step in (2, 3) else update  # type: ignore[method-assign]
+        take_step(plain)
+    skipping = parts_for(config, mesh)
+    said = io.StringIO()
+    told = []
+    with redirect_stderr(said):
+        for step in range(1, 6):
+            undo = spoil(skipping, Spoil("output", 0, "1" if "builders" in config.model.builder else "block0", 3))
+            if step not in (2, 3):
+                undo()
+            before = held(skipping)
+            stats = take_step(skipping)
+            told.append(stats.skipped == (step in (2, 3)) == same_bits(before, held(skipping)))
+            undo()
+            if step == 3:
+                save(skipping, Path(saved), quiet)
+    resumed = parts_for(config, mesh)
+    resume(resumed, Path(saved), quiet)
+    told.append(resumed.state.step == 3 and resumed.state.optimizer_steps == 1 and resumed.state.skipped_in_a_row == 2)
+    take_step(resumed)
+    take_step(resumed)
+    state = skipping.state
+    told.append((state.step, state.optimizer_steps, state.samples_seen, state.skipped_in_a_row) == (5, 3, 40, 0))
+    told.append(resumed.state == state)
+    same = same_bits(held(skipping), held(plain)) or bool(plain.running())  # of those a step without update is none
+    again = same_bits(held(skipping), held(resumed))
+    close_mesh(mesh)
+    return same, again, all(told), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("layout", "builder", "dtype"),
+    [("dp2,pp2,mbs2", "", "bfloat16"), ("dp1", "tests.watch.builders:with_running_buffers", "float32")],
+)
+def test_a_skipped_step_leaves_no_trace_but_in_the_count(
+    pool: RankPool, tmp_path: Path, layout: str, builder: str, dtype: str
+) -> None:
+    config = config_for(layout, builder=builder, dtype=dtype, on_nonfinite="skip")
+    found = pool.run(without_an_update, size_of(config), config.model_dump_json(), str(tmp_path), timeout_s=LIMIT_S)
+    for rank, (same, again, told, said) in enumerate(found):
+        assert same and again and told, (rank, same, again, told)
+        if rank:
+            assert not said
+        else:
+            assert said.count("\n") == 2 and "2 in a row, at most 3" in said
+            assert "step 2: the loss is nan" in said and "the loss is nan in micro-batch" in said, said
+
+
+def beyond_the_limit(rank: int, world_size: int, config_json: str) -> tuple[list[str | None], int, int]:
+    config, mesh = opened(config_json)
+    parts = parts_for(config, mesh)
+    undo = spoil(parts, Spoil("gradient", 1, "block1.mlp.up.weight", 0))
+    with redirect_stderr(io.StringIO()):
+        said = [taken(parts) for _ in range(2)]
+        undo()
+        said.append(taken(parts))
+        spoil(parts, Spoil("gradient", 1, "block1.mlp.up.weight", 0))
+        said += [taken(parts) for _ in range(3)]
+    close_mesh(mesh)
+    return said, parts.state.step, parts.state.optimizer_steps
+
+
+def test_so_many_in_a_row_and_no_more(pool: RankPool) -> None:
+    config = config_for("pp2", on_nonfinite="skip", most_skipped=2)
+    for said, steps, optimizer_steps in pool.run(beyond_the_limit, 2, config.model_dump_json(), timeout_s=LIMIT_S):
+        assert said[:5] == [None] * 5 and (steps, optimizer_steps) == (5, 1)
+        assert "2 in a row were skipped" in said[5] and "rank 1 (pp1 dp0 tp0)" in said[5] and "sample 40" in said[5]
+
+
+def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: int) -> str | None:
+    """A whole run, in one step of which something is spoilt."""
+
+    def spoiling(parts: Any) -> Any:
+        undo = spoil(parts, spec) if parts.state.step + 1 == in_step else lambda: None
+        try:
+            return take_step(parts)
+        finally:
+            undo()
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
+        patch.setattr(framework.train, "take_step", spoiling)
+        patch.setattr(framework.train, "_say", quiet)
+        try:
+            framework.train.work(parse(config_json))
+        except NonFiniteError as error:
+            assert error.exit_code == 17
+            return str(error)
+    return None
+
+
+def run_of(tmp_path: Path, layout: str, **watch: Any) -> RunConfig:
+    tree = config_for(layout, steps=4, **watch).model_dump()
+    tree["data"].update(train="", builder="tests.watch.builders:tokens")
+    tree["run"].update(name="run", directory=str(tmp_path))
+    tree["checkpoint"].update(every=1, keep_last=9)
+    tree["tracking"]["console"] = False
+    return RunConfig.model_validate(tree)
+
+
+def test_a_run_that_stops_saves_nothing_of_it_and_one_that_skips_says_so(pool: RankPool, tmp_path: Path) -> None:
+    spec = Spoil("output", 1, "block1", 2)
+    stopping = run_of(tmp_path / "stopping", "pp2")
+    said = pool.run(trained, 2, stopping.model_dump_json(), spec, 3, timeout_s=LIMIT_S)
+    assert "rank 1" in said[0] and said[0] == said[1]
+    assert len(checkpoints_in(tmp_path / "stopping" / "run" / "checkpoints")) == 2
+    skipping = run_of(tmp_path / "skipping", "pp2", on_nonfinite="skip")
+    assert pool.run(trained, 2, skipping.model_dump_json(), spec, 3, timeout_s=LIMIT_S) == [None, None]
+    lines = (tmp_path / "skipping" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("train/skipped") for line in lines] == [None, None, 1, None]
+    assert json.loads(lines[2])["train/loss"] == "NaN"
+    record = from_json(lines[2])
+    assert record.skipped and to_json(record) == lines[2] and record.samples_seen == 24
+    assert len(checkpoints_in(tmp_path / "skipping" / "run" / "checkpoints")) == 4
