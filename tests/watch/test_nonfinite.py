@@ -16,12 +16,13 @@ from framework.config import RunConfig, parse
 from framework.errors import NonFiniteError
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh
-from framework.resume import resume, save
+from framework.resume import resume
 from framework.step import take_step
 from framework.tracking.record import from_json, to_json
 from framework.watch.evidence import Evidence, Of, broken, cause
 from framework.watch.places import numbers, ranks_at, samples_named
 from launch.pool import RankPool
+from tests.end_to_end.driving import save
 from tests.watch.spoiling import (
     LIMIT_S,
     Spoil,
@@ -227,7 +228,7 @@ def without_an_update(rank: int, world_size: int, config_json: str, saved: str) 
             told.append(stats.skipped == (step in (2, 3)) == same_bits(before, held(skipping)))
             undo()
             if step == 3:
-                save(skipping, Path(saved), quiet)
+                save(skipping, saved)
     resumed = parts_for(config, mesh)
     resume(resumed, Path(saved), quiet)
     told.append(resumed.state.step == 3 and resumed.state.optimizer_steps == 1 and resumed.state.skipped_in_a_row == 2)
