@@ -29,10 +29,10 @@ from framework.pipeline.running import running_values
 from framework.pipeline.stage import Stage
 from framework.pipeline.values import Loss, cast_floats, cross_entropy
 from framework.seeding import Draw
+from framework.signals import StopRequest
 from framework.state import TrainState
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from framework.tensor_parallel.layers import VocabHead
-from framework.watch.signals import StopRequest
 
 
 @dataclass

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError, Preempted, UserError
-from framework.watch.signals import LISTENING, SIGNALS, ignored
+from framework.signals import LISTENING, SIGNALS, ignored
 from launch.environment import check_port
 from launch.failure import LOG_HEAD, Failure, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
@@ -228,9 +228,7 @@ class _End:
 def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals]) -> None:
     """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for (
-        each
-    ) in SIGNALS:  # the server that it was forked from ignores all; DFL until it listens (framework.watch.signals)
+    for each in SIGNALS:  # the server that it was forked from ignores all; DFL until it listens (framework.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = int(os.environ["RANK"])

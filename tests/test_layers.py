@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "imports": GROUND,
     "model": GROUND | {"seeding", "contract", "imports"},
     "meter": GROUND,
+    "signals": set(),
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "mesh": GROUND,
     "schedule": GROUND,

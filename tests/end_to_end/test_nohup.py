@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from framework.signals import SIGNALS, StopRequest, ignored
 from framework.train import run_directory
-from framework.watch.signals import SIGNALS, StopRequest, ignored
 from tests.end_to_end.driving import layout, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 

@@ -20,9 +20,9 @@ from framework.config import RunConfig, parse
 from framework.errors import Preempted
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
+from framework.signals import SIGNALS, StopRequest
 from framework.step import take_step
 from framework.train import run_directory, work
-from framework.watch.signals import SIGNALS, StopRequest
 from launch.pool import RankPool
 from tests.end_to_end.driving import differing, exact_losses, layout, lines, run_config, tensors, train
 from tests.end_to_end.shell import LIMIT_S, Shell, written
