@@ -18,6 +18,7 @@ NAMES = [
     "train/lr",
     "train/tokens",
     "train/samples",
+    "train/skipped",
     "perf/step_s",
     "perf/data_s",
     "perf/tokens_per_sec",
@@ -36,7 +37,7 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 
 def test_names_are_the_ones_people_know(record) -> None:
-    whole_record = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0)
+    whole_record = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, skipped=True)
     found = metrics(whole_record)
     assert list(found) == NAMES == [metric.name for metric in METRICS]
     assert found["train/loss"] == whole_record.loss
