@@ -7,6 +7,7 @@ from pathlib import Path
 
 from framework import checkpoint as checkpoints
 from framework.build import Parts
+from framework.checkpoint.manifest import Manifest
 from framework.data import fingerprint
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
@@ -57,13 +58,24 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         return
     with checkpoints.open_checkpoint(Path(path)) as checkpoint:
         manifest = checkpoint.manifest
-        optimizer_steps = int(manifest.state["optimizer_steps"])
+        optimizer_steps = saved_count(manifest, "optimizer_steps")
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
     parts.state.step = manifest.step
     parts.state.optimizer_steps = optimizer_steps
-    parts.state.skipped_in_a_row = int(manifest.state.get("skipped_in_a_row", 0))
+    parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)
     parts.state.samples_seen = manifest.samples_seen
-    parts.state.tokens_seen = int(manifest.state["tokens_seen"])
+    parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
     say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         say(f"  changed: {change}")
+
+
+def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:
+    """A whole number from 0 up out of the manifest's ``state``. Raises CheckpointError for anything else."""
+    found = manifest.state.get(name, default)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise CheckpointError(
+            f"the manifest of the checkpoint of step {manifest.step} says state.{name} = {found!r}, which must be a "
+            f"whole number from 0 up: it was not written by this project; take another checkpoint"
+        )
+    return found

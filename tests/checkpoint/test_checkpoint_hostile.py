@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import Kind, find, newest_valid, open_checkpoint, prune
+from framework.checkpoint import Kind, Manifest, find, newest_valid, open_checkpoint, prune
 from framework.errors import CheckpointError
+from framework.resume import saved_count
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], Any] | None = None, text: bytes | None = None) -> None:
@@ -317,3 +318,11 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
     left = {path.name for path in (run / "checkpoints").iterdir()}
     assert left == {"step-00000020", "step-00000030", "step-00000040"}
     open_checkpoint(elsewhere).verify()
+
+
+@pytest.mark.parametrize("value", ["absent", None, "7", 1.5, float("inf"), True, -1, [3]])
+def test_numbers_of_the_state_are_whole(value: Any) -> None:
+    state = {} if value == "absent" else {"optimizer_steps": value}
+    with pytest.raises(CheckpointError, match=r"step 3 says state\.optimizer_steps = .* whole number"):
+        saved_count(Manifest.model_construct(step=3, state=state), "optimizer_steps")
+    assert saved_count(Manifest.model_construct(step=3, state={"optimizer_steps": 7}), "optimizer_steps") == 7
