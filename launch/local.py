@@ -82,7 +82,8 @@ def warm_up(config: RunConfig, module: str) -> None:
     if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
         modules = ["torch", "torch.distributed.device_mesh"]
     else:
-        modules = [*(["launch.preload"] if config.parallel.tp > 1 else PRELOADED), module]
+        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # its regions, or its datasets
+        modules = [*(["launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
     # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle.
