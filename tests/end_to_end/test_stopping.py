@@ -184,12 +184,14 @@ def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Sh
     )
 
 
-@pytest.mark.torture
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.torture(row="each signal x each target x random moments")
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("whom", ["launcher", "rank", "all"])
-def test_any_signal_to_anyone_at_any_moment(seed: int, whom: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
+def test_any_signal_to_anyone_at_any_moment(
+    number: int, whom: str, corpus: Path, tmp_path: Path, shell: Shell, seed: int
+) -> None:
     """Saving in every step, so that many signals come while it does."""
-    draw = random.Random(f"{seed} {whom}")
+    draw = random.Random(f"{seed} {number} {whom}")
     signals = draw.choices([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], k=draw.choice([1, 2]))
     config = long_run(corpus, tmp_path, draw.choice(["dp2", "pp2", "tp2", "dp2,pp2"]), every=draw.choice([0, 1]))
     if whom == "all":

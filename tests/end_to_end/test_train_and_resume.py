@@ -25,6 +25,7 @@ from tests.end_to_end.driving import (
 )
 
 STEPS, HALF = 6, 3
+TORTURE = pytest.mark.torture(row="save at k, run to 2k against resume from k, dropout on: all leaves of the state")
 LAYOUTS = [
     f"{axes},zero{zero}{also}"
     for axes, also in (("dp2", ""), ("pp2", ""), ("tp2", ",sequence"), ("dp2,pp2,tp2", ""))
@@ -43,9 +44,9 @@ def stop_half_way(config: RunConfig) -> None:
     ("text", "dtype"),
     [
         *((text, "float32") for text in LAYOUTS if "zero1" in text),
-        *(pytest.param(text, "float32", marks=pytest.mark.torture) for text in LAYOUTS if "zero0" in text),
+        *(pytest.param(text, "float32", marks=TORTURE) for text in LAYOUTS if "zero0" in text),
         (LAYOUTS[1], "bfloat16"),
-        pytest.param(LAYOUTS[7], "bfloat16", marks=pytest.mark.torture),
+        pytest.param(LAYOUTS[7], "bfloat16", marks=TORTURE),
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(

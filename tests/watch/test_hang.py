@@ -31,7 +31,7 @@ COMPUTES = r"been computing F of micro-batch \d for \d+\.?\d* s"
 READS = r"been reading samples for \d+\.?\d* s"
 SILENT = r"not been heard of for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
 
-torture = pytest.mark.torture
+torture = pytest.mark.torture(row="hangs: rank, peer and action are named")
 
 
 def hanging(directory: Path, how: str, text: str, rank: int, at_call: int, **sections: dict[str, Any]) -> RunConfig:
