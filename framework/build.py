@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from framework.checkpoint import Behind
 from framework.config import RunConfig
-from framework.data.samples import validation_steps
+from framework.data.samples import Feed, validation_steps
+from framework.data.span_corruption import SpanCorruptionFeed
 from framework.data_parallel.replica import StageReplica
 from framework.errors import MeshError, ModelError
 from framework.feeds import AnyFeed, Source, open_feeds
@@ -149,6 +150,9 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     blueprint = draw_blueprint(config, mesh.tp)
     compare_digests(blueprint, mesh)
     training, validation = open_feeds(config) if feeds is None else feeds
+    for feed in (training, validation):
+        if isinstance(feed, Feed | SpanCorruptionFeed):
+            feed.corpus.stream.open()
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample

@@ -128,7 +128,7 @@ def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> N
 class TokenStream:
     """All tokens of a corpus as one stream, memory-mapped by Megatron's ``IndexedDataset``; read in slices.
 
-    Opened at the first read: who only checks a corpus, or never needs a token of it, does not import megatron-core.
+    Opened by :meth:`open`, or at the first read: who only checks a corpus does not import megatron-core.
     """
 
     def __init__(self, index: Index) -> None:
@@ -138,6 +138,10 @@ class TokenStream:
     @cached_property
     def _dataset(self) -> Any:
         return megatron_indexed_dataset().IndexedDataset(str(self.index.prefix))
+
+    def open(self) -> None:
+        """Import megatron-core, which takes seconds, and map the file: now, and not in the first step of a run."""
+        _ = self._dataset
 
     def __len__(self) -> int:
         """Number of tokens."""
