@@ -12,6 +12,7 @@ single file. One tensor is in hand at a time, besides what fills the file that i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ from framework.errors import CheckpointError, ConfigError
 from framework.materialise import stage_members
 from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo
+from framework.watch.lock import RunLock
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that say how a run is laid out, or where it is kept, and not what it is."""
@@ -68,7 +70,8 @@ def reshard(
     if out.name in ("", ".."):
         out = out.resolve()  # its name is to be that of the run
     _check_place(source, out)
-    with _sound(source) as checkpoint:
+    with contextlib.ExitStack() as held_open:
+        checkpoint = held_open.enter_context(_sound(source))
         saved = checkpoint.manifest
         config = _laid_out(saved.config, out, overrides, f"{source}/manifest.json")
         _check_free(out, saved.step, config)
@@ -77,23 +80,25 @@ def reshard(
             draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
         ]
         _check_names(checkpoint, blueprints[0])
+        out.mkdir(parents=True, exist_ok=True)
+        held_open.enter_context(RunLock(out))  # no job of that directory saves into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
         for pp_rank in range(parallel.pp):
             for tp_rank, blueprint in enumerate(blueprints):
                 shard = pieces(checkpoint, blueprint, pp_rank, tp_rank)
                 write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
                 checkpoint.close()  # what was mapped for this shard
-    head = Head(
-        step=saved.step,
-        samples_seen=saved.samples_seen,
-        seed=saved.seed,
-        config=config.model_dump(mode="json"),
-        data_fingerprint=saved.data_fingerprint,
-        state=saved.state,
-    )
-    path = final_directory(out, saved.step)
-    manifest = publish(temporary, path, head)
-    keep(out, config)  # only now: without a checkpoint, training by it would start from fresh weights
+        head = Head(
+            step=saved.step,
+            samples_seen=saved.samples_seen,
+            seed=saved.seed,
+            config=config.model_dump(mode="json"),
+            data_fingerprint=saved.data_fingerprint,
+            state=saved.state,
+        )
+        path = final_directory(out, saved.step)
+        manifest = publish(temporary, path, head)
+        keep(out, config)  # only now: without a checkpoint, training by it would start from fresh weights
     return Resharded(path, manifest, config)
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from framework import checkpoint as checkpoints
 from framework.build import Parts
+from framework.checkpoint.files import Warn, to_stderr
 from framework.checkpoint.manifest import Manifest
+from framework.checkpoint.read import none_verifies
 from framework.data import fingerprint
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
 from framework.errors import CheckpointError
+from framework.mesh.mesh import Mesh
 from framework.state import restore
 
 
@@ -37,26 +40,21 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
             another model, corpus or seed.
     """
     mesh = parts.mesh
-    found: tuple[str | None, str | None, list[str]] = (None, None, [])
-    if mesh.rank == 0:
-        try:
-            newest = checkpoints.newest_valid(directory)
-            if newest is not None:
-                changes = checkpoints.compatible(
-                    newest.manifest,
-                    parts.config.model_dump(mode="json"),
-                    data_fingerprint(parts),
-                    place=str(newest.path),
-                )
-                found = (str(newest.path), None, changes)
-        except CheckpointError as error:
-            found = (None, str(error), [])
-    path, problem, changes = mesh.world.gather_objects(found)[0]
-    if problem is not None:
-        raise CheckpointError(problem)
+    path = newest_sound(directory, mesh)
     if path is None:
         return
-    with checkpoints.open_checkpoint(Path(path)) as checkpoint:
+    found: tuple[str | None, list[str]] = (None, [])
+    if mesh.rank == 0:
+        try:
+            manifest = checkpoints.open_checkpoint(path).manifest
+            config = parts.config.model_dump(mode="json")
+            found = (None, checkpoints.compatible(manifest, config, data_fingerprint(parts), place=str(path)))
+        except CheckpointError as error:
+            found = (str(error), [])
+    problem, changes = mesh.world.gather_objects(found)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    with checkpoints.open_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
@@ -68,6 +66,38 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         say(f"  changed: {change}")
+
+
+def newest_sound(directory: Path, mesh: Mesh, warn: Warn = to_stderr) -> Path | None:
+    """The newest checkpoint that verifies; None: there is none yet. Every rank calls it, and hashes some of the files.
+
+    Rank 0 warns of each that is passed over, and names the bad file.
+
+    Raises:
+        CheckpointError: on every rank; there are some, and none verifies.
+    """
+    paths: list[Path] = mesh.world.gather_objects([each.path for each in checkpoints.find(directory)])[0]
+    failures = []
+    for path in paths:
+        problem, digest = None, ""
+        try:
+            checkpoint = checkpoints.open_checkpoint(path)
+            checkpoint.verify(slice(mesh.rank, None, mesh.grid.size))
+            digest = checkpoint.digest
+        except CheckpointError as error:
+            problem = str(error)
+        answers: list[tuple[str | None, str]] = mesh.world.gather_objects((problem, digest))
+        problems = list(dict.fromkeys(text for text, _ in answers if text is not None))
+        if not problems and len({found for _, found in answers}) > 1:
+            problems = [f"{path}: not all ranks find the same checkpoint there: is it on a file system that all share?"]
+        if not problems:
+            return path
+        failures.append("\n".join(problems))
+        if mesh.rank == 0:
+            warn(f"checkpoint {path.name} is passed over: {failures[-1]}")
+    if failures:
+        raise none_verifies(directory, failures)
+    return None
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:

@@ -10,9 +10,12 @@ When a share fails, nothing of that attempt is published and what was written is
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from framework.build import Parts
 from framework.checkpoint import Attempt, Head, begin, prune, to_host
@@ -20,6 +23,9 @@ from framework.checkpoint.files import Warn, to_stderr
 from framework.errors import CheckpointError
 from framework.resume import data_fingerprint
 from framework.state import pieces
+
+LONGEST_PAUSE_S = 0.5
+"""Between two looks at what is being written, while nothing else is done."""
 
 
 class _Begun(NamedTuple):
@@ -88,27 +94,25 @@ class Saver:
             self._give_up(self._attempt, self._problems())
         self._tell_published()
 
-    def finish(self) -> None:
-        """Block until what is under way has appeared or failed.
+    def finish(self, *, retention: bool = True) -> None:
+        """Block until what is under way has appeared or failed; ``retention``: and until older ones are deleted.
 
         Raises:
             CheckpointError: on every rank, of a failure with ``checkpoint.on_failure = "fail"``.
         """
         attempt, behind = self._attempt, self.parts.behind
-        problems: list[str] = []
         if attempt is not None:
-            behind.wait_written()
-            problems = self._problems()
-            if not problems:
-                behind.wait_settled()  # the first rank has seen all shares, and publishes
-                problems = self._problems()
+            self._wait(behind.settled)
+            problems = self._problems() if self._any(behind.failed()) else []
             if problems:
                 self._give_up(attempt, problems)
             else:
                 self.saved_step = attempt.head.step
             self._attempt = None
-        behind.end()
         self._tell_published()
+        if retention:
+            self._wait(behind.idle, to_the_end=True)
+            behind.end()
 
     def finish_or_fail(self) -> None:
         """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
@@ -147,6 +151,43 @@ class Saver:
             return _Begun(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
         return _Begun(attempt)
 
+    def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> None:
+        """Until it is so on every rank. All of them keep moving meanwhile: a slow disk is no hang.
+
+        Unless it is ``to_the_end``, a share that has failed ends it too, and
+
+        Raises:
+            CheckpointError: on every rank, when nobody's bytes have got to the disk for ``launch.timeout_s``.
+        """
+        parts, mesh = self.parts, self.parts.mesh
+        limit_s, pause_s = parts.config.launch.timeout_s, 0.001
+        before, since_s = -1.0, time.monotonic()
+        while True:
+            stuck = time.monotonic() - since_s > limit_s
+            mine = [not done(), parts.behind.failed(), stuck, parts.behind.written_bytes]
+            shared = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
+            mesh.world.all_reduce(shared).wait()
+            waiting, failed, stuck_ranks, written = shared.tolist()
+            if not waiting or (failed and not to_the_end):
+                return
+            if stuck_ranks and not to_the_end:
+                raise CheckpointError(
+                    f"a checkpoint is being written to {self.directory}, and no byte of it has got there for "
+                    f"{limit_s:g} s (launch.timeout_s): see to its file system. The checkpoints before stand"
+                )
+            if written != before:
+                before, since_s = written, time.monotonic()
+            mesh.activity.begin("writing a checkpoint")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _any(self, mine: bool) -> bool:
+        """Whether it is so on some rank."""
+        mesh = self.parts.mesh
+        shared = torch.tensor([float(mine)], dtype=torch.float64, device=mesh.device)
+        mesh.world.all_reduce(shared).wait()
+        return bool(shared.item())
+
     def _problems(self) -> list[str]:
         """What has failed on which rank. Every rank calls it."""
         mesh = self.parts.mesh
@@ -156,6 +197,8 @@ class Saver:
     def _give_up(self, attempt: Attempt, problems: list[str]) -> None:
         self._attempt = None
         self.parts.behind.abandon()
+        if self.parts.config.checkpoint.on_failure == "fail":
+            self.parts.behind.end()  # what was written is removed before this process ends
         self._tell(attempt.head.step, problems)
 
     def _tell(self, step: int, problems: list[str]) -> None:

@@ -7,6 +7,7 @@ train(parts, ...)           the loop
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -17,11 +18,12 @@ from pathlib import Path
 from framework import trace
 from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
 from framework.build import Parts, build
+from framework.checkpoint import find
 from framework.checkpoint.files import to_stderr
 from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
 from framework.data.samples import Feed, unigram_entropy
-from framework.errors import ConfigError, DriftError, NonFiniteError, Preempted
+from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
@@ -128,13 +130,14 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         project=config.tracking.project,
     )
     watchdog = Watchdog(mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up)
-    try:
-        with watchdog, mesh.activity.during("training"), parts.asked, tracker:
-            train(parts, directory, tracker, say)
-    except Preempted:
+    with parts.asked:  # to the end: what comes after the last step, or after the first signal, changes nothing
+        try:
+            with watchdog, mesh.activity.during("training"), tracker:
+                train(parts, directory, tracker, say)
+        except Preempted:
+            close_mesh(mesh)
+            raise
         close_mesh(mesh)
-        raise
-    close_mesh(mesh)
 
 
 def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
@@ -158,7 +161,8 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
     try:
         _take_steps(parts, directory, tracker, say, saver)
     except (NonFiniteError, DriftError):  # on all ranks alike: what was sound is still written to its end
-        saver.finish()
+        with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
+            saver.finish()
         raise
 
 
@@ -234,10 +238,14 @@ def _signals(parts: Parts) -> str:
 
 def _kept(saver: Saver) -> str:
     """Where the same command will go on from. Every rank calls it."""
-    saver.finish()
-    if saver.saved_step == saver.parts.state.step:
+    parts = saver.parts
+    with parts.mesh.activity.during("saving a checkpoint"):
+        saver.finish(retention=False)
+    if saver.saved_step == parts.state.step:
         return "it is saved"
-    return "it could not be saved, the last checkpoint stands"
+    if parts.mesh.world.gather_objects(bool(parts.mesh.rank == 0 and find(saver.directory)))[0]:
+        return "it could not be saved, the last checkpoint stands"
+    return "it could not be saved, and there is no other checkpoint"
 
 
 def _against_unigrams(parts: Parts, validation_loss: float) -> str:

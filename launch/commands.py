@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.errors import ConfigError, MeshError, Preempted, UserError
+from framework.stderr import tell
 
 if TYPE_CHECKING:
     from framework.config import RunConfig
@@ -313,9 +313,9 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
 def say(error: object, exit_code: int) -> int:
     word = "" if exit_code == Preempted.exit_code else "error: "  # who was asked to end has done well to
-    print(f"meshwright: {word}{error}", file=sys.stderr, flush=True)
+    tell(f"meshwright: {word}{error}")
     return exit_code
 
 
 def _tell_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    tell(text)

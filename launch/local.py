@@ -30,6 +30,7 @@ from pathlib import Path
 from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError, Preempted, UserError
 from framework.signals import LISTENING, SIGNALS, ignored
+from framework.stderr import tell
 from launch.environment import check_port
 from launch.failure import LOG_HEAD, Failure, RankFailed, describe, read_notes, told, write_down
 from launch.forking import PRELOADED, die_with, loopback
@@ -117,7 +118,11 @@ def launch(work: Work, config: RunConfig) -> None:
     assert isinstance(num_ranks, int), "resolve the configuration first"
     if not has_children(config):
         set_threads(config.launch.threads)
-        work(config, _end_alone)
+        try:
+            work(config, _end_alone)
+        except (SystemExit, BrokenPipeError) as error:  # of a user's code: as from a rank that is a process of its own
+            failure = describe(error, 0)
+            raise RankFailed(f"rank 0: {failure.message}\n{failure.trace}", 0) from None
         return
     logs = Path(config.run.directory) / config.run.name / "logs"
     try:
@@ -245,13 +250,16 @@ def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: lis
             _tell(error, rank, Path(notes))
             return
         _end_rank(rank, Path(notes), error)
+    finally:
+        for each in SIGNALS:  # on its way out, with all that it had to say said
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _tell(error: BaseException, rank: int, notes: Path) -> Failure:
     failure = describe(error, rank)
     write_down(failure, notes)
     if rank != 0:
-        print(failure.trace or failure.message, file=sys.stderr)
+        tell(failure.trace or failure.message)
     return failure
 
 
@@ -263,7 +271,7 @@ def _end_rank(rank: int, notes: Path, error: BaseException) -> None:
 
 def _end_alone(error: UserError) -> None:
     """End the process of a run of one rank."""
-    print(f"meshwright: error: {error}", file=sys.stderr)
+    tell(f"meshwright: error: {error}")
     leave(error.exit_code)
 
 

@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.errors import HangError
 from launch.failure import RankFailed
@@ -34,21 +35,40 @@ def may_pass(failure: RankFailed) -> bool:
     return failure.exit_code in MAY_PASS and not failure.asked
 
 
-def why_stop(reached: Sequence[int], most: int) -> str | None:
+class Reached(NamedTuple):
+    """How far a run has got."""
+
+    written_ns: int
+    """When its last checkpoint was written; 0: there is none."""
+    step: int
+
+
+def why_stop(reached: Sequence[Reached], most: int) -> str | None:
     """Why the run is not started again; None when it is.
 
-    ``reached``: the step of the newest checkpoint (0: none) when the run was started, and after each of its failures.
+    ``reached``: the checkpoint that was written last, when the run was started and after each of its failures.
     """
     num_failures = len(reached) - 1
     num_restarts = num_failures - 1
     in_vain = 0
-    while in_vain < num_restarts and reached[-1 - in_vain] <= reached[-2 - in_vain]:
+    while in_vain < num_restarts and reached[-1 - in_vain].written_ns <= reached[-2 - in_vain].written_ns:
         in_vain += 1
     if in_vain >= IN_VAIN:
-        return f"{in_vain} restarts in a row never got past step {reached[-1]}"
+        return f"{in_vain} restarts in a row never got past step {reached[-1].step}"
     if num_restarts >= most:
-        return f"launch.max_restarts = {most} is used up, and there is no checkpoint past step {reached[-1]}"
+        return f"launch.max_restarts = {most} is used up, at step {reached[-1].step}"
     return None
+
+
+def last_written(directory: Path) -> Reached:
+    """Of a run: not that of the highest step, which may be a damaged one that the run has gone back behind."""
+    from framework.checkpoint import find
+
+    found = [Reached(0, 0)]
+    for candidate in find(directory):
+        with contextlib.suppress(OSError):
+            found.append(Reached(candidate.path.stat().st_mtime_ns, candidate.step))
+    return max(found)
 
 
 def keep_going(start: Callable[[], None], most: int, directory: Path, say: Callable[[str], object]) -> None:
@@ -60,15 +80,7 @@ def keep_going(start: Callable[[], None], most: int, directory: Path, say: Calla
     if most == 0:
         start()
         return
-    from framework.checkpoint import find
-
-    reached: list[int] = []
-
-    def look() -> None:
-        newest = find(directory)
-        reached.append(newest[0].step if newest else 0)
-
-    look()
+    reached = [last_written(directory)]
     while True:
         try:
             start()
@@ -77,7 +89,7 @@ def keep_going(start: Callable[[], None], most: int, directory: Path, say: Calla
             if not may_pass(failure):
                 raise
             _write_down(failure, directory)
-            look()
+            reached.append(last_written(directory))
             reason = why_stop(reached, most)
             if reason is not None:
                 count = len(reached) - 1
@@ -86,7 +98,7 @@ def keep_going(start: Callable[[], None], most: int, directory: Path, say: Calla
                     f"given up after {times}: {reason}. The last failure:\n{failure}", failure.rank, GIVEN_UP
                 ) from None
             said = str(failure).splitlines()[0]
-        say(f"{said}; going on from step {reached[-1]}, restart {len(reached) - 1} of {most}")
+        say(f"{said}; going on from step {reached[-1].step}, restart {len(reached) - 1} of {most}")
 
 
 def _write_down(failure: RankFailed, directory: Path) -> None:

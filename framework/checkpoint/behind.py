@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 
-from framework.checkpoint.manifest import Head
+from framework.checkpoint.manifest import Head, Kind
 from framework.checkpoint.save import final_directory, publish, temporary_directory
 from framework.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, write_shard
 from framework.errors import CheckpointError
@@ -54,12 +55,13 @@ class Attempt:
 
 def to_host(pieces: Iterable[Piece]) -> list[Piece]:
     """Copies that nobody else writes into. From a GPU by way of pinned memory, waited for once."""
-    copies = []
+    copies, seen_gpu = [], False
     for piece in pieces:
         from_gpu = piece.tensor.is_cuda
         copy = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=from_gpu)
         copies.append(piece._replace(tensor=copy.copy_(piece.tensor.detach(), non_blocking=from_gpu)))
-    if any(copy.tensor.is_pinned() for copy in copies[:1]):
+        seen_gpu = seen_gpu or from_gpu
+    if seen_gpu:
         torch.cuda.synchronize()
     return copies
 
@@ -69,13 +71,13 @@ class Behind:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._written = threading.Event()
         self._settled = threading.Event()
         self._abandoned = threading.Event()
         self.problem: str | None = None
         """Why my share could not be written, or on the first rank not be published."""
-        self.published: Path | None = None
-        """On the first rank: the checkpoint that has appeared; until `take_published`."""
+        self._published: SimpleQueue[Path] = SimpleQueue()
+        self.written_bytes = 0
+        """Of my share, on the disk so far: whether a slow disk moves at all."""
 
     def start(
         self,
@@ -89,9 +91,10 @@ class Behind:
         """Begin to write. ``shard_name``: None for a rank that writes nothing. ``afterwards``: what the first rank does
         when the checkpoint has appeared. An earlier save must have been ended."""
         assert self._thread is None, "one save at a time"
-        for event in (self._written, self._settled, self._abandoned):
+        for event in (self._settled, self._abandoned):
             event.clear()
         self.problem = None
+        self.written_bytes = 0
         self._thread = threading.Thread(
             target=self._work, args=(attempt, shard_name, pieces, is_first, afterwards), name="checkpoint", daemon=True
         )
@@ -101,15 +104,13 @@ class Behind:
         """Looked at in each step: there is a problem."""
         return self.problem is not None
 
-    def wait_written(self) -> None:
-        """Block until my share is on the disk, or has failed."""
-        if self._thread is not None:
-            self._written.wait()
+    def settled(self) -> bool:
+        """My share is on the disk, on the first rank the checkpoint has appeared; or it has failed."""
+        return self._thread is None or self._settled.is_set()
 
-    def wait_settled(self) -> None:
-        """Block until there is no more to do; on the first rank until the checkpoint has appeared, or has failed to."""
-        if self._thread is not None:
-            self._settled.wait()
+    def idle(self) -> bool:
+        """Nothing is being done any more, `afterwards` included."""
+        return self._thread is None or not self._thread.is_alive()
 
     def end(self) -> None:
         """Block until the thread has ended. On the first rank after a failure: call `abandon` before."""
@@ -123,9 +124,11 @@ class Behind:
         self._abandoned.set()
 
     def take_published(self) -> Path | None:
-        """The checkpoint that has appeared since the last call, if one has."""
-        path, self.published = self.published, None
-        return path
+        """On the first rank: the checkpoint that has appeared since the last call, if one has."""
+        try:
+            return self._published.get_nowait()
+        except Empty:
+            return None
 
     # ------------------------------------------------------------------------------------------------- on the thread
 
@@ -140,25 +143,35 @@ class Behind:
         done = not is_first
         try:
             if shard_name is not None:
-                write_shard(attempt.temporary, shard_name, pieces, max_file_bytes=attempt.max_file_bytes, copied=True)
+                check_finite(pieces)
+                write_shard(
+                    attempt.temporary,
+                    shard_name,
+                    pieces,
+                    max_file_bytes=attempt.max_file_bytes,
+                    copied=True,
+                    on_bytes=self._count,
+                )
             pieces.clear()
-            self._written.set()
             if is_first and self._all_written(attempt):
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
-                self.published = attempt.final
-                afterwards()
+                self._published.put(attempt.final)
         except (CheckpointError, OSError) as error:
             self._fails(str(error))
         except BaseException as error:
             self._fails(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._written.set()
             self._settled.set()
             if not done:
                 self._abandoned.wait()  # the others are told before what they write into goes
                 remove_attempt(attempt)
+        if is_first and done:
+            afterwards()
+
+    def _count(self, num_bytes: int) -> None:
+        self.written_bytes += num_bytes
 
     def _fails(self, problem: str) -> None:
         if not self._abandoned.is_set():  # otherwise an echo
@@ -173,6 +186,19 @@ class Behind:
                 return False
             pause_s = min(2 * pause_s, longest_s)
         return not self._abandoned.is_set()
+
+
+def check_finite(pieces: Iterable[Piece]) -> None:
+    """Raise CheckpointError where a parameter that is trained, or its state, holds what is no number.
+
+    A step that makes such numbers is not taken; what a fault of memory made afterwards must not be all there is to go
+    on from.
+    """
+    held = list(pieces)
+    trained = {piece.info.name for piece in held if piece.kind is not Kind.WEIGHTS}
+    for piece in held:
+        if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
+            raise CheckpointError(f"{piece.kind.of(piece.info.name)} holds numbers that are not finite: not saved")
 
 
 def remove_attempt(attempt: Attempt) -> None:

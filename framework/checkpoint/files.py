@@ -6,19 +6,19 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from framework.errors import CheckpointError
+from framework.stderr import tell
 
 Warn = Callable[[str], None]
 
 
 def to_stderr(message: str) -> None:
     """Where warnings go when nobody else takes them."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {message}")
 
 
 def checkpoints_directory(run_directory: Path) -> Path:

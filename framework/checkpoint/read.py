@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -100,12 +101,17 @@ def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint |
         else:
             return checkpoint
     if failures:
-        raise CheckpointError(
-            f"{checkpoints_directory(run_directory)}: none of the {len(candidates)} checkpoints verifies:\n"
-            + "\n".join(failures)
-            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
-        )
+        raise none_verifies(run_directory, failures)
     return None
+
+
+def none_verifies(run_directory: Path, failures: Sequence[str]) -> CheckpointError:
+    """There are checkpoints, and none is sound. ``failures``: why, of each."""
+    return CheckpointError(
+        f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints verifies:\n"
+        + "\n".join(failures)
+        + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
+    )
 
 
 class Checkpoint:
@@ -128,9 +134,12 @@ class Checkpoint:
         """Let go of the shards."""
         self._open.clear()
 
-    def verify(self) -> None:
-        """Hash every file. Raises CheckpointError naming each one whose bytes are not the ones that were written."""
-        names = sorted(self.manifest.files)
+    def verify(self, share: slice = slice(None)) -> None:
+        """Hash every file. Raises CheckpointError naming each one whose bytes are not the ones that were written.
+
+        ``share``: of the files by name, where several processes divide the work.
+        """
+        names = sorted(self.manifest.files)[share]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             found = list(pool.map(self._damage, names))
         problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]

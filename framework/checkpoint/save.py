@@ -86,9 +86,12 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
                 f"{final} exists and is sound: a checkpoint is never written into. Resume from it with the same "
                 f"command, or choose another run.name"
             )
-    with explained(temporary):
-        for leftover in directory.glob(".tmp-*"):
+    for leftover in directory.glob(".tmp-*"):
+        try:
             delete(leftover)
+        except OSError as error:  # no reason not to save: another's file, or one that a client of NFS still has open
+            warn(f"what a dead save left cannot be removed: {error.filename or leftover}: {error.strerror}")
+    with explained(temporary):
         temporary.mkdir()
     return temporary
 

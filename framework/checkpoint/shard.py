@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from framework.errors import CheckpointError
 from framework.parameters import ParameterInfo
 
 MAX_FILE_BYTES = 512 * 2**20
+BYTES_AT_ONCE = 16 * 2**20
 REPORT_SUFFIX = ".shard.json"
 
 TORCH_DTYPES = {
@@ -67,12 +68,14 @@ def write_shard(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     copied: bool = False,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> ShardReport:
     """Write the pieces as ``<shard_name>-00000.safetensors``, ... and the report beside them; all of it is fsynced.
 
     Each element of the model must be given by one rank only: a tensor that tp replicates by one of its tp ranks, a tied
     weight under its canonical name, everything by one of the data-parallel replicas. ``publish`` checks it.
     ``copied``: the tensors are contiguous, on the host, and nobody writes into them; otherwise they are copied.
+    ``on_bytes``: told of what has been written, as it goes on.
     """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
     tensors: dict[str, Entry] = {}
@@ -84,7 +87,7 @@ def write_shard(
         nonlocal pending_bytes
         if pending:
             name = file_name(shard_name, len(files))
-            size, sha256 = write_safetensors(temporary / name, pending)
+            size, sha256 = write_safetensors(temporary / name, pending, on_bytes)
             files[name] = File(size=size, sha256=sha256)
             pending.clear()
             pending_bytes = 0
@@ -116,8 +119,9 @@ def write_shard(
     write_synced(unnamed, [report.model_dump_json().encode()])
     with explained(temporary):
         sync_directory(temporary)
-        unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")  # whoever sees a report sees a whole one
-        sync_directory(temporary)
+        # Whoever sees a report sees a whole one, and the last thing of this shard: the directory may be published next,
+        # under another name. Who publishes syncs it.
+        unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")
     return report
 
 
@@ -126,7 +130,9 @@ def file_name(shard_name: str, index: int) -> str:
     return f"{shard_name}-{index:05d}.safetensors"
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
+def write_safetensors(
+    path: Path, tensors: dict[str, Tensor], on_bytes: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[int, str]:
     """Write contiguous host tensors as one safetensors file -> (size in bytes, sha256). Blocks until it is on the disk.
 
         | u64: length of the header | JSON header, padded with spaces to 8 bytes | bytes of the tensors, end to end |
@@ -148,6 +154,8 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]
     def chunks() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little") + text
         for _, tensor in ordered:
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+            for part in torch.split(tensor.reshape(-1).view(torch.uint8), BYTES_AT_ONCE):
+                yield part.numpy().data
+                on_bytes(part.numel())
 
     return write_synced(path, chunks())

@@ -13,7 +13,6 @@ caller.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
+from framework.stderr import tell
 from framework.tracking.record import StepRecord
 from framework.tracking.sink import Sink
 
@@ -31,7 +31,7 @@ class _End(NamedTuple):
 
 def warn_on_stderr(message: str) -> None:
     """Where warnings go unless the run says otherwise."""
-    print(f"tracking: {message}", file=sys.stderr, flush=True)
+    tell(f"tracking: {message}")
 
 
 def quietly(warn: Callable[[str], None], message: str) -> None:

@@ -188,9 +188,8 @@ def _message(parts: Parts, mine: Sequence[Held], differs: Sequence[bool]) -> str
             more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
             text += f". So do those of {', '.join(others[:MOST_NAMED])}{more}"
     return (
-        f"{text}. Nothing is saved of it. The last checkpoint was compared before it was written and is sound: the "
-        f"same command goes on from it. Copies drift apart by faults of memory, device or network: if it comes again, "
-        f"leave these ranks' machines out"
+        f"{text}. Nothing is saved of it: the same command goes on from the last checkpoint. Copies drift apart by "
+        f"faults of memory, device or network: if it comes again, leave these ranks' machines out"
     )
 
 

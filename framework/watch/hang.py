@@ -23,7 +23,6 @@ import contextlib
 import faulthandler
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from typing import Self
 
 from framework.errors import HangEcho, HangError, Preempted, UserError
 from framework.mesh.mesh import Mesh
+from framework.stderr import tell
 from framework.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
 from framework.watch.heartbeat import MISSED, STATUS, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
 
@@ -43,7 +43,9 @@ LEAST_WATCHED_S = 3.0
 """For how long at least a report watches the heartbeats, however short a tick is: a busy machine may skip one."""
 LAST_WORDS_S = 30.0
 """How long a process may take over its last words: whoever reads them, or the disk, may have stopped too."""
-CLAIM, SAID = "hang/claim", "hang/said"
+IO_S = 5.0
+"""How long the watchdog waits for the run's directory, whose file system may be what hangs."""
+CLAIM, SAID, OVER = "hang/claim", "hang/said", "hang/over"
 
 GiveUp = Callable[[UserError], None]
 """Ends this process, whose main thread may be stuck for good; must not return."""
@@ -51,8 +53,7 @@ GiveUp = Callable[[UserError], None]
 
 def end_process(error: UserError) -> None:
     """The default of :data:`GiveUp`: one message, and out."""
-    with contextlib.suppress(OSError, AttributeError):
-        print(f"meshwright: error: {error}", file=sys.stderr, flush=True)
+    tell(f"meshwright: error: {error}")
     os._exit(error.exit_code)
 
 
@@ -82,6 +83,9 @@ class Watchdog:
         self._heard: dict[int, tuple[Heartbeat, float]] = {}
         """Of each rank the last heartbeat and when it was new here."""
         self._claimed_s: float | None = None
+        self._num_claims = 0
+        """Those that were taken back: a rank that was only slow has gone on."""
+        self._at_disk: threading.Thread | None = None
         self._ended = threading.Event()
         now = time.monotonic()
         self._began_s = self._awake_s = self._pulse_s = self._round_s = now
@@ -91,6 +95,8 @@ class Watchdog:
         ]
 
     def __enter__(self) -> Self:
+        with contextlib.suppress(OSError):  # of an earlier hang: the next one's stacks are to stand alone
+            (self._directory / "hang" / f"rank-{self._mesh.rank}.txt").unlink()
         for thread in self._threads:
             thread.start()
         return self
@@ -124,7 +130,7 @@ class Watchdog:
         self._heard[mine.rank] = (mine, time.monotonic())
         if self._board is not None:
             self._board.put(f"beat/{mine.rank}", mine.model_dump_json())
-            if self._claimed_s is None and self._board.has(CLAIM):
+            if self._claimed_s is None and self._board.has(self._claim()):
                 self._claimed_s = time.monotonic()
                 self._write_stacks()
             if self._claimed_s is not None:
@@ -133,7 +139,9 @@ class Watchdog:
             self._listen()
             self._write_status()
         hangs = self._claimed_s is None and self._age_s() > self._limit_s
-        if hangs and (self._board is None or self._board.is_first(CLAIM)):  # or else the next round sees the claim
+        if hangs and (
+            self._board is None or self._board.is_first(self._claim())
+        ):  # or else the next round sees the claim
             self._report()
 
     def _beat(self) -> Heartbeat:
@@ -199,8 +207,12 @@ class Watchdog:
 
     # ----------------------------------------------------------------------------------------------------- the report
 
+    def _claim(self) -> str:
+        return f"{CLAIM}/{self._num_claims}"
+
     def _report(self) -> None:
-        """This rank tells: watch the heartbeats for a while, and end."""
+        """This rank tells: watch the heartbeats for a while, and end; unless it goes on meanwhile, being only slow."""
+        stood_since_s = self._mesh.activity.now[1]
         self._write_stacks()
         until_s = time.monotonic() + self._watched_s
         self._listen()
@@ -212,7 +224,15 @@ class Watchdog:
                 self._board.put(f"beat/{mine.rank}", mine.model_dump_json())
             self._listen()
             self._round_s = time.monotonic()
-        self._speak()
+        if self._mesh.activity.now[1] == stood_since_s:
+            self._speak()
+        elif self._board is not None:
+            self._board.put(f"{OVER}/{self._num_claims}", "it goes on")
+            self._claim_is_over()
+
+    def _claim_is_over(self) -> None:
+        self._num_claims += 1
+        self._claimed_s = None
 
     def _speak(self, alone_for_s: float | None = None) -> None:
         """Say why, to the disk, the others and whoever started this process, which ends here. ``alone_for_s``: for so
@@ -237,9 +257,13 @@ class Watchdog:
         head = f"the run hangs: nothing has moved on rank {mine.rank} for {seconds(self._age_s())}. {verdict.reason}"
         whole = [head, "", *lines(table, grid, silent_s)]
         report = self._directory / "hang" / "report.txt"
-        with contextlib.suppress(OSError):
-            report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *whole, ""]))
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                report.parent.mkdir(parents=True, exist_ok=True)
+                report.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *whole, ""]))
+
+        self._at_most(write)
         message = "\n".join(
             [
                 head,
@@ -258,15 +282,29 @@ class Watchdog:
     def _wait_for_the_report(self) -> None:
         """Another rank tells: end when it has, or tell what is known here when it does not come to that."""
         assert self._board is not None and self._claimed_s is not None
-        said = self._board.read([SAID]).get(SAID)
-        if said is not None and not self._ended.is_set():
+        over = f"{OVER}/{self._num_claims}"
+        found = self._board.read([SAID, over])
+        said = found.get(SAID)
+        if over in found:
+            self._claim_is_over()
+        elif said is not None and not self._ended.is_set():
             if self._mesh.rank == 0:
                 self._write_status(Ended(how="failed", message=said))
             self._give_up(HangEcho("ended with the run, which hangs; another rank has told why"))
         elif time.monotonic() - self._claimed_s > 2 * self._watched_s + self._gap_s():
             self._report()
 
+    def _at_most(self, write: Callable[[], object]) -> None:
+        """Write to the run's directory, and wait no longer than IO_S; not at all while what came before still hangs."""
+        if self._at_disk is None or not self._at_disk.is_alive():
+            self._at_disk = threading.Thread(target=write, name="watchdog-disk", daemon=True)
+            self._at_disk.start()
+            self._at_disk.join(IO_S)
+
     def _write_stacks(self) -> None:
+        self._at_most(self._stacks)
+
+    def _stacks(self) -> None:
         path = self._directory / "hang" / f"rank-{self._mesh.rank}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,12 +336,16 @@ class Watchdog:
             ),
             ended=ended,
         )
-        aside = self._directory / f"{STATUS}.part"
-        try:
-            aside.write_text(status.model_dump_json() + "\n")
-            aside.replace(self._directory / STATUS)
-        except OSError as error:
-            self._warn(error)
+
+        def write() -> None:
+            aside = self._directory / f"{STATUS}.part"
+            try:
+                aside.write_text(status.model_dump_json() + "\n")
+                aside.replace(self._directory / STATUS)
+            except OSError as error:
+                self._warn(error)
+
+        self._at_most(write)
 
     _warned = False
 
@@ -311,5 +353,4 @@ class Watchdog:
         """Once: the run goes on."""
         if not self._warned and not self._ended.is_set():
             self._warned = True
-            with contextlib.suppress(Exception):
-                print(f"watchdog: {type(error).__name__}: {error}. The run goes on.", file=sys.stderr, flush=True)
+            tell(f"watchdog: {type(error).__name__}: {error}. The run goes on.")

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from framework.errors import LockError
+from framework.stderr import tell
 
 if TYPE_CHECKING:  # the launcher looks before torch is there
     from framework.mesh.mesh import Mesh
@@ -157,9 +157,7 @@ def _unusable(path: Path, error: OSError) -> LockError:
 
 
 def _warn(path: Path, error: OSError) -> None:
-    print(
+    tell(
         f"warning: {path} cannot be locked here ({error.strerror}): see to it yourself that no second job is started "
-        f"in {path.parent}",
-        file=sys.stderr,
-        flush=True,
+        f"in {path.parent}"
     )

@@ -18,8 +18,6 @@ not finite there is nothing to compute again. What does not come again was no fa
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +28,7 @@ from framework.data_parallel.replica import StageReplica
 from framework.errors import NonFiniteError
 from framework.mesh.grid import Axis, Grid
 from framework.pipeline.executor import Result
+from framework.stderr import tell
 from framework.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
 from framework.watch.places import ranks_at
 from framework.watch.second_look import look_again, losses, positions_of
@@ -161,8 +160,7 @@ def refuse(parts: Parts, feed: StepFeed, numbers: str) -> None:
         state.skipped_in_a_row += 1
         if parts.mesh.rank == 0:
             row = f"{state.skipped_in_a_row} in a row, at most {watch.most_skipped}"
-            with contextlib.suppress(OSError, ValueError):  # a stderr that is closed is not worth a run
-                print(f"watch: {step}: the step is skipped ({row}). {why}", file=sys.stderr, flush=True)
+            tell(f"watch: {step}: the step is skipped ({row}). {why}")
         return
     skipped = ""
     if state.skipped_in_a_row:

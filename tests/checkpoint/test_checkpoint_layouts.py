@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def test_ranks_save_together(tmp_path: Path, fake: Any) -> None:
         ranks[tp_rank].start(attempt, f"tp{tp_rank}", pieces, is_first=tp_rank == 0)
     ranks[3].start(attempt, None, [], is_first=False)
     for rank in ranks:
-        rank.wait_settled()
+        while not rank.settled():
+            time.sleep(0.01)
         assert rank.problem is None
         rank.end()
     assert [rank.take_published() for rank in ranks] == [final_directory(tmp_path, 5), None, None, None]

@@ -9,7 +9,7 @@ import pytest
 from framework.errors import CommunicationError, DataError, NonFiniteError, Preempted
 from launch.failure import RankFailed, describe, told, write_down
 from launch.failure import read_notes as notes
-from launch.restarts import GIVEN_UP, keep_going, may_pass, why_stop
+from launch.restarts import GIVEN_UP, Reached, keep_going, may_pass, why_stop
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_rank_that_was_killed_may_pass(tmp_path: Path) -> None:
     [
         ([0, 0], 1, None),
         ([0, 0], 0, "max_restarts = 0 is used up"),
-        ([0, 10, 20], 1, "max_restarts = 1 is used up, and there is no checkpoint past step 20"),
+        ([0, 10, 20], 1, "max_restarts = 1 is used up, at step 20"),
         ([0, 0, 0, 0], 5, None),  # the first start was no restart
         ([0, 0, 0, 0, 0], 5, "3 restarts in a row never got past step 0"),
         ([160, 160, 160, 160, 160], 5, "3 restarts in a row never got past step 160"),
@@ -56,7 +56,7 @@ def test_a_rank_that_was_killed_may_pass(tmp_path: Path) -> None:
     ],
 )
 def test_when_it_is_given_up(reached: list[int], most: int, said: str | None) -> None:
-    reason = why_stop(reached, most)
+    reason = why_stop([Reached(step, step) for step in reached], most)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -94,7 +94,7 @@ def test_it_is_given_up(most: int, starts: int, why: str, tmp_path: Path) -> Non
         keep_going(start, most, tmp_path, said.append)
     assert (caught.value.exit_code, start.count, len(said)) == (GIVEN_UP, starts, starts - 1)
     message = str(caught.value)
-    assert message.startswith(f"given up after {starts} failures: ") and why in message and "past step 6" in message
+    assert message.startswith(f"given up after {starts} failures: ") and why in message and "step 6" in message
     assert message.endswith(f"rank 1 was ended by SIGKILL\nin start {starts}")
 
 
