@@ -139,9 +139,7 @@ class Watchdog:
             self._listen()
             self._write_status()
         hangs = self._claimed_s is None and self._age_s() > self._limit_s
-        if hangs and (
-            self._board is None or self._board.is_first(self._claim())
-        ):  # or else the next round sees the claim
+        if hangs and (self._board is None or self._board.is_first(self._claim())):  # or the next round sees it
             self._report()
 
     def _beat(self) -> Heartbeat:
