@@ -51,7 +51,7 @@ def why_stop(reached: Sequence[Reached], most: int) -> str | None:
     num_failures = len(reached) - 1
     num_restarts = num_failures - 1
     in_vain = 0
-    while in_vain < num_restarts and reached[-1 - in_vain].written_ns <= reached[-2 - in_vain].written_ns:
+    while in_vain < num_restarts and reached[-1 - in_vain] <= reached[-2 - in_vain]:
         in_vain += 1
     if in_vain >= IN_VAIN:
         return f"{in_vain} restarts in a row never got past step {reached[-1].step}"

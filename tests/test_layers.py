@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("framework", "models", "launch")
 
-GROUND = {"errors"}
+GROUND = {"errors", "stderr"}
 AXES = {"tensor_parallel", "pipeline", "data_parallel"}
 SERVICES = {"data", "checkpoint", "tracking"}
 
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": GROUND | {"seeding", "contract", "imports"},
     "meter": GROUND,
     "signals": set(),
+    "stderr": set(),
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "mesh": GROUND,
     "schedule": GROUND,
