@@ -6,12 +6,14 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked from this process
 
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from framework.signals import SIGNALS
 from launch.pool import RankPool
 
 
@@ -37,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ranks that are forked and more than there are GPUs: everything but ``pytest -m gpu`` runs on CPU, everywhere."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for (
+        each
+    ) in SIGNALS:  # a job in the background, or under nohup, ignores some: and a run what it was started to ignore
+        if signal.getsignal(each) is signal.SIG_IGN:
+            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

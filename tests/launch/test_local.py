@@ -181,9 +181,12 @@ if __name__ == "__main__":
     file.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, str(file)], env=environment, stderr=subprocess.PIPE, text=True) as launcher:
-        pids = wait_for_pids(notes(config(tmp_path, 3)), 3)
-        launcher.send_signal(signum)
-        assert launcher.wait(60) == exit_code
+        try:
+            pids = wait_for_pids(notes(config(tmp_path, 3)), 3)
+            launcher.send_signal(signum)
+            assert launcher.wait(60) == exit_code
+        finally:
+            launcher.kill()  # or leaving this block would wait for it
         deadline_s = time.monotonic() + 60
         while any(alive(pid) for pid in pids):
             assert time.monotonic() < deadline_s, f"of {pids} some live on"
