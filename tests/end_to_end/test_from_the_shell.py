@@ -125,6 +125,7 @@ def test_no_port_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> N
     assert done.returncode != 0 and done.stderr.count("meshwright: error: MASTER_PORT = 0") == 1
 
 
+@pytest.mark.torture
 def test_a_resume_that_is_refused(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """All ranks find it; it is said once, without a traceback."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"), train={"steps": 2})
@@ -147,7 +148,7 @@ def _close_all() -> None:
         pytest.param("dp2", "closed", marks=pytest.mark.torture),
         pytest.param("dp2", "all closed", marks=pytest.mark.torture),
         pytest.param("dp2", "has left", marks=pytest.mark.torture),
-        ("", "full"),
+        pytest.param("", "full", marks=pytest.mark.torture),
     ],
 )
 def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:

@@ -19,7 +19,7 @@ CANARIES = {
 }
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.torture)])
 def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """To its end with everything on that writes; and with an exception in a layer of the user, whose trace is told."""
     sections: dict[str, Any] = {

@@ -171,7 +171,7 @@ def long_run(corpus: Path, directory: Path, text: str, every: int = 0) -> RunCon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["dp2", ""])
+@pytest.mark.parametrize("text", ["dp2", pytest.param("", marks=pytest.mark.torture)])
 def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """A second and a third signal change nothing."""
     stopped(

@@ -30,7 +30,11 @@ def begun(corpus: Path, tmp_path: Path, pool: RankPool) -> RunConfig:
 def left_behind(config: RunConfig) -> dict[str, bytes]:
     """Every file of the run."""
     directory = run_directory(config)
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def refused(pool: RankPool, config: RunConfig) -> str:

@@ -163,7 +163,12 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("signum", "exit_code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.torture),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int) -> None:
     script = f"""

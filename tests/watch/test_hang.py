@@ -178,7 +178,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, shell: Shell)
     assert lines(config)[-1]["step"] == 400 and not (run_directory(config) / "hang").exists()
 
 
-@pytest.mark.slow
+@torture
 def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell) -> None:
     config = hanging(tmp_path, "none", "pp2", 0, 0, train={"steps": 100000}, launch={"timeout_s": 20.0})
     file, run = written(config, tmp_path), str(run_directory(config))
