@@ -24,7 +24,7 @@ from framework.mesh.grid import Axis, Grid
 
 FLOAT32 = 4
 FLOAT64 = 8
-STEP_NUMBERS = 6
+STEP_NUMBERS = 7
 
 
 def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:

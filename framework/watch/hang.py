@@ -109,9 +109,16 @@ class Watchdog:
             how = Ended(how="finished")
             if error is not None:
                 message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                message = self._said() or message  # what this rank has lost is then an echo of it
                 how = Ended(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
             self._heard[0] = (self._beat(), time.monotonic())
             self._write_status(how)
+
+    def _said(self) -> str | None:
+        """What another rank has told of a hang, if one has."""
+        with contextlib.suppress(Exception):  # the board may have gone with who held it
+            return self._board.read([SAID]).get(SAID) if self._board is not None else None
+        return None
 
     # ----------------------------------------------------------------------------------------------------- each tick
 
