@@ -23,8 +23,8 @@ test: $(VENV)/installed
 
 # style and types
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 # before every commit

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from contenders import Ours, Shown
-from framework.watch.drift import check_drift
 from measure import race
 from report import conclude, environment, repeats_of, spread
 from rich.console import Console
@@ -42,6 +41,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.saving import Saver
 from framework.step import take_step
+from framework.watch.drift import check_drift
 from framework.watch.hang import Watchdog, end_process
 from launch.pool import RankPool
 
