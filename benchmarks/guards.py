@@ -39,10 +39,11 @@ from task import Feed, run_config
 from framework.build import build
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
+from framework.process import end_process
 from framework.saving import Saver
 from framework.step import take_step
 from framework.watch.drift import check_drift
-from framework.watch.hang import Watchdog, end_process
+from framework.watch.hang import Watchdog
 from launch.pool import RankPool
 
 BAR, SAVE_BAR = 1.02, 0.10

@@ -9,7 +9,7 @@ from framework import checkpoint as checkpoints
 from framework.build import Parts
 from framework.checkpoint.files import Warn, to_stderr
 from framework.checkpoint.manifest import Manifest
-from framework.checkpoint.read import none_verifies
+from framework.checkpoint.read import first_sound
 from framework.data import fingerprint
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
@@ -76,9 +76,8 @@ def newest_sound(directory: Path, mesh: Mesh, warn: Warn = to_stderr) -> Path | 
     Raises:
         CheckpointError: on every rank; there are some, and none verifies.
     """
-    paths: list[Path] = mesh.world.gather_objects([each.path for each in checkpoints.find(directory)])[0]
-    failures = []
-    for path in paths:
+
+    def look(path: Path) -> Path:
         problem, digest = None, ""
         try:
             checkpoint = checkpoints.open_checkpoint(path)
@@ -90,14 +89,12 @@ def newest_sound(directory: Path, mesh: Mesh, warn: Warn = to_stderr) -> Path | 
         problems = list(dict.fromkeys(text for text, _ in answers if text is not None))
         if not problems and len({found for _, found in answers}) > 1:
             problems = [f"{path}: not all ranks find the same checkpoint there: is it on a file system that all share?"]
-        if not problems:
-            return path
-        failures.append("\n".join(problems))
-        if mesh.rank == 0:
-            warn(f"checkpoint {path.name} is passed over: {failures[-1]}")
-    if failures:
-        raise none_verifies(directory, failures)
-    return None
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        return path
+
+    paths: list[Path] = mesh.world.gather_objects([each.path for each in checkpoints.find(directory)])[0]
+    return first_sound(directory, paths, look, warn if mesh.rank == 0 else lambda message: None)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:

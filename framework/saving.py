@@ -102,8 +102,7 @@ class Saver:
         """
         attempt, behind = self._attempt, self.parts.behind
         if attempt is not None:
-            self._wait(behind.settled)
-            problems = self._problems() if self._any(behind.failed()) else []
+            problems = self._problems() if self._wait(behind.settled) else []
             if problems:
                 self._give_up(attempt, problems)
             else:
@@ -151,10 +150,9 @@ class Saver:
             return _Begun(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
         return _Begun(attempt)
 
-    def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> None:
-        """Until it is so on every rank. All of them keep moving meanwhile: a slow disk is no hang.
-
-        Unless it is ``to_the_end``, a share that has failed ends it too, and
+    def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
+        """Until it is so on every rank; whether a share has failed. All ranks keep moving meanwhile: a slow disk is no
+        hang. Unless it is ``to_the_end``, a share that has failed ends it too, and
 
         Raises:
             CheckpointError: on every rank, when nobody's bytes have got to the disk for ``launch.timeout_s``.
@@ -169,7 +167,7 @@ class Saver:
             mesh.world.all_reduce(shared).wait()
             waiting, failed, stuck_ranks, written = shared.tolist()
             if not waiting or (failed and not to_the_end):
-                return
+                return bool(failed)
             if stuck_ranks and not to_the_end:
                 raise CheckpointError(
                     f"a checkpoint is being written to {self.directory}, and no byte of it has got there for "
@@ -180,13 +178,6 @@ class Saver:
             mesh.activity.begin("writing a checkpoint")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _any(self, mine: bool) -> bool:
-        """Whether it is so on some rank."""
-        mesh = self.parts.mesh
-        shared = torch.tensor([float(mine)], dtype=torch.float64, device=mesh.device)
-        mesh.world.all_reduce(shared).wait()
-        return bool(shared.item())
 
     def _problems(self) -> list[str]:
         """What has failed on which rank. Every rank calls it."""

@@ -27,6 +27,7 @@ from framework.errors import CheckpointError, ConfigError, DriftError, NonFinite
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
+from framework.process import GiveUp, end_process
 from framework.resume import resume
 from framework.saving import Saver
 from framework.state import saved_weights
@@ -39,7 +40,7 @@ from framework.tracking.record import StepRecord
 from framework.tracking.tracker import Tracker
 from framework.tracking.wandb import WandbMode
 from framework.watch.drift import check_drift
-from framework.watch.hang import LATER_S, GiveUp, Watchdog, end_process
+from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
 
 

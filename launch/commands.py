@@ -57,7 +57,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
-    from launch import local
+    from framework.process import leave
+    from launch import rank
     from launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
     from launch.failure import describe
 
@@ -66,7 +67,7 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     at = place()
     if launcher is Launcher.SLURM and at.rank == 0:
         check_port(os.environ["MASTER_PORT"])
-    local.set_threads(config.launch.threads)
+    rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from framework.train import check, work
@@ -77,7 +78,7 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     except UserError as error:
         # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
         if at.local_rank != 0:
-            time.sleep(local.SILENT_S)
+            time.sleep(rank.SILENT_S)
         return say(error, error.exit_code)
 
     def end(error: BaseException) -> None:
@@ -85,16 +86,16 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
         if failure.trace:
             get_error_handler().record_exception(error)  # for torchrun's own summary
         say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
-        local.leave(failure.exit_code, local.HOLD_S if failure.lost_peer else 0.0)
+        leave(failure.exit_code, rank.HOLD_S if failure.lost_peer else 0.0)
 
     try:
         work(checked, end)
     except KeyboardInterrupt:
-        local.leave(130)
+        leave(130)
     except Preempted as error:
         if at.rank == 0:
             say(error, error.exit_code)
-        local.leave(error.exit_code)
+        leave(error.exit_code)
     except BaseException as error:
         end(error)
     return 0

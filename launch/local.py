@@ -5,15 +5,13 @@
           | pipe             | watches      ...
     fork server  ------------+-- forks them: 0.1 s each instead of an import of torch each
 
-A rank that fails writes down when and why. One that fails because it lost a peer lingers, so that the agent first
-notices the peer: what is shown is the cause and not its echo. No rank outlives the launcher: each watches a pipe that
-the launcher holds, and dies with the fork server.
+No rank outlives the launcher: each watches a pipe that the launcher holds, and dies with the fork server. What a rank
+does with its life, and how it ends, is in rank.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -21,30 +19,20 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from framework.config import RunConfig
-from framework.errors import ConfigError, MeshError, Preempted, UserError
-from framework.signals import LISTENING, SIGNALS, ignored
-from framework.stderr import tell
+from framework.errors import ConfigError, MeshError
+from framework.process import end_process
+from framework.signals import SIGNALS, ignored
 from launch.environment import check_port
-from launch.failure import LOG_HEAD, Failure, RankFailed, describe, read_notes, told, write_down
-from launch.forking import PRELOADED, die_with, loopback
+from launch.failure import RankFailed, describe, read_notes, told
+from launch.forking import PRELOADED
+from launch.rank import Work, run_rank, set_threads
 
-HOLD_S = 3.0
-"""How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
-SILENT_S = 30.0
-"""How long a rank keeps to itself what another one of its node says too: it is ended before, or speaks after all."""
 SHUTDOWN_S = 3
 """How long the ranks that are left after a failure have to end by themselves."""
-
-GiveUp = Callable[[UserError], None]
-"""Ends the process of a rank whose main thread may be stuck; called in another thread."""
-Work = Callable[[RunConfig, GiveUp], None]
 
 
 class Interrupted(Exception):
@@ -119,7 +107,7 @@ def launch(work: Work, config: RunConfig) -> None:
     if not has_children(config):
         set_threads(config.launch.threads)
         try:
-            work(config, _end_alone)
+            work(config, end_process)
         except (SystemExit, BrokenPipeError) as error:  # of a user's code: as from a rank that is a process of its own
             failure = describe(error, 0)
             raise RankFailed(f"rank 0: {failure.message}\n{failure.trace}", 0) from None
@@ -231,67 +219,6 @@ class _End:
                 os.kill(rank, signum)
 
 
-def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals]) -> None:
-    """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
-    _die_with_launcher()
-    for each in SIGNALS:  # the server that it was forked from ignores all; DFL until it listens (framework.signals)
-        signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
-    os.environ[LISTENING] = str(Path(notes) / "listening")
-    rank = int(os.environ["RANK"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-    if rank != 0:
-        _redirect(Path(logs) / f"rank-{rank}.log")
-    faulthandler.enable()
-    try:
-        set_threads(config.launch.threads)
-        work(config, partial(_end_rank, rank, Path(notes)))
-    except BaseException as error:
-        if isinstance(error, Preempted):  # no failure to the agent, which would end the others: it waits for all
-            _tell(error, rank, Path(notes))
-            return
-        _end_rank(rank, Path(notes), error)
-    finally:
-        for each in SIGNALS:  # on its way out, with all that it had to say said
-            signal.signal(each, signal.SIG_IGN)
-
-
-def _tell(error: BaseException, rank: int, notes: Path) -> Failure:
-    failure = describe(error, rank)
-    write_down(failure, notes)
-    if rank != 0:
-        tell(failure.trace or failure.message)
-    return failure
-
-
-def _end_rank(rank: int, notes: Path, error: BaseException) -> None:
-    """Leave a note for the launcher, and end this process."""
-    failure = _tell(error, rank, notes)
-    leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
-
-
-def _end_alone(error: UserError) -> None:
-    """End the process of a run of one rank."""
-    tell(f"meshwright: error: {error}")
-    leave(error.exit_code)
-
-
-def leave(exit_code: int, after_s: float = 0.0) -> None:
-    """End this process at once: the interpreter's own way out may wait for peers that are gone."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or its reader has gone
-            stream.flush()
-    time.sleep(after_s)
-    os._exit(exit_code)
-
-
-def set_threads(num_threads: int) -> None:
-    """Threads of this rank, also when torch was imported before OMP_NUM_THREADS could be set."""
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    import torch
-
-    torch.set_num_threads(num_threads)
-
-
 def _meeting_port() -> int:
     """The port in MASTER_PORT if the user has set one, else 0: any free one."""
     text = os.environ.get("MASTER_PORT", "")
@@ -304,30 +231,6 @@ def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
         if child not in but:
             child.kill()
             child.join()
-
-
-def _die_with_launcher() -> None:
-    die_with(os.getppid())  # the fork server
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-
-    def watch() -> None:
-        launcher.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
-
-
-def _redirect(log: Path) -> None:
-    """Send everything that this process prints, also from C++, to the end of a file."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    print(f"{LOG_HEAD}{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} ===", flush=True)
 
 
 @contextlib.contextmanager

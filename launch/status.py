@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from statistics import median
 
 from framework.errors import DataError
 from framework.mesh.grid import Grid
+from framework.process import is_alive
 from framework.tracking.console import duration
 from framework.tracking.jsonl import read_records
 from framework.tracking.record import StepRecord
@@ -60,18 +60,8 @@ def _state(status: Status, silent_s: float, is_live: bool) -> str:
         return status.phase
     here = status.host == socket.gethostname()
     where = "this machine" if here else status.host
-    gone = f" is gone from {where}" if here and not _exists(status.pid) else f" on {where}"
+    gone = f" is gone from {where}" if here and not is_alive(status.pid) else f" on {where}"
     return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _pace(run: Path, status: Status, is_live: bool) -> str:

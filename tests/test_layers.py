@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("framework", "models", "launch")
 
-GROUND = {"errors", "stderr"}
+GROUND = {"errors", "stderr", "process"}
 AXES = {"tensor_parallel", "pipeline", "data_parallel"}
 SERVICES = {"data", "checkpoint", "tracking"}
 
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "meter": GROUND,
     "signals": set(),
     "stderr": set(),
+    "process": {"errors", "stderr"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "mesh": GROUND,
     "schedule": GROUND,

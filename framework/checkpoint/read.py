@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,29 +89,39 @@ def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint |
     would throw the run away without a word. Reads every byte of a checkpoint: one rank calls it and tells the others
     the step, who then use ``open_checkpoint`` and may compare ``digest``.
     """
-    candidates = find(run_directory)
+
+    def look(path: Path) -> Checkpoint:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+
+    return first_sound(run_directory, [each.path for each in find(run_directory)], look, warn)
+
+
+Found = TypeVar("Found")
+
+
+def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path], Found], warn: Warn) -> Found | None:
+    """What ``look`` gives for the first of these checkpoints that it does not raise CheckpointError for; ``warn`` is
+    told of each before. None: there are none.
+
+    Raises:
+        CheckpointError: there are some, and none is sound.
+    """
     failures = []
-    for candidate in candidates:
+    for path in paths:
         try:
-            checkpoint = open_checkpoint(candidate.path)
-            checkpoint.verify()
+            return look(path)
         except CheckpointError as error:
             failures.append(str(error))
-            warn(f"checkpoint {candidate.path.name} is passed over: {error}")
-        else:
-            return checkpoint
+            warn(f"checkpoint {path.name} is passed over: {error}")
     if failures:
-        raise none_verifies(run_directory, failures)
+        raise CheckpointError(
+            f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints verifies:\n"
+            + "\n".join(failures)
+            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
+        )
     return None
-
-
-def none_verifies(run_directory: Path, failures: Sequence[str]) -> CheckpointError:
-    """There are checkpoints, and none is sound. ``failures``: why, of each."""
-    return CheckpointError(
-        f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints verifies:\n"
-        + "\n".join(failures)
-        + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
-    )
 
 
 class Checkpoint:

@@ -26,6 +26,7 @@ from framework.data import fingerprint as fingerprints
 from framework.data import indexed, sources, tokenizer
 from framework.data.fingerprint import Fingerprint
 from framework.errors import DataError
+from framework.process import is_alive
 
 TOKENIZER_FILE = "tokenizer.json"
 TRAIN = "train"
@@ -226,22 +227,12 @@ def _make_aside(out: Path) -> Path:
     mine = f".{out.name}.partial.{socket.gethostname()}."
     for left in out.parent.glob(f"{mine}*"):
         pid = left.name.removeprefix(mine).removesuffix(_OLD)
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not is_alive(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
     aside = out.parent / f"{mine}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     return aside
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _publish(aside: Path, out: Path) -> None:

@@ -20,7 +20,6 @@ On CUDA the host runs ahead of the device: what a rank does is what its host wai
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import socket
 import threading
@@ -32,9 +31,11 @@ from typing import Self
 
 from framework.errors import HangEcho, HangError, Preempted, UserError
 from framework.mesh.mesh import Mesh
+from framework.process import GiveUp
 from framework.stderr import tell
 from framework.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
-from framework.watch.heartbeat import MISSED, STATUS, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
+from framework.watch.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
+from framework.watch.on_disk import OnDisk
 
 LATER_S = 60.0
 """How much longer than the limit the process groups wait: the watchdog speaks first."""
@@ -43,18 +44,7 @@ LEAST_WATCHED_S = 3.0
 """For how long at least a report watches the heartbeats, however short a tick is: a busy machine may skip one."""
 LAST_WORDS_S = 30.0
 """How long a process may take over its last words: whoever reads them, or the disk, may have stopped too."""
-IO_S = 5.0
-"""How long the watchdog waits for the run's directory, whose file system may be what hangs."""
 CLAIM, SAID, OVER = "hang/claim", "hang/said", "hang/over"
-
-GiveUp = Callable[[UserError], None]
-"""Ends this process, whose main thread may be stuck for good; must not return."""
-
-
-def end_process(error: UserError) -> None:
-    """The default of :data:`GiveUp`: one message, and out."""
-    tell(f"meshwright: error: {error}")
-    os._exit(error.exit_code)
 
 
 def tick_of(limit_s: float) -> float:
@@ -70,7 +60,6 @@ class Watchdog:
     ) -> None:
         """``step``: how many of the ``steps`` are taken; asked by other threads."""
         self._mesh = mesh
-        self._directory = directory
         self._limit_s = limit_s
         self._steps = steps
         self._step = step
@@ -85,8 +74,10 @@ class Watchdog:
         self._claimed_s: float | None = None
         self._num_claims = 0
         """Those that were taken back: a rank that was only slow has gone on."""
-        self._at_disk: threading.Thread | None = None
         self._ended = threading.Event()
+        self._run = directory.name
+        self._disk = OnDisk(directory, mesh.rank, self._host, self._warn)
+        self._warned = False
         now = time.monotonic()
         self._began_s = self._awake_s = self._pulse_s = self._round_s = now
         self._threads = [
@@ -95,8 +86,7 @@ class Watchdog:
         ]
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(OSError):  # of an earlier hang: the next one's stacks are to stand alone
-            (self._directory / "hang" / f"rank-{self._mesh.rank}.txt").unlink()
+        self._disk.forget_stacks()
         for thread in self._threads:
             thread.start()
         return self
@@ -139,7 +129,7 @@ class Watchdog:
             self._board.put(f"beat/{mine.rank}", mine.model_dump_json())
             if self._claimed_s is None and self._board.has(self._claim()):
                 self._claimed_s = time.monotonic()
-                self._write_stacks()
+                self._disk.write_stacks()
             if self._claimed_s is not None:
                 self._wait_for_the_report()
         if self._mesh.rank == 0:
@@ -185,7 +175,7 @@ class Watchdog:
             self._pulse_s = now
             silent_s = now - self._round_s
             if self._age_s() > self._limit_s and silent_s > 2 * self._watched_s + self._gap_s():
-                self._write_stacks()
+                self._disk.write_stacks()
                 self._speak(alone_for_s=silent_s)
 
     def _listen(self) -> None:
@@ -218,7 +208,7 @@ class Watchdog:
     def _report(self) -> None:
         """This rank tells: watch the heartbeats for a while, and end; unless it goes on meanwhile, being only slow."""
         stood_since_s = self._mesh.activity.now[1]
-        self._write_stacks()
+        self._disk.write_stacks()
         until_s = time.monotonic() + self._watched_s
         self._listen()
         while time.monotonic() < until_s and not self._ended.is_set():
@@ -261,19 +251,13 @@ class Watchdog:
             verdict = Verdict(reason, (mine.rank,))
         head = f"the run hangs: nothing has moved on rank {mine.rank} for {seconds(self._age_s())}. {verdict.reason}"
         whole = [head, "", *lines(table, grid, silent_s)]
-        report = self._directory / "hang" / "report.txt"
-
-        def write() -> None:
-            with contextlib.suppress(OSError):
-                report.parent.mkdir(parents=True, exist_ok=True)
-                report.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *whole, ""]))
-
-        self._at_most(write)
+        self._disk.write_report(whole)
+        place_of_stacks = self._disk.report_place.parent
         message = "\n".join(
             [
                 head,
                 *lines(table, grid, silent_s, verdict.ranks, MOST_LINES),
-                f"the stacks of all ranks that could write them are in {report.parent}. What is long but alive, such "
+                f"the stacks of all ranks that could write them are in {place_of_stacks}. What is long but alive, such "
                 f"as a save or a first step that compiles, needs a launch.timeout_s above {self._limit_s:g}",
             ]
         )
@@ -299,34 +283,12 @@ class Watchdog:
         elif time.monotonic() - self._claimed_s > 2 * self._watched_s + self._gap_s():
             self._report()
 
-    def _at_most(self, write: Callable[[], object]) -> None:
-        """Write to the run's directory, and wait no longer than IO_S; not at all while what came before still hangs."""
-        if self._at_disk is None or not self._at_disk.is_alive():
-            self._at_disk = threading.Thread(target=write, name="watchdog-disk", daemon=True)
-            self._at_disk.start()
-            self._at_disk.join(IO_S)
-
-    def _write_stacks(self) -> None:
-        self._at_most(self._stacks)
-
-    def _stacks(self) -> None:
-        path = self._directory / "hang" / f"rank-{self._mesh.rank}.txt"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w") as file:
-                told = time.strftime("%Y-%m-%d %H:%M:%S")
-                print(f"rank {self._mesh.rank}, process {os.getpid()} on {self._host}, {told}", file=file, flush=True)
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            self._warn(error)
-
     def _write_status(self, ended: Ended | None = None) -> None:
-        """Whole or not at all."""
         mesh = self._mesh
         heard: Mapping[int, tuple[Heartbeat, float]] = dict(self._heard)
         now = time.monotonic()
         status = Status(
-            run=self._directory.name,
+            run=self._run,
             at_s=time.time(),
             tick_s=self._tick_s,
             grid=(mesh.grid.pp, mesh.grid.dp, mesh.grid.tp),
@@ -342,17 +304,7 @@ class Watchdog:
             ended=ended,
         )
 
-        def write() -> None:
-            aside = self._directory / f"{STATUS}.part"
-            try:
-                aside.write_text(status.model_dump_json() + "\n")
-                aside.replace(self._directory / STATUS)
-            except OSError as error:
-                self._warn(error)
-
-        self._at_most(write)
-
-    _warned = False
+        self._disk.write_status(status)
 
     def _warn(self, error: Exception) -> None:
         """Once: the run goes on."""

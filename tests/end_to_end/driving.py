@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,6 +45,14 @@ LLAMA = {
     "ffn_size": 48,
     "max_sequence_length": 32,
 }
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"builder": "models.gpt2:build", "options": {**GPT2, "vocab_size": 301}},  # tied; no degree divides it
+    "llama": {"builder": "models.llama:build", "options": LLAMA},
+    "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
+}
+LATER = partial(pytest.param, marks=pytest.mark.torture)
+"""A variant of what others test shorter: of ``make torture``."""
 
 
 def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfig:

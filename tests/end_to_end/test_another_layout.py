@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from framework.train import run_directory
 from launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
-    LLAMA,
+    LATER,
+    MODELS,
     LoadedRank,
     differing,
     exact_losses,
@@ -29,14 +29,9 @@ from tests.end_to_end.driving import (
     train,
 )
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"builder": "models.gpt2:build", "options": {**GPT2, "vocab_size": 301}},  # no degree divides it
-    "llama": {"builder": "models.llama:build", "options": LLAMA},
-}
 EVERY_LAYOUT = ["", "dp4,zero0", "dp2,zero1", "pp2", "pp4", "tp2", "tp4,sequence", "dp2,tp2", "pp2,tp2", "dp2,pp2,tp2"]
 BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
 """Relative, on each of the three losses after the change."""
-LATER = partial(pytest.param, marks=pytest.mark.torture)
 
 
 @pytest.mark.parametrize(

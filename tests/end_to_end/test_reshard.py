@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from launch.cli import main
 from launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
-    LLAMA,
+    LATER,
+    MODELS,
     changed,
     differing,
     initial_weights,
@@ -31,13 +31,6 @@ from tests.end_to_end.driving import (
     tensors,
     train,
 )
-
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"builder": "models.gpt2:build", "options": {**GPT2, "vocab_size": 301}},  # tied; no degree divides it
-    "llama": {"builder": "models.llama:build", "options": LLAMA},
-    "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
-}
-LATER = partial(pytest.param, marks=pytest.mark.torture)
 
 
 def words(text: str, **more: object) -> list[str]:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from framework.config import Data, Launch, Run, RunConfig
 from framework.errors import ConfigError, DataError, MeshError
+from framework.process import GiveUp
 from launch.failure import RankFailed
-from launch.local import GiveUp, launch
+from launch.local import launch
 
 ROOT = Path(__file__).parents[2]
 

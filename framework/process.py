@@ -1,0 +1,41 @@
+"""Whether a process lives, and how one ends at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from framework.errors import UserError
+from framework.stderr import tell
+
+GiveUp = Callable[[UserError], None]
+"""Ends this process, whose main thread may be stuck for good; must not return. Called in another thread."""
+
+
+def leave(exit_code: int, after_s: float = 0.0) -> None:
+    """End this process without the interpreter's own way out, which may wait for threads and peers that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or its reader has gone
+            stream.flush()
+    time.sleep(after_s)
+    os._exit(exit_code)
+
+
+def end_process(error: UserError) -> None:
+    """The default of :data:`GiveUp`: one message, and out."""
+    tell(f"meshwright: error: {error}")
+    leave(error.exit_code)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this machine has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
