@@ -142,6 +142,7 @@ def test_a_prefix_with_its_suffix_says_what_to_write(tmp_path: Path) -> None:
         inspect(tmp_path / "train.bin")
 
 
+@pytest.mark.torture
 def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
     """A check imports neither torch nor megatron-core; opening does, without a warning of any kind."""
     prefix = build(tmp_path / "c")

@@ -93,6 +93,7 @@ def test_again_does_nothing_and_says_so(texts: Path, prepared: Summary) -> None:
     assert {path: path.stat().st_mtime_ns for path in prepared.out.iterdir()} == before
 
 
+@pytest.mark.torture
 def test_killed_leaves_no_half_and_a_new_process_gives_the_same_bytes(
     texts: Path, prepared: Summary, tmp_path: Path
 ) -> None:

@@ -29,7 +29,8 @@ from tests.end_to_end.driving import (
     train,
 )
 
-EVERY_LAYOUT = ["", "dp4,zero0", "dp2,zero1", "pp2", "pp4", "tp2", "tp4,sequence", "dp2,tp2", "pp2,tp2", "dp2,pp2,tp2"]
+LAYOUTS = ["", "dp4,zero0", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
+MORE_LAYOUTS = ["", "dp2,zero1", "pp4", "tp2", "tp4,sequence", "dp2,tp2", "pp2,tp2"]
 BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
 """Relative, on each of the three losses after the change."""
 
@@ -39,14 +40,14 @@ BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
     [
         LATER("gpt2", "", "dp2,pp2,tp2", "float64"),
         ("gpt2", "dp2,pp2,tp2", "", "float64"),
-        ("gpt2", "dp4,zero1", "tp4,sequence", "float64"),
+        LATER("gpt2", "dp4,zero1", "tp4,sequence", "float64"),
         LATER("gpt2", "tp4,sequence", "pp4", "float64"),
         ("gpt2", "pp4", "dp8,zero0", "float64"),
-        LATER("gpt2", "dp2,zero0", "dp2,zero1", "float64"),
+        ("gpt2", "dp2,zero0", "dp2,zero1", "bfloat16"),
         LATER("llama", "pp2,tp2", "dp4,zero1", "float64"),
         ("llama", "dp2,zero1", "pp3,tp2,sequence", "float64"),
         ("gpt2", "pp2,tp2", "dp2,pp4", "float32"),
-        ("gpt2", "dp2,pp2,tp2", "dp8,zero1", "bfloat16"),
+        LATER("gpt2", "dp2,pp2,tp2", "dp8,zero1", "bfloat16"),
         LATER("gpt2", "dp4,zero0", "pp2,tp4,sequence", "bfloat16"),
         LATER("llama", "pp4,tp2", "dp2,zero1", "bfloat16"),
     ],
@@ -109,9 +110,12 @@ def test_the_same_initial_weights_in_every_layout(corpus: Path, tmp_path: Path, 
     assert all(not differing(other, found[0]) for other in found[1:])
 
 
-def test_the_validation_loss_is_the_same_in_every_layout(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("layouts", [LAYOUTS, LATER(MORE_LAYOUTS)], ids=["some", "more"])
+def test_the_validation_loss_is_the_same_in_every_layout(
+    layouts: list[str], corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     found = {}
-    for number, text in enumerate(EVERY_LAYOUT):
+    for number, text in enumerate(layouts):
         config = run_config(
             corpus,
             tmp_path / str(number),

@@ -78,9 +78,8 @@ def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, s
     assert exact_losses(config) == exact_losses(same)
 
 
-@pytest.mark.parametrize(
-    ("text", "rank", "killed"), [pytest.param("dp2,pp2", 3, False, marks=pytest.mark.torture), ("dp2", 1, True)]
-)
+@pytest.mark.torture
+@pytest.mark.parametrize(("text", "rank", "killed"), [("dp2,pp2", 3, False), ("dp2", 1, True)])
 def test_a_rank_that_fails_ends_the_run(
     text: str, rank: int, killed: bool, corpus: Path, tmp_path: Path, shell: Shell
 ) -> None:

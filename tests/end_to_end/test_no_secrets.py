@@ -19,7 +19,8 @@ CANARIES = {
 }
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.torture)])
+@pytest.mark.torture
+@pytest.mark.parametrize("fails", [False, True])
 def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """To its end with everything on that writes; and with an exception in a layer of the user, whose trace is told."""
     sections: dict[str, Any] = {

@@ -37,7 +37,8 @@ def test_what_is_ignored_stays_ignored() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [pytest.param("dp2", marks=pytest.mark.torture), ""])
+@pytest.mark.torture
+@pytest.mark.parametrize("text", ["dp2", ""])
 def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """SIGHUP to every process of the run; then SIGTERM, which ends it as ever."""
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}}

@@ -54,7 +54,8 @@ def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [pytest.param("dp2", marks=pytest.mark.torture), ""])
+@pytest.mark.torture
+@pytest.mark.parametrize("text", ["dp2", ""])
 def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}, "checkpoint": {"every": 1}}
     config = run_config(corpus, tmp_path, **keys)

@@ -73,6 +73,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     assert any(name.startswith("master/") for name in expected) == (dtype == "bfloat16")
 
 
+@pytest.mark.torture
 def test_llama_resumes_too(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     """Another model, uneven stages by hand, gpipe; and three stops instead of one."""
     sections: dict[str, Any] = {

@@ -167,7 +167,7 @@ def alive(pid: int) -> bool:
     ("signum", "exit_code"),
     [
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.torture),
-        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.torture),
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )

@@ -157,6 +157,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.torture
 def test_workers_die_with_a_killed_parent() -> None:
     script = """
 import os, signal

@@ -148,6 +148,7 @@ def test_one_rank_is_the_identity(region: Callable[[Tensor, Group], Tensor], len
     assert region(x, lonely_group(0, 1)) is x
 
 
+@pytest.mark.torture
 def test_one_rank_imports_nothing_of_megatron() -> None:
     program = """
 import sys
@@ -166,6 +167,7 @@ assert not [name for name in sys.modules if name.startswith("megatron")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
+@pytest.mark.torture
 def test_the_door_opens_without_the_warnings_of_missing_extras() -> None:
     program = """
 import torch

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+import pytest
 
 from framework.blueprint import DTYPES
 from framework.config import RunConfig
@@ -16,6 +19,8 @@ from launch.pool import RankPool
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
+LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
+"""A case like others that are left: of ``make verify-all``."""
 VOCAB_SIZE = 61
 """No degree but 1 divides it."""
 

@@ -14,7 +14,7 @@ from framework.errors import ConfigError, ModelError
 from framework.verify import layout_config, parse_layout
 from framework.verify.run import merge, run_layout
 from launch.pool import RankPool
-from tests.verify.cases import References, Size, config_of, model_config, prove
+from tests.verify.cases import LATER, References, Size, config_of, model_config, prove
 
 SMALL = Size(heads=8, sequence_length=8, num_blocks=2, global_batch=4)
 """Five layers: embedding, two blocks, norm, head."""
@@ -29,8 +29,8 @@ def references() -> References:
 
 
 def agree(config: RunConfig, layout: str, global_batch: int, pool: RankPool, references: References) -> None:
-    """The layout passes verify, three steps, float64."""
-    row = prove(config, parse_layout(layout), pool, references, global_batch=global_batch, steps=3, twice=False)
+    """The layout passes verify, two steps, float64."""
+    row = prove(config, parse_layout(layout), pool, references, global_batch=global_batch, steps=2, twice=False)
     assert row.passed, "\n".join(row.problems)
 
 
@@ -89,18 +89,24 @@ def test_whatever_the_stages_are_balanced_by(balance: str, pool: RankPool, refer
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "layout"),
+    ("model", "vocab_size", "layout"),
     [
-        (65, "tp4"),  # 17 rows each, the last rank holds 14 of them
-        (65, "tp4,sequence"),
-        (65, "pp2,tp4"),
-        (9, "tp8"),  # ranks without a single row
-        (9, "tp8,sequence"),
-        (17, "dp2,pp2,tp2"),
-        (2, "tp2"),
+        ("gpt2", 65, "tp4"),  # 17 rows each, the last rank holds 14 of them
+        ("llama", 65, "tp4,sequence"),
+        ("llama", 9, "tp8"),  # ranks without a single row
+        ("gpt2", 17, "dp2,pp2,tp2"),
+        ("llama", 2, "tp2"),
+        LATER("llama", 65, "tp4"),
+        LATER("gpt2", 65, "tp4,sequence"),
+        LATER("gpt2", 65, "pp2,tp4"),
+        LATER("llama", 65, "pp2,tp4"),
+        LATER("gpt2", 9, "tp8"),
+        LATER("gpt2", 9, "tp8,sequence"),
+        LATER("llama", 9, "tp8,sequence"),
+        LATER("llama", 17, "dp2,pp2,tp2"),
+        LATER("gpt2", 2, "tp2"),
     ],
 )
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_vocabularies_that_leave_a_remainder(
     model: str, vocab_size: int, layout: str, pool: RankPool, references: References
 ) -> None:
@@ -201,7 +207,7 @@ def test_bfloat16_is_as_close_as_its_accumulation(layout: str, pool: RankPool) -
     assert row.gradient < 1e-6, f"{row.gradient_name}: {row.gradient:.1e}"
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2,sequence", "dp2,pp2,tp2"])
+@pytest.mark.parametrize("layout", [LATER("tp2"), "tp2,sequence", LATER("dp2,pp2,tp2")])
 def test_bfloat16_keeps_its_bar(layout: str, pool: RankPool) -> None:
     row = prove(
         model_config("llama", SMALL),

@@ -42,10 +42,11 @@ def test_wherever_it_is_cut(
     layout: str, balance: list[int], options: dict[str, Any], pool: RankPool, references: References
 ) -> None:
     config = cut(model_config("t5", SMALL, **options), balance)
-    row = prove(config, parse_layout(layout), pool, references, global_batch=4, steps=3, twice=False)
+    row = prove(config, parse_layout(layout), pool, references, global_batch=4, steps=2, twice=False)
     assert row.passed, "\n".join(row.problems)
 
 
+@pytest.mark.all_layouts
 def test_in_float32(pool: RankPool, references: References) -> None:
     layout = parse_layout("dp2,pp2,tp2,sequence")
     row = prove(model_config("t5", SMALL), layout, pool, references, global_batch=4, steps=3, dtype="float32")
