@@ -40,7 +40,7 @@ bench: $(VENV)/installed
 # runs that are killed, damaged, stopped, hung and poisoned, by seeded chance: `make torture SEED=7`; prints a table
 SEED ?= 0
 torture: $(VENV)/installed
-	$(BIN)/python -m pytest -m torture --seed $(SEED)
+	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed

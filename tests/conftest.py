@@ -39,9 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ranks that are forked and more than there are GPUs: everything but ``pytest -m gpu`` runs on CPU, everywhere."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for (
-        each
-    ) in SIGNALS:  # a job in the background, or under nohup, ignores some: and a run what it was started to ignore
+    for each in SIGNALS:  # a job in the background ignores some; and a run ignores what it was started to ignore
         if signal.getsignal(each) is signal.SIG_IGN:
             signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
 
@@ -54,9 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        mark = item.get_closest_marker("torture")
-        if mark is not None and "row" in mark.kwargs:
-            item.user_properties.append(("row", mark.kwargs["row"]))
+        rows = [mark.kwargs["row"] for name in ("torture", "fault") for mark in item.iter_markers(name) if mark.kwargs]
+        item.user_properties += [("row", row) for row in rows[:1]]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -69,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             if "row" in properties and (report.when == "call" or outcome == "error"):
                 cases[properties["row"]].append(outcome == "passed")
                 noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []
-    if not cases:
+    if not cases or "torture" not in config.option.markexpr:
         return
     terminalreporter.write_line(
         f"\n| torture, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"

@@ -19,7 +19,7 @@ CANARIES = {
 }
 
 
-@pytest.mark.torture
+@pytest.mark.torture(row="canary secrets in the environment: nowhere on disk or terminal")
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """To its end with everything on that writes; and with an exception in a layer of the user, whose trace is told."""

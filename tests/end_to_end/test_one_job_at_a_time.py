@@ -54,7 +54,7 @@ def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.torture
+@pytest.mark.torture(row="two jobs, one run directory: the second leaves")
 @pytest.mark.parametrize("text", ["dp2", ""])
 def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}, "checkpoint": {"every": 1}}
@@ -92,7 +92,7 @@ def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: S
     assert lines(config)[-1]["step"] >= reached
 
 
-@pytest.mark.torture
+@pytest.mark.torture(row="two jobs, one run directory: the second leaves")
 def test_two_jobs_at_the_same_time_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """The ranks take the lock themselves: nobody looked before."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))

@@ -122,6 +122,7 @@ def meets_a_full_disk(rank: int, world_size: int, config: RunConfig) -> tuple[li
     return found, "\n".join(warned)
 
 
+@pytest.mark.fault(row="the disk full, or not writable for one rank")
 def test_a_full_disk_is_survived(corpus: Path, small_disk: Path, pool: RankPool) -> None:
     config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"keep_last": 1})
     answers = pool.run(meets_a_full_disk, 2, config)
@@ -135,6 +136,7 @@ def test_a_full_disk_is_survived(corpus: Path, small_disk: Path, pool: RankPool)
     open_checkpoint(only.path).verify()
 
 
+@pytest.mark.fault(row="the disk full, or not writable for one rank")
 def test_or_ends_the_run_where_that_is_wanted(corpus: Path, small_disk: Path, pool: RankPool) -> None:
     config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"on_failure": "fail"})
     answers = pool.run(meets_a_full_disk, 2, config)
@@ -166,6 +168,7 @@ def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str
     return said
 
 
+@pytest.mark.fault(row="the disk full, or not writable for one rank")
 @pytest.mark.parametrize("text", ["pp2", "tp2"])
 def test_one_rank_that_cannot_write_is_named_in_the_next_step(
     text: str, corpus: Path, tmp_path: Path, pool: RankPool

@@ -85,6 +85,7 @@ def test_everyone_gets_every_record_in_order(tmp_path, record, warnings) -> None
     assert warnings == []
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 @pytest.mark.parametrize(("where", "told"), [("open", []), ("write", [1]), ("close", [1, 2, 3])])
 def test_a_sink_that_raises_is_switched_off(tmp_path, record, warnings, where, told) -> None:
     good, bad = Kept(), Raising(where)
@@ -98,6 +99,7 @@ def test_a_sink_that_raises_is_switched_off(tmp_path, record, warnings, where, t
     assert "Raising" in warnings[0] and f"broken in {where}" in warnings[0]
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_sink_that_blocks_for_ever_is_left_behind(tmp_path, record, warnings) -> None:
     good, stuck = Kept(), Gated()
     tracker = Tracker(
@@ -119,6 +121,7 @@ def test_a_sink_that_blocks_for_ever_is_left_behind(tmp_path, record, warnings) 
     stuck.gate.set()
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_slow_sink_gets_what_fits_and_the_rest_is_counted(record, warnings) -> None:
     slow = Gated()
     tracker = Tracker(None, [slow], queue_size=3, warn=warnings.append)
@@ -133,6 +136,7 @@ def test_a_slow_sink_gets_what_fits_and_the_rest_is_counted(record, warnings) ->
     assert len(warnings) == 1 and "3 records" in warnings[0]
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_blocked_sink_does_not_keep_the_process_alive() -> None:
     """The whole way to the end of the interpreter: nothing joins the thread."""
     run = subprocess.run(

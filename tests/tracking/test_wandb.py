@@ -155,6 +155,7 @@ def test_non_finite_values_do_not_break_it(tmp_path, record) -> None:
     assert history[2]["train/loss"] == record(2).loss
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkeypatch) -> None:
     """A server that takes the connection and never answers."""
     warnings: list[str] = []
@@ -173,6 +174,7 @@ def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkey
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_server_that_refuses_the_key_ends_offline(tmp_path, record, monkeypatch) -> None:
     warnings: list[str] = []
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
@@ -202,6 +204,34 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
+def test_a_server_that_fails_ends_offline(tmp_path, record, monkeypatch) -> None:
+    """It answers 500 to all; wandb itself would go on asking for a minute and a half."""
+    warnings: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        failed = sink(tmp_path, WandbMode.AUTO, warnings, init_limit_s=2.0)
+        failed.open()
+        server.shutdown()
+    assert failed.mode is WandbMode.OFFLINE
+    failed.write(record(1))
+    failed.close()
+    assert len(warnings) == 1 and "offline" in warnings[0] and KEY not in warnings[0]
+    assert read_back(offline_files(tmp_path)[-1])[1][1]["train/loss"] == record(1).loss
+
+
+class Failing(Refusing):
+    """An error of the server's own."""
+
+    def do_POST(self) -> None:
+        self.send_error(500)
+
+    do_GET = do_POST
+
+
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_killed_run_leaves_its_steps_and_no_process(tmp_path, record) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), to_json(record(1))],
@@ -240,6 +270,7 @@ def test_a_child_that_does_not_finish_is_killed(tmp_path, record) -> None:
     wait_until_gone(tmp_path)
 
 
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_child_that_dies_is_told(tmp_path, record) -> None:
     warnings: list[str] = []
     dead = sink(tmp_path, WandbMode.OFFLINE, warnings)

@@ -193,6 +193,7 @@ CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
 ]
 
 
+@pytest.mark.fault(row="a bit flip in each class of replicated tensor: found by the next check")
 @pytest.mark.parametrize(("layout", "dtype", "builder", "cases"), CASES, ids=[case[0] for case in CASES])
 def test_a_flipped_bit_is_found_and_sound_copies_pass(
     pool: RankPool, layout: str, dtype: str, builder: str, cases: list[tuple[Flip, str]]
@@ -237,6 +238,7 @@ def run_of(tmp_path: Path, every: int, **watch: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+@pytest.mark.fault(row="a bit flip in each class of replicated tensor: found by the next check")
 @pytest.mark.parametrize(
     ("drift_every", "every", "in_step", "after"),
     [(100, 2, 3, 4), (3, 6, 2, 3), (0, 6, 2, None)],

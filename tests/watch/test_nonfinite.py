@@ -39,6 +39,8 @@ from tests.watch.spoiling import (
     taken,
 )
 
+pytestmark = pytest.mark.fault(row="NaN at 3 places x 3 axes: stopped before the step, named")
+
 ONCE = "It did not come again when the step was computed a second time: look at the hardware of "
 TIED = "embedding.tokens.weight"
 
