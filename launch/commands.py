@@ -75,6 +75,9 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     try:
         check_meeting_place()
         checked, _ = check(config, at.world_size)
+        if checked.launch.max_restarts and at.rank == 0:
+            own = {Launcher.SLURM: "sbatch --requeue", Launcher.TORCHRUN: "torchrun --max-restarts"}[launcher]
+            tell(f"launch.max_restarts has no effect here: {launcher} starts the ranks, and starts them again ({own})")
     except UserError as error:
         # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
         if at.local_rank != 0:

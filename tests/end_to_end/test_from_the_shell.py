@@ -30,9 +30,11 @@ def trapped(corpus: Path, runs: Path, rank: int, *, killed: bool = False, **sect
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch")
 
 
-def test_a_run_from_beginning_to_end(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
-    """2 x 2 x 2 killed in the middle, gone on with by the same command, and then the same numbers."""
-    keys: dict[str, Any] = {"parallel": layout("dp2,pp2,tp2"), "train": {"steps": 12}}
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.torture)])
+def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
+    """2 x 2 x tp killed in the middle, gone on with by the same command, and then the same numbers."""
+    ranks = 4 * tp
+    keys: dict[str, Any] = {"parallel": layout(f"dp2,pp2,tp{tp}"), "train": {"steps": 12}}
     same = run_config(corpus, tmp_path / "same", **keys)
     config = run_config(corpus, tmp_path / "runs", **keys, checkpoint={"every": 1}, tracking={"console": True})
     file = written(config, tmp_path)
@@ -49,7 +51,8 @@ def test_a_run_from_beginning_to_end(corpus: Path, tmp_path: Path, pool: RankPoo
     done = shell.run("-m", "launch", "train", file)
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
-    assert said.startswith("starting 8 ranks on this machine\npp 2 x dp 2 x tp 2 = 8 ranks on 1 node of 8\n")
+    placed = f"pp 2 x dp 2 x tp {tp} = {ranks} ranks on 1 node of {ranks}"
+    assert said.startswith(f"starting {ranks} ranks on this machine\n{placed}\n")
     for line in (
         "batch      micro_batch_size 1 x chunks 4 x dp 2 = global_batch 8\n",
         "schedule   1f1b: 20.0% of the time is bubble",
@@ -70,10 +73,11 @@ def test_a_run_from_beginning_to_end(corpus: Path, tmp_path: Path, pool: RankPoo
 
 def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
     same = run_config(corpus, tmp_path / "same", parallel=layout("pp2"))
-    config = run_config(corpus, tmp_path / "runs", parallel=layout("pp2"))
+    config = run_config(corpus, tmp_path / "runs", parallel=layout("pp2"), launch={"max_restarts": 1})
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("= 2 ranks on 1 node of 2") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("launch.max_restarts has no effect here: torchrun starts the ranks") == 1
     train(pool, same)
     assert exact_losses(config) == exact_losses(same)
 

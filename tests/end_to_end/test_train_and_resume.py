@@ -53,7 +53,11 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     text: str, dtype: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     """Dropout on, and a learning rate whose warmup and cosine reach over the stop."""
-    common: dict[str, Any] = {"parallel": layout(text), "train": {"steps": STEPS, "dtype": dtype, "validate_every": 2}}
+    common: dict[str, Any] = {
+        "parallel": layout(text),
+        "train": {"steps": STEPS, "dtype": dtype, "validate_every": HALF},
+        "batch": {"micro_batch_size": 2},
+    }
     uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **common)
     stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **common)
 

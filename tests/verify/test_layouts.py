@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 
+from framework.verify import parse_layout
 from launch.pool import RankPool
 from tests.verify.cases import (
     DECODERS,
@@ -38,7 +39,15 @@ OF_DECODERS = [
 ]
 SELECTION = pairwise(OF_DECODERS)
 OTHER_SELECTION = pairwise(CHOICES)
-FLOAT32 = [case._replace(dtype="float32") for case in SELECTION[:: len(SELECTION) // 4]]
+FLOAT32 = [
+    Case(model, parse_layout(text), "float32")
+    for model, text in (
+        ("gpt2", "dp2,pp2"),
+        ("gpt2", "dp2,tp2,zero0,mbs2"),
+        ("llama", "pp2,tp2,sequence"),
+        ("llama", "tp3,gpipe"),
+    )
+]
 
 
 @pytest.fixture(scope="module")
