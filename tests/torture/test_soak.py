@@ -18,13 +18,19 @@ import pytest
 
 from framework.checkpoint import find
 from framework.config import RunConfig
+from framework.errors import HangError
 from framework.train import run_directory
 from launch.pool import RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, layout, lines, run_config, tensors, train_rank
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
 FAULTS = ("kill a rank", "kill all ranks", "kill the launcher", "SIGTERM", "stop a rank", "damage")
-PREEMPTED, KILLED = 85, -signal.SIGKILL
+ENDS = {
+    "SIGTERM": (85, HangError.exit_code, 128 + signal.SIGTERM, -signal.SIGTERM),
+    "kill the launcher": (-signal.SIGKILL,),
+}
+"""What ends the run as a whole, and how: who is asked to end has saved, or cannot for a rank that was stopped before,
+or has not begun. All else it gets over by itself."""
 HANG_S = 20.0
 
 
@@ -56,7 +62,7 @@ def strike(fault: str, config: RunConfig, shell: Shell, launcher: int, draw: ran
         damage_newest(config, draw)
         fault = "kill a rank"  # otherwise nobody would read it
     signum = {"SIGTERM": signal.SIGTERM, "stop a rank": signal.SIGSTOP}.get(fault, signal.SIGKILL)
-    if fault in ("kill the launcher", "SIGTERM"):
+    if fault in ENDS:
         whom = [launcher]
     elif fault == "kill all ranks":
         whom = ranks
@@ -97,14 +103,15 @@ def test_a_run_under_fire_ends_as_one_that_was_left_alone(
         pause_s, fault = draw.uniform(8, 25), draw.choice(FAULTS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(pause_s)
-        if process.poll() is None:
+        lives = process.poll() is None
+        if lives:
             strike(fault, config, shell, process.pid, draw)
             struck[fault] += 1
-            if fault in ("kill the launcher", "SIGTERM"):
+            if fault in ENDS:
                 process.wait(LIMIT_S)
         if process.poll() is not None:  # what a scheduler does then: the same command again
             ended[process.returncode] += 1
-            assert process.returncode in (PREEMPTED, KILLED), (tmp_path / "said").read_text()[-2000:]
+            assert lives and process.returncode in ENDS.get(fault, ()), (fault, (tmp_path / "said").read_text()[-2000:])
             shell.wait_until_none_is_left()
             process = shell.start(command, stdout=said, stderr=said)
     process.send_signal(signal.SIGTERM)
