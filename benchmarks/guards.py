@@ -1,10 +1,16 @@
 """What looking after a run costs: a step with all guards beside one with none, a save behind beside one that blocks.
 
-    python benchmarks/guards.py [--repeats 9] [--steps 20] [--saves 5] [--out FILE]
+    python benchmarks/guards.py [--repeats 12] [--steps 5] [--saves 5] [--out FILE]
 
-Guards: the watchdog with its heartbeats, what each rank tells of what it does, and the comparison of replicas, here
-every 20 steps (``watch.drift_every`` is 100). Both sides are the same training in turns of some steps: A B, B A, ... on
-two ranks, one a core. Ratios are of neighbours in time.
+Guards: what each rank tells of what it does, the watchdog with its heartbeats, and the comparison of replicas. That
+loss and gradients are finite is looked at in numbers that a step adds up anyway.
+
+Together: the same training with all of them and with none, in turns of some steps, A B, B A, ... on two ranks, one a
+core. Ratios are of neighbours in time. Replicas are compared once in each turn, twenty times as often as
+``watch.drift_every`` has it.
+
+Each alone, as a share of a step: the notes are counted and one is timed; the watchdog's CPU time is that of a process
+that does nothing else; a comparison is timed and divided by ``watch.drift_every``.
 
 A save: how long the loop is held up by `Saver.start` when the checkpoint is written behind it, over how long when it
 waits for the disk; the same parts save both ways in turns.
@@ -25,8 +31,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 from contenders import Ours, Shown
@@ -37,6 +45,7 @@ from rich.table import Table
 from task import Feed, run_config
 
 from framework.build import build
+from framework.mesh.activity import Activity
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.process import end_process
@@ -47,8 +56,10 @@ from framework.watch.hang import Watchdog
 from launch.pool import RankPool
 
 BAR, SAVE_BAR = 1.02, 0.10
-CHECKED_EVERY = 20
+ALONE_S = 20.0
+"""For how long the watchdog is watched."""
 LAYOUTS = {"dp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2": (1, 1, 2)}
+GUARDS = ("notes", "watchdog", "comparison")
 SAVED = {"hidden_size": 512, "num_layers": 8}
 """Of the model that is saved: large enough that a save takes long."""
 
@@ -68,27 +79,67 @@ class Guarded(Ours):
 
     def __init__(self, directory: str, *degrees: int) -> None:
         super().__init__(*degrees)
-        self.directory = Path(directory)
+        self.directory = directory
         self.watchdog: Watchdog | None = None
 
     def step(self) -> Shown:
         """Watched from the first step of a block on."""
         if self.watchdog is None:
-            self.watchdog = Watchdog(
-                self.mesh, self.directory, 600.0, 10**6, lambda: self.parts.state.step, end_process
-            )
+            self.watchdog = watchdog_of(self, self.directory)
             self.watchdog.__enter__()
-        shown = super().step()
-        if self.parts.state.step % CHECKED_EVERY == 0:
-            check_drift(self.parts)
-        return shown
+        return super().step()
 
     def settle(self) -> None:
         """And until its end."""
         super().settle()
+        check_drift(self.parts)
         if self.watchdog is not None:
             self.watchdog.__exit__(None, None, None)
             self.watchdog = None
+
+
+def watchdog_of(ours: Ours, directory: str) -> Watchdog:
+    """As a run has it by default."""
+    limit_s = ours.parts.config.launch.timeout_s
+    return Watchdog(ours.mesh, Path(directory), limit_s, 10**6, lambda: ours.parts.state.step, end_process)
+
+
+def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]) -> dict[str, float]:
+    """Seconds: ``step``, and of each guard in a step."""
+    ours = Ours(*degrees)
+    activity: Any = ours.mesh.activity
+    times_s = []
+    for _ in range(6):
+        ours.mesh.world.barrier()
+        start_s = time.perf_counter()
+        ours.step()
+        times_s.append(time.perf_counter() - start_s)
+    notes_s = 0.0
+    number: Counter[str] = Counter()
+    for name, given in (("begin", "it"), ("waits", None), ("posts", "dp")):
+        note, other = getattr(activity, name), getattr(Activity(), name)
+        setattr(activity, name, lambda *what, name=name, note=note: (number.update([name]), note(*what))[1])
+        number.clear()
+        ours.step()
+        delattr(activity, name)
+        notes_s += number[name] * timeit(partial(other, given), number=10_000) / 10_000
+    compared_s = []
+    for _ in range(6):
+        ours.mesh.world.barrier()
+        start_s = time.perf_counter()
+        check_drift(ours.parts)
+        compared_s.append(time.perf_counter() - start_s)
+    step_s = statistics.median(times_s[1:])
+    cpu_s = time.process_time()
+    with watchdog_of(ours, directory):
+        time.sleep(ALONE_S)
+    share = (time.process_time() - cpu_s) / ALONE_S
+    return {
+        "step": step_s,
+        "notes": notes_s,
+        "watchdog": share * step_s,
+        "comparison": statistics.median(compared_s[1:]) / ours.parts.config.watch.drift_every,
+    }
 
 
 def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tuple[float, float, float]]:
@@ -128,14 +179,15 @@ def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str)
         "wall_ratio": spread([ours.wall_s / theirs.wall_s for ours, theirs in pairs]),
         "step_s": statistics.median(each.wall_s for each in bare),
         "same_numbers": all(rank.shown["guarded"] == rank.shown["bare"] for rank in ranks),
+        "alone_s": pool.run(each_alone, 2, directory, degrees, timeout_s=3600)[0],
     }
 
 
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -154,6 +206,12 @@ def main() -> int:
             problems.append(f"{row['layout']}: guards cost {row['cpu_ratio'].median - 1:.1%} of a step's CPU time")
         if not row["same_numbers"]:
             problems.append(f"{row['layout']}: the two compute other numbers")
+    console.print(table)
+    table = Table("layout", *GUARDS, "sum", title="each alone, of a step (rank 0)")
+    for row in layouts:
+        alone = row["alone_s"]
+        shares = [alone[guard] / alone["step"] for guard in GUARDS]
+        table.add_row(row["layout"], *(f"{share:.3%}" for share in shares), f"{sum(shares):.3%}")
     console.print(table)
     slowest = [tuple(max(times) for times in zip(*each, strict=True)) for each in zip(*ranks, strict=True)]
     held = spread([behind / blocking for behind, _, blocking in slowest])

@@ -60,16 +60,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """The table of `make torture`: a row for each kind of trouble, with what its tests have noted of it."""
     cases: dict[str, list[bool]] = defaultdict(list)
     noted: dict[str, list[str]] = defaultdict(list)
+    slowest: dict[str, float] = defaultdict(float)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
             properties = dict(getattr(report, "user_properties", []))
             if "row" in properties and (report.when == "call" or outcome == "error"):
                 cases[properties["row"]].append(outcome == "passed")
                 noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []
+                slowest[properties["row"]] = max(slowest[properties["row"]], properties.get("within_s", 0.0))
     if not cases or "torture" not in config.option.markexpr:
         return
     terminalreporter.write_line(
         f"\n| torture, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"
     )
     for row, passed in cases.items():
+        noted[row] += [f"within {slowest[row]:.1f} s"] if slowest[row] else []
         terminalreporter.write_line(f"| {row} | {len(passed)} | {passed.count(False)} | {'; '.join(noted[row])} |")

@@ -184,7 +184,7 @@ def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Sh
     )
 
 
-@pytest.mark.torture(row="each signal x each target x random moments")
+@pytest.mark.torture(row="each signal x each target x random moments: exit code 85 after the step, nothing left")
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("whom", ["launcher", "rank", "all"])
 def test_any_signal_to_anyone_at_any_moment(
