@@ -118,7 +118,7 @@ def test_a_run_under_fire_ends_as_one_that_was_left_alone(
     process.wait(LIMIT_S)
     passed_s = time.monotonic() - begin_s
     shell.wait_until_none_is_left()
-    useful_s = sum(line["step_s"] for line in lines(config))
+    useful_s = sum(line["perf/step_s"] for line in lines(config))
 
     finished = changed(config, train={"steps": find(run_directory(config))[0].step + 5})
     plain = changed(finished, run={"directory": str(tmp_path / "plain")}, checkpoint={"every": 0})
