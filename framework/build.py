@@ -57,6 +57,8 @@ class Parts:
     """Looked at in each step: a request to one rank ends the run on all of them after it."""
     behind: Behind = field(default_factory=Behind)
     """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
+    restarts: int = 0
+    """How often the run had been started before."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
     in the buckets. For whoever wants to look: verify does."""

@@ -49,6 +49,7 @@ class Saver:
         """Under way; the same on all ranks."""
         self.saved_step: int | None = None
         """The last step whose checkpoint has appeared for sure; the same on all ranks."""
+        self._save_s: float | None = None
 
     def start(self) -> None:
         """Save this step. Blocks for the copies; with ``checkpoint.asynchronous = false`` until it has appeared.
@@ -112,6 +113,11 @@ class Saver:
         if retention:
             self._wait(behind.idle, to_the_end=True)
             behind.end()
+
+    def take_save_s(self) -> float | None:
+        """On the first rank: how long the checkpoint took that was seen to appear since the last call, if one was."""
+        taken, self._save_s = self._save_s, None
+        return taken
 
     def finish_or_fail(self) -> None:
         """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
@@ -199,8 +205,9 @@ class Saver:
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
 
     def _tell_published(self) -> None:
-        path = self.parts.behind.take_published()
-        if path is not None:
+        published = self.parts.behind.take_published()
+        if published is not None:
+            path, self._save_s = published
             self._say(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:

@@ -42,6 +42,7 @@ from framework.tracking.wandb import WandbMode
 from framework.watch.drift import check_drift
 from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
+from framework.watch.starts import note_start
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -117,6 +118,8 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         keep(directory, config)
+        if parts.state.step < config.train.steps:
+            parts.restarts = note_start(directory, parts.state.step, mesh.grid, mesh.nodes)
     tracker = build_tracker(
         directory,
         is_writer=mesh.rank == 0,
@@ -184,7 +187,7 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
         if not stopping and parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             with parts.mesh.activity.during("validating"):
                 validation_loss = validate(parts)
-        tracker.write(record(parts, stats, step_s, validation_loss))
+        tracker.write(record(parts, stats, step_s, validation_loss, saver.take_save_s()))
         saver.look(stats.not_written)
         saving = stopping or _is_due(state.step, config.checkpoint.every, last)
         if config.watch.drift_every and _is_due(state.step, config.watch.drift_every, saving):
@@ -204,7 +207,9 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
             say(_against_unigrams(parts, validation_loss))
 
 
-def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float | None) -> StepRecord:
+def record(
+    parts: Parts, stats: StepStats, step_s: float, validation_loss: float | None, save_s: float | None = None
+) -> StepRecord:
     """What the trackers are told of a step."""
     config, world_size = parts.config, parts.mesh.grid.size
     flops_per_s = parts.blueprint.flops_per_step / step_s / world_size
@@ -226,6 +231,8 @@ def record(parts: Parts, stats: StepStats, step_s: float, validation_loss: float
         memory_bytes=peak_memory_bytes(parts.mesh.device.type),
         validation_loss=validation_loss,
         skipped=stats.skipped,
+        restarts=parts.restarts,
+        save_s=save_s,
     )
 
 

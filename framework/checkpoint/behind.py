@@ -75,7 +75,8 @@ class Behind:
         self._abandoned = threading.Event()
         self.problem: str | None = None
         """Why my share could not be written, or on the first rank not be published."""
-        self._published: SimpleQueue[Path] = SimpleQueue()
+        self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
+        self._begun_s = 0.0
         self.written_bytes = 0
         """Of my share, on the disk so far: whether a slow disk moves at all."""
 
@@ -95,6 +96,7 @@ class Behind:
             event.clear()
         self.problem = None
         self.written_bytes = 0
+        self._begun_s = time.monotonic()
         self._thread = threading.Thread(
             target=self._work, args=(attempt, shard_name, pieces, is_first, afterwards), name="checkpoint", daemon=True
         )
@@ -123,8 +125,8 @@ class Behind:
         """Nothing of what is under way shall be published. Does not block for what is being written right now."""
         self._abandoned.set()
 
-    def take_published(self) -> Path | None:
-        """On the first rank: the checkpoint that has appeared since the last call, if one has."""
+    def take_published(self) -> tuple[Path, float] | None:
+        """On the first rank: the checkpoint that has appeared since the last call, if one has; how long it took."""
         try:
             return self._published.get_nowait()
         except Empty:
@@ -156,7 +158,7 @@ class Behind:
             if is_first and self._all_written(attempt):
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
-                self._published.put(attempt.final)
+                self._published.put((attempt.final, time.monotonic() - self._begun_s))
         except (CheckpointError, OSError) as error:
             self._fails(str(error))
         except BaseException as error:

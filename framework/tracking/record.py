@@ -55,6 +55,10 @@ class StepRecord:
     """Mean over the validation tokens in nats, on the weights after this step."""
     skipped: bool = False
     """Loss or gradient were not finite, and the weights are as they were before the step."""
+    restarts: int = 0
+    """How often the run had been started before this start."""
+    save_s: float | None = None
+    """Of the checkpoint that was seen to appear in the step before: from its beginning until it was there, whole."""
 
 
 class Metric(NamedTuple):
@@ -80,6 +84,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tokens", "tokens", lambda r: r.tokens),
     Metric("train/samples", "samples", lambda r: r.samples_seen),
     Metric("train/skipped", "", lambda r: 1 if r.skipped else None),
+    Metric("train/restarts", "", lambda r: r.restarts or None),
     Metric("perf/step_s", "s", lambda r: r.step_s),
     Metric("perf/data_s", "s", lambda r: r.data_s),
     Metric("perf/tokens_per_sec", "tokens/s", lambda r: r.tokens_per_s),
@@ -88,6 +93,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/tflops_per_device", "TFLOP/s", lambda r: r.tflops_per_device),
     Metric("perf/mfu", "share", lambda r: r.mfu),
     Metric("perf/bubble_share", "share", lambda r: r.bubble_share),
+    Metric("perf/save_s", "s", lambda r: r.save_s),
     Metric("memory/peak_gib", "GiB", lambda r: r.memory_bytes / GIB),
     Metric("validation/loss", "nats/token", lambda r: r.validation_loss),
     Metric("validation/perplexity", "", lambda r: None if r.validation_loss is None else perplexity(r.validation_loss)),
@@ -148,4 +154,6 @@ def _from_metrics(found: Mapping[str, Number | str]) -> StepRecord:
         bubble_share=optional("perf/bubble_share"),
         validation_loss=optional("validation/loss"),
         skipped="train/skipped" in found,
+        restarts=int(found.get("train/restarts", 0)),
+        save_s=optional("perf/save_s"),
     )

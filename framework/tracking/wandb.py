@@ -158,16 +158,20 @@ class WandbSink:
         self._warn = warn
         self._child: subprocess.Popen[bytes] | None = None
 
+    @property
+    def _later(self) -> str:
+        return f"; `wandb sync {self.run_directory / 'wandb'}/offline-run-*` uploads it later"
+
     def open(self) -> None:
         """Start the child and wait until wandb is ready. Raises UserError where even offline does not start."""
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
-            quietly(self._warn, f"wandb writes offline ({why})")
+            quietly(self._warn, f"wandb writes offline ({why}){self._later}")
         if self.mode is WandbMode.OFF:
             return
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:
-            quietly(self._warn, f"wandb writes offline ({failure})")
+            quietly(self._warn, f"wandb writes offline ({failure}){self._later}")
             self.mode = WandbMode.OFFLINE
             failure = self._start(self.mode)
         if failure:

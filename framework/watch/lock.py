@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # the launcher looks before torch is there
 FILE = "lock"
 PATIENCE_S = 2.0
 """How long a lock that is held is tried again: the job that holds it may just be dying."""
+OWN_JOB_PATIENCE_S = 240.0
+"""The same for an earlier life of this very Slurm job: on a node that was cut off it lives until somebody kills it."""
 PAUSE_S = 0.1
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What flock says where the file system knows no locks."""
@@ -84,7 +86,7 @@ class RunLock:
     def _got(self, how: int, *, warn: bool = True) -> bool:
         """Whether the file is locked now: False where there are no locks. Waits a little for a job that is dying."""
         assert self._descriptor is not None
-        deadline_s = time.monotonic() + PATIENCE_S
+        began_s = time.monotonic()
         while True:
             try:
                 fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
@@ -98,7 +100,7 @@ class RunLock:
                 return False
             else:
                 return True
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > began_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
                 raise LockError(_refusal(self.path))
 
     def _close(self) -> None:
@@ -137,6 +139,15 @@ def _holder() -> dict[str, str | int]:
     }
     job = os.environ.get("SLURM_JOB_ID")
     return holder | {"slurm_job": job} if job else holder
+
+
+def _is_own_job(path: Path) -> bool:
+    """Whether the lock is held by the Slurm job that this process belongs to: by what it was before it was requeued."""
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return False
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(json.loads(path.read_text())["slurm_job"] == os.environ.get("SLURM_JOB_ID"))
+    return False
 
 
 def _refusal(path: Path) -> str:

@@ -19,6 +19,7 @@ NAMES = [
     "train/tokens",
     "train/samples",
     "train/skipped",
+    "train/restarts",
     "perf/step_s",
     "perf/data_s",
     "perf/tokens_per_sec",
@@ -27,6 +28,7 @@ NAMES = [
     "perf/tflops_per_device",
     "perf/mfu",
     "perf/bubble_share",
+    "perf/save_s",
     "memory/peak_gib",
     "validation/loss",
     "validation/perplexity",
@@ -37,7 +39,8 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 
 def test_names_are_the_ones_people_know(record) -> None:
-    whole_record = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, skipped=True)
+    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
+    whole_record = record(3, skipped=True, restarts=1, **measured)
     found = metrics(whole_record)
     assert list(found) == NAMES == [metric.name for metric in METRICS]
     assert found["train/loss"] == whole_record.loss
@@ -53,7 +56,7 @@ def test_names_are_the_ones_people_know(record) -> None:
 
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
-    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0)
+    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, save_s=1.5)
     for field in dataclasses.fields(StepRecord):
         other = dataclasses.replace(plain, **{field.name: getattr(plain, field.name) + 7})
         assert to_json(other) != to_json(plain), field.name

@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +37,20 @@ def test_the_second_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.Mon
     with RunLock(tmp_path), pytest.raises(LockError) as caught:
         RunLock(tmp_path).look()
     assert "Slurm" not in str(caught.value)
+
+
+def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    first = RunLock(tmp_path)
+    first.__enter__()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    killed = threading.Timer(1.0, first.__exit__, (None, None, None))
+    killed.start()
+    with RunLock(tmp_path):
+        assert killed.finished.is_set()
+        monkeypatch.setenv("SLURM_JOB_ID", "78")
+        with pytest.raises(LockError):
+            RunLock(tmp_path).look()
 
 
 def test_looking_makes_nothing_and_keeps_nobody_out(tmp_path: Path) -> None:
