@@ -193,6 +193,9 @@ class Launch(Section):
     timeout_s: PositiveFloat = 600.0
     """For how long nothing may move on a rank: longer is a hang, and ends the run with who waits for whom. A save, a
     validation batch or a first step that compiles counts like anything else."""
+    cluster: str = ""
+    """A TOML file that says what the cluster has, in the form of a run's links.toml: `meshwright doctor` holds what it
+    measures against it."""
     max_restarts: int = Field(default=0, ge=0)
     """How often `meshwright train` starts a run that failed again by itself, from its newest checkpoint; torchrun and
     srun have their own ways."""

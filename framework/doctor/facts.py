@@ -1,0 +1,138 @@
+"""What one rank finds out about the machine it runs on, and the disk that the run will write to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import socket
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from framework.mesh.mesh import Mesh
+
+WRITTEN_BYTES = 2**26
+CLOCK_ROUNDS = 5
+
+
+class Facts(NamedTuple):
+    """Of one rank."""
+
+    rank: int
+    host: str
+    versions: tuple[tuple[str, str], ...]
+    device: str
+    device_bytes: int
+    """Memory of the device; on CPU of the machine."""
+    free_bytes: int
+    """Of that, not in use now."""
+    num_cpus: int
+    load: float
+    """Processes that want a CPU now, over the last minute."""
+    clock_s: float
+    """Ahead of rank 0's clock."""
+    sees_directory: bool
+    """Whether a file that rank 0 has just written into the run's directory is there."""
+    disk_free_bytes: int
+    write_bytes_per_s: float | None
+    """Of 64 MB into the run's directory, on the disk; only the first rank of each host writes. None: it did not."""
+    disk_problem: str | None
+
+
+def look(mesh: Mesh, directory: Path) -> list[Facts]:
+    """Everyone's. Every rank calls it; all get the same answer. The directory must be there for rank 0."""
+    first_of_host = mesh.nodes.index(mesh.nodes[mesh.rank]) == mesh.rank
+    clock_s = _clock(mesh)
+    sees = _sees(mesh, directory)
+    speed, problem = _write(directory) if first_of_host else (None, None)
+    try:
+        disk_free = shutil.disk_usage(directory).free
+    except OSError:
+        disk_free = 0
+    total, free = _memory(mesh.device)
+    mine = Facts(
+        mesh.rank,
+        socket.gethostname(),
+        (
+            ("python", platform.python_version()),
+            ("torch", torch.__version__),
+            ("meshwright", _version()),
+        ),
+        torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
+        total,
+        free,
+        os.cpu_count() or 1,
+        os.getloadavg()[0],
+        clock_s,
+        sees,
+        disk_free,
+        speed,
+        problem,
+    )
+    found: list[Facts] = mesh.world.gather_objects(mine)
+    return found
+
+
+def _version() -> str:
+    try:
+        return metadata.version("meshwright")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _clock(mesh: Mesh) -> float:
+    """How far this clock is ahead of rank 0's, as exactly as a barrier ends everywhere at once."""
+    ahead = []
+    for _ in range(CLOCK_ROUNDS):
+        mesh.world.barrier()
+        ahead.append(mesh.world.gather_objects(time.time()))
+    return float(statistics.median(times[mesh.rank] - times[0] for times in ahead))
+
+
+def _sees(mesh: Mesh, directory: Path) -> bool:
+    name: str = mesh.world.gather_objects(f".doctor-{secrets.token_hex(4)}" if mesh.rank == 0 else "")[0]
+    problem: str | None = None
+    if mesh.rank == 0:
+        try:
+            (directory / name).touch()
+        except OSError as error:
+            problem = str(error)
+    mesh.world.gather_objects(problem)
+    found = (directory / name).exists()
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        (directory / name).unlink(missing_ok=True)
+    return found
+
+
+def _write(directory: Path) -> tuple[float | None, str | None]:
+    """(bytes per second, what went wrong)."""
+    place = directory / f".doctor-{socket.gethostname()}-{os.getpid()}"
+    data = os.urandom(2**20)
+    try:
+        begin_s = time.perf_counter()
+        with place.open("wb") as file:
+            for _ in range(WRITTEN_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return WRITTEN_BYTES / (time.perf_counter() - begin_s), None
+    except OSError as error:
+        return None, f"{error.strerror} (errno {error.errno})"
+    finally:
+        place.unlink(missing_ok=True)
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(all, free) bytes."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")

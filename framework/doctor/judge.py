@@ -1,0 +1,119 @@
+"""What of it would end a run, or hold all others up; and who is to be left out. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from framework.doctor.facts import Facts
+from framework.doctor.links import Link, by_node, slow_pairs
+
+SLOW = 0.5
+"""A node or link that reaches less than this share of what is usual here is named."""
+EXPECTED = 0.8
+"""And one that reaches less than this share of what the cluster is said to have."""
+CLOCK_S = 1.0
+
+
+class Finding(NamedTuple):
+    """Something that is wrong."""
+
+    text: str
+    nodes: tuple[str, ...] = ()
+    """That a job would do better without."""
+
+
+def judge(
+    facts: Sequence[Facts], links: Sequence[Link], *, needed_bytes: int = 0, expected_bytes_per_s: float | None = None
+) -> list[Finding]:
+    """All that is wrong, the worst first. ``needed_bytes``: of one checkpoint; ``expected_bytes_per_s``: of a link
+    across nodes."""
+    return [*_disk(facts, needed_bytes), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
+
+
+def _disk(facts: Sequence[Facts], needed_bytes: int) -> list[Finding]:
+    found = []
+    blind = tuple(dict.fromkeys(each.host for each in facts if not each.sees_directory))
+    if blind:
+        found.append(
+            Finding(
+                f"{_and(blind)} do{'es' * (len(blind) == 1)} not see the run's directory as rank 0 does: run.directory "
+                f"must be on a file system that all nodes share",
+            )
+        )
+    for each in facts:
+        if each.disk_problem is not None:
+            found.append(Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}"))
+    least = min(facts, key=lambda each: each.disk_free_bytes)
+    if least.disk_free_bytes < needed_bytes:
+        free, needed = (f"{size / 2**30:,.1f} GiB" for size in (least.disk_free_bytes, needed_bytes))
+        found.append(Finding(f"{free} are free where the run's directory is, and a checkpoint takes {needed}"))
+    return found
+
+
+def _clocks(facts: Sequence[Facts]) -> list[Finding]:
+    middle = statistics.median(each.clock_s for each in facts)
+    wrong = {each.host: each.clock_s - middle for each in facts if abs(each.clock_s - middle) > CLOCK_S}
+    return [
+        Finding(
+            f"the clock of {host} is {abs(off):,.1f} s {'ahead of' if off > 0 else 'behind'} the others': set it (NTP)",
+            (host,),
+        )
+        for host, off in wrong.items()
+    ]
+
+
+def _versions(facts: Sequence[Facts]) -> list[Finding]:
+    found = []
+    for index, (name, _) in enumerate(facts[0].versions):
+        seen = Counter(each.versions[index][1] for each in facts)
+        if len(seen) > 1:
+            usual = seen.most_common(1)[0][0]
+            others = {each.host: each.versions[index][1] for each in facts if each.versions[index][1] != usual}
+            told = ", ".join(f"{version} on {host}" for host, version in others.items())
+            found.append(Finding(f"{name} is {usual}, but {told}", tuple(others)))
+    devices = Counter(each.device for each in facts)
+    if len(devices) > 1:
+        usual = devices.most_common(1)[0][0]
+        others = {each.host: each.device for each in facts if each.device != usual}
+        told = ", ".join(f"{device} on {host}" for host, device in others.items())
+        found.append(Finding(f"the devices are {usual}, but {told}", tuple(others)))
+    return found
+
+
+def _links(links: Sequence[Link], expected: float | None) -> list[Finding]:
+    best, found = by_node(links), []
+    named: set[str] = set()
+    for node, rate in sorted(best.items(), key=lambda each: each[1]):
+        others = [other for name, other in best.items() if name != node]
+        usual = statistics.median(others)
+        if len(best) > 2 and rate < SLOW * usual:
+            found.append(
+                Finding(f"the link of {node} is slow: {gbit(rate)}, others reach {gbit(usual)}", (node,)),
+            )
+            named.add(node)
+        elif expected is not None and rate < EXPECTED * expected:
+            found.append(
+                Finding(f"the link of {node} is slow: {gbit(rate)}, and it is said to have {gbit(expected)}", (node,)),
+            )
+            named.add(node)
+    for link in slow_pairs(links, SLOW):
+        if not named & set(link.nodes):
+            found.append(
+                Finding(
+                    f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while both reach "
+                    f"more with others: look at the switches between them",
+                )
+            )
+    return found
+
+
+def gbit(bytes_per_s: float) -> str:
+    """``0.957 Gbit/s``."""
+    return f"{8 * bytes_per_s / 1e9:.3g} Gbit/s"
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,150 @@
+"""How fast and how far apart nodes are: bytes sent to and fro between pairs of ranks, and all-reduces of each axis."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from framework.mesh.comm import Group, Transfer
+from framework.mesh.grid import Axis
+from framework.mesh.mesh import Mesh
+
+PINGS = 20
+AIM_S = 0.25
+"""How long the bytes of one measurement are to be under way: long against a latency, short against patience."""
+FIRST_BYTES, MOST_BYTES = 2**20, 2**28
+REPEATS = 3
+SUMMED_BYTES = 2**22
+"""Of an all-reduce."""
+MOST_ROUNDS = 6
+"""Of pairs of nodes: in each round every node has one partner."""
+
+
+class Link(NamedTuple):
+    """Between two nodes, or two ranks of one."""
+
+    nodes: tuple[str, str]
+    ranks: tuple[int, int]
+    bytes_per_s: float
+    """One way, of large messages."""
+    latency_s: float
+    """One way, of 8 bytes."""
+
+
+class Sum(NamedTuple):
+    """An all-reduce of one group."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    seconds: float
+    bus_bytes_per_s: float
+    """What each rank sends, 2 M (n-1)/n, over the time."""
+
+
+def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """Pairs such that in each round nobody is in two: a tournament, every pair once. The circle method."""
+    circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(a, b) for a, b in pairs if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def measure_links(mesh: Mesh) -> list[Link]:
+    """Pairs of nodes by their first ranks, round by round, and two ranks inside each node. Every rank calls it; all
+    get the same answer."""
+    first: dict[str, list[int]] = {}
+    for rank, node in enumerate(mesh.nodes):
+        first.setdefault(node, []).append(rank)
+    across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][:MOST_ROUNDS]
+    inside = [[(ranks[0], ranks[1]) for ranks in first.values() if len(ranks) > 1]]
+    found: list[Link] = []
+    for pairs in [*inside, *across]:
+        mine: Link | None = None
+        mesh.world.barrier()
+        for pair in pairs:
+            if mesh.rank in pair:
+                measured = _measure(mesh.world, pair, mesh.device)
+                if mesh.rank == pair[0]:
+                    mine = Link((mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured)
+        found += [link for link in mesh.world.gather_objects(mine) if link is not None]
+    return found
+
+
+def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple[float, float]:
+    """(bytes per second, seconds of latency) as the first of the two sees it: there and back, halved."""
+    leads, peer = world.rank == pair[0], pair[1] if world.rank == pair[0] else pair[0]
+    latency_s = statistics.median(_there_and_back(world, peer, leads, 8, PINGS, device)) / 2
+    probe_s = min(_there_and_back(world, peer, leads, FIRST_BYTES, REPEATS, device)) / 2
+    wanted = torch.tensor([min(max(int(FIRST_BYTES * AIM_S / probe_s), FIRST_BYTES), MOST_BYTES)], device=device)
+    _pass(world, peer, leads, wanted)
+    num_bytes = int(wanted.item())
+    passed_s = min(_there_and_back(world, peer, leads, num_bytes, REPEATS, device)) / 2
+    return num_bytes / passed_s, latency_s
+
+
+def _there_and_back(
+    world: Group, peer: int, leads: bool, num_bytes: int, times: int, device: torch.device
+) -> list[float]:
+    """Seconds of each, after one that nobody counts."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    taken_s = []
+    for _ in range(times + 1):
+        begin_s = time.perf_counter()
+        _pass(world, peer, leads, message)
+        _pass(world, peer, not leads, message)
+        taken_s.append(time.perf_counter() - begin_s)
+    return taken_s[1:]
+
+
+def _pass(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
+    for handle in world.exchange([Transfer(message, peer, sends)], lambda: "measuring a link"):
+        if handle is not None:
+            handle.wait()
+    if message.is_cuda:
+        torch.cuda.synchronize(message.device)
+
+
+def measure_sums(mesh: Mesh) -> list[Sum]:
+    """An all-reduce in every group of each axis, those of an axis at once, as in training. Every rank calls it."""
+    groups = {Axis.TP: mesh.tp, Axis.DP: mesh.dp, Axis.PP: mesh.pp}
+    found: list[Sum] = []
+    for axis, group in groups.items():
+        mine: Sum | None = None
+        if group.size > 1:
+            numbers = torch.zeros(SUMMED_BYTES // 4, device=mesh.device)
+            taken_s = []
+            for _ in range(REPEATS + 1):
+                group.barrier()
+                begin_s = time.perf_counter()
+                group.all_reduce(numbers).wait()
+                if numbers.is_cuda:
+                    torch.cuda.synchronize(mesh.device)
+                taken_s.append(time.perf_counter() - begin_s)
+            seconds = statistics.median(taken_s[1:])
+            sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
+            mine = Sum(str(axis), group.ranks, seconds, sent / seconds) if group.rank == 0 else None
+        found += [each for each in mesh.world.gather_objects(mine) if each is not None]
+    return found
+
+
+def by_node(links: Sequence[Link]) -> dict[str, float]:
+    """The best that each node has reached with any other, bytes per second: a slow partner is not its fault."""
+    best: dict[str, float] = {}
+    for link in links:
+        if link.nodes[0] != link.nodes[1]:
+            for node in link.nodes:
+                best[node] = max(best.get(node, 0.0), link.bytes_per_s)
+    return best
+
+
+def slow_pairs(links: Sequence[Link], share: float) -> list[Link]:
+    """Links across nodes that are slower than this share of what both of their nodes reach with others."""
+    best = by_node(links)
+    across = [link for link in links if link.nodes[0] != link.nodes[1]]
+    return [link for link in across if all(link.bytes_per_s < share * best[node] for node in link.nodes)]

@@ -1,0 +1,89 @@
+"""The whole visit, as one rank of a job, and what comes of it."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from pathlib import Path
+
+from framework.config import RunConfig, resolve
+from framework.doctor.facts import look
+from framework.doctor.judge import Finding, judge
+from framework.doctor.links import measure_links, measure_sums
+from framework.doctor.report import text, write_links
+from framework.errors import ConfigError, UserError
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
+from framework.process import GiveUp, end_process
+from framework.signals import SIGNALS
+
+LIMIT_S = 120.0
+"""How long a rank waits for another: who does not come within that is not coming."""
+LINKS = "links.toml"
+BAD_NODES = "bad-nodes"
+"""What a job script gives to Slurm's ExcNodeList; empty when there is none."""
+
+
+class NotFit(UserError):
+    """Something is wrong that a run would suffer from; names it, and the nodes to leave out."""
+
+    exit_code = 3
+
+
+def nodes_of(findings: list[Finding]) -> list[str]:
+    """Those to leave out."""
+    return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
+
+
+def not_fit(findings: list[Finding]) -> NotFit:
+    """The error that names them."""
+    nodes = nodes_of(findings)
+    exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
+    many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
+    return NotFit(f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
+
+
+def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+    """One rank of the visit; rank 0 prints it.
+
+    Raises:
+        NotFit: on rank 0, when something is wrong.
+    """
+    _, world_size, _ = environment_rank()
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+    mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True)
+    directory = Path(config.run.directory) / config.run.name
+    if mesh.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    facts, links, sums = look(mesh, directory), measure_links(mesh), measure_sums(mesh)
+    expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
+    findings = judge(facts, links, expected_bytes_per_s=expected)
+    if mesh.rank == 0:
+        print(text(facts, links, sums, findings), flush=True)
+        if not any(each.disk_problem for each in facts):
+            write_links(links, directory / LINKS)
+            (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+            print(f"\nlink figures: {directory / LINKS}", flush=True)
+    rank = mesh.rank
+    for each in SIGNALS:  # srun ends all ranks when one has something to say: they are leaving anyway
+        signal.signal(each, signal.SIG_IGN)
+    close_mesh(mesh)
+    if findings and rank == 0:
+        raise not_fit(findings)
+
+
+def expected_of(cluster: Path) -> float | None:
+    """What a cluster's TOML says of its links across nodes, bytes per second: ``[across_nodes] bytes_per_s``.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        found = tomllib.loads(cluster.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{cluster}: cannot be read: {error}") from None
+    rate = found.get("across_nodes", {}).get("bytes_per_s")
+    return float(rate) if rate is not None else None
