@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench torture verify-all clean
+.PHONY: demo test lint check bench torture verify-all slurm-test clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ bench: $(VENV)/installed
 SEED ?= 0
 torture: $(VENV)/installed
 	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
+
+# a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2
+slurm-test: $(VENV)/installed
+	$(BIN)/python -m pytest -m slurm -rs
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed

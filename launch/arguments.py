@@ -53,6 +53,49 @@ def build_parser() -> argparse.ArgumentParser:
     mesh.add_argument("--nodes", type=_count, metavar="N", help="number of nodes (default: what the degrees need)")
     mesh.add_argument("--devices-per-node", type=_count, default=8, metavar="M", help="ranks on each (default: 8)")
 
+    doctor = _command(
+        added,
+        "doctor",
+        commands.doctor,
+        "look for the bad node or link before a run does",
+        "Measures with the ranks that will run: versions, memory, clocks, the run's disk, the links inside nodes and "
+        "across, an all-reduce of each axis. What is wrong is named (exit code 3), the figures go into the run's "
+        "links.toml. Start it as `train` is started.",
+        "srun --ntasks-per-node=8 meshwright doctor configs/llama3-8b.toml",
+        takes_overrides=True,
+    )
+    _config(doctor)
+
+    slurm = _command(
+        added,
+        "slurm",
+        commands.slurm,
+        "write a job script for Slurm, and submit it",
+        "Into the run's directory, for srun with one task for each rank; print it, or submit it with --submit. The job "
+        "is told to save before its time ends, goes back into the queue by itself, and gives up when it gets no "
+        "further. Degrees that do not fill the nodes are refused here and not after hours in the queue.",
+        "meshwright slurm configs/llama3-8b.toml --nodes 4 --devices-per-node 8 --time 4:00:00 --submit",
+        takes_overrides=True,
+    )
+    _config(slurm)
+    slurm.add_argument("--nodes", type=_count, required=True, metavar="N")
+    slurm.add_argument("--devices-per-node", type=_count, required=True, metavar="M", help="ranks on each")
+    slurm.add_argument("--time", metavar="T", help="as sbatch has it: minutes, h:mm:ss, days-hours")
+    for name in ("partition", "account", "qos", "constraint", "exclude"):
+        slurm.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
+    slurm.add_argument("--cpus-per-task", type=_count, metavar="N", help="for sbatch's --cpus-per-task")
+    slurm.add_argument("--container", metavar="IMAGE", help="run the ranks in it, where Slurm has pyxis")
+    slurm.add_argument("--mounts", metavar="LIST", help="of the container (default: this directory and the runs)")
+    slurm.add_argument("--torchrun", action="store_true", help="one torchrun on each node instead of a task per rank")
+    slurm.add_argument(
+        "--doctor", action="store_true", help="look at nodes and links before each start, and leave bad nodes out"
+    )
+    slurm.add_argument("--no-requeue", dest="requeue", action="store_false", help="never back into the queue by itself")
+    slurm.add_argument(
+        "--chain", type=_count, default=1, metavar="N", help="submit N jobs of which one runs at a time (default: 1)"
+    )
+    slurm.add_argument("--submit", action="store_true", help="call sbatch")
+
     draw = _command(
         added,
         "draw",

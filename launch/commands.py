@@ -14,8 +14,11 @@ from framework.errors import ConfigError, MeshError, Preempted, UserError
 from framework.stderr import tell
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from framework.config import RunConfig
     from launch.environment import Launcher
+    from launch.rank import Work
 
 MOST_RANKS = 8
 """Ranks that verify runs on this machine."""
@@ -33,7 +36,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = load(options.config, overrides)
     launcher = launch_environment()
     if launcher is not Launcher.NONE:
-        return _train_as_rank(config, launcher)
+        return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
     if local.has_children(config):
         local.warm_up(config, "framework.train")
@@ -55,7 +58,28 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
+def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
+    """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
+    from framework.train import check, work
+
+    checked, _ = check(config, world_size)
+    if checked.launch.max_restarts and os.environ["RANK"] == "0":
+        tell(
+            "launch.max_restarts has no effect here: who starts the ranks starts them again (torchrun --max-restarts, "
+            "sbatch --requeue)"
+        )
+    return work, checked
+
+
+def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
+    """The same for the doctor."""
+    from framework.config import resolve
+    from framework.doctor.visit import work
+
+    return work, resolve(config, world_size)
+
+
+def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
     """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
     from framework.process import leave
     from launch import rank
@@ -70,14 +94,9 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from framework.train import check, work
-
     try:
         check_meeting_place()
-        checked, _ = check(config, at.world_size)
-        if checked.launch.max_restarts and at.rank == 0:
-            own = {Launcher.SLURM: "sbatch --requeue", Launcher.TORCHRUN: "torchrun --max-restarts"}[launcher]
-            tell(f"launch.max_restarts has no effect here: {launcher} starts the ranks, and starts them again ({own})")
+        work, checked = prepare(config, at.world_size)
     except UserError as error:
         # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
         if at.local_rank != 0:
@@ -98,9 +117,49 @@ def _train_as_rank(config: RunConfig, launcher: Launcher) -> int:
     except Preempted as error:
         if at.rank == 0:
             say(error, error.exit_code)
-        leave(error.exit_code)
+        # srun --kill-on-bad-exit ends all others when the first says 85, and tells the highest exit code of all
+        leave(0 if launcher is Launcher.SLURM and at.rank != 0 else error.exit_code)
     except BaseException as error:
         end(error)
+    return 0
+
+
+def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.config import default_world_size, load
+    from launch import local
+    from launch.environment import Launcher, launch_environment
+    from launch.failure import RankFailed
+
+    config = load(options.config, overrides)
+    launcher = launch_environment()
+    if launcher is not Launcher.NONE:
+        return _as_rank(config, launcher, _visiting)
+    local.warm_up(config, "framework.doctor.visit")
+    work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
+    try:
+        local.launch(work, resolved)
+    except (RankFailed, local.Interrupted) as error:
+        return say(error, error.exit_code)
+    return 0
+
+
+def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
+    from dataclasses import fields
+
+    from framework.config import load
+    from launch import slurm as jobs
+
+    ask = jobs.Ask(**{field.name: getattr(options, field.name) for field in fields(jobs.Ask)})
+    config, picture = jobs.placed(load(options.config, overrides), ask)
+    script = jobs.render(config, options.config, overrides, ask)
+    place = jobs.write(script, config)
+    if not options.submit:
+        print(script, end="")
+        tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
+        return 0
+    print(picture)
+    numbers = jobs.submit(place, ask.chain)
+    print(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
     return 0
 
 

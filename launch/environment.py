@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from framework.errors import MeshError
+from launch.network import interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""
@@ -78,9 +79,10 @@ def place(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a rank under srun must add to its environment so that torch finds the others.
+    """What a rank under srun must add to its environment so that torch finds the others, and NCCL and gloo the network
+    that leads to them.
 
-    A MASTER_ADDR or MASTER_PORT that the user has set stays.
+    What the user has set stays: MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
     """
     variables = {
         "RANK": env["SLURM_PROCID"],
@@ -90,6 +92,9 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
         "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"])),
     }
+    interface = interface_towards(variables["MASTER_ADDR"])
+    if interface is not None:
+        variables |= {name: env.get(name) or interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
 
 

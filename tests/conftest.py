@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long (``all_layouts`` an hour) only who names its mark on the command line gets."""
-    hidden = [mark for mark in ("all_layouts", "torture") if mark not in config.option.markexpr]
+    hidden = [mark for mark in ("all_layouts", "torture", "slurm") if mark not in config.option.markexpr]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in hidden)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -63,10 +63,11 @@ JOINING = [
     "train",
     "verify",
     "sample",
+    "doctor",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "reshard"}
+ON_TOP = {"train", "verify", "sample", "reshard", "doctor"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")

@@ -1,0 +1,206 @@
+"""Runs on a real Slurm: the numbers of one machine, and whatever happens to a job, those of a run left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import RunConfig
+from framework.train import run_directory
+from launch.pool import RankPool
+from tests.cluster.hosts import until
+from tests.cluster.slurm import Slurm
+from tests.end_to_end.driving import (
+    changed,
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    size,
+    tensors,
+    train_rank,
+)
+from tests.end_to_end.shell import written
+
+pytestmark = pytest.mark.slurm
+ROOT = Path(__file__).parents[2]
+STEPS = 160
+LIMIT_S = 300.0
+OURS = re.compile(r"-m launch train|slurmstepd: \[")
+
+
+def submitted(cluster: Slurm, file: str, *words: str) -> str:
+    """`meshwright slurm --submit`, on the login node; the number of the job."""
+    command = [sys.executable, "-m", "launch", "slurm", file, "--nodes=2", "--devices-per-node=2", "--submit", *words]
+    done = cluster.command(*command, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"job (\d+);", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+def steps_of(config: RunConfig) -> int:
+    """The last step that has been told."""
+    metrics = run_directory(config) / "metrics.jsonl"
+    return int(lines(config)[-1]["step"]) if metrics.exists() and metrics.read_text().count("\n") else 0
+
+
+def told(config: RunConfig) -> str:
+    """All logs of the job."""
+    logs = sorted((run_directory(config) / "slurm").glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+@pytest.fixture
+def idle(cluster: Slurm) -> Iterator[Slurm]:
+    """The cluster with all nodes up and nothing on them; afterwards no process of ours may be left on any node."""
+    yield cluster
+    cluster.command("scancel", "--user=root")
+    names = cluster.hosts.names
+    until(lambda: cluster.states() == dict.fromkeys(names, "idle"), f"idle nodes, {cluster.states()}", LIMIT_S, 0.2)
+    left = [line for name in names for line in cluster.hosts.commands(name) if OURS.search(line)]
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> RunConfig:
+    """The same run on one machine, left alone."""
+    config = run_config(
+        corpus,
+        tmp_path_factory.mktemp("plain"),
+        parallel=layout("pp2,tp2"),
+        train={"steps": STEPS},
+        optimizer={"schedule": "constant"},
+        batch={"micro_batch_size": 2},
+        checkpoint={"every": 0},
+    )
+    pool.run(train_rank, size(config), config, timeout_s=LIMIT_S)
+    return config
+
+
+def test_the_numbers_of_one_machine(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+    """pp across nodes, tp inside: the host names say so."""
+    config = changed(plain, run={"directory": str(tmp_path)}, train={"steps": 20})
+    job = submitted(idle, written(config, tmp_path))
+    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"]) == "COMPLETED", told(config)
+    first = {step: loss for step, loss in exact_losses(plain).items() if step <= 20}
+    assert exact_losses(config) == first
+    ranks = json.loads((run_directory(config) / "status.json").read_text())["ranks"]
+    hosts = [rank["beat"]["host"] for rank in ranks]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3], "the ranks of a tp group are neighbours"
+    assert "pp 2 x dp 1 x tp 2 = 4 ranks on 2 nodes of 2" in told(config)
+
+
+def send_usr2(cluster: Slurm, job: str) -> None:
+    """As Slurm does before the time limit."""
+    assert cluster.command("scancel", "--signal=USR2", job).returncode == 0
+
+
+def requeue(cluster: Slurm, job: str) -> None:
+    """As an operator does."""
+    assert cluster.command("scontrol", "requeue", job).returncode == 0
+
+
+def preempt(cluster: Slurm, job: str) -> None:
+    """By a job of a higher partition that wants all nodes."""
+    other = cluster.submit("-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    cluster.wait(other, ["COMPLETED"])
+
+
+def restart_the_controller(cluster: Slurm, job: str) -> None:
+    """slurmctld goes, and comes again: the job is not to notice."""
+    cluster.stop_controller()
+    time.sleep(2)
+    cluster.start_controller()
+
+
+def kill_a_rank(cluster: Slurm, job: str) -> None:
+    """The last one's process, on its node."""
+    node = nodes_of(cluster, job)[-1]
+    found = [pid for pid in cluster.hosts.pids(node) if b"launch\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(found[-1], signal.SIGKILL)
+
+
+def nodes_of(cluster: Slurm, job: str) -> list[str]:
+    """Names of a job's nodes."""
+    return cluster.command("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).stdout.split()
+
+
+def crash(cluster: Slurm, job: str) -> None:
+    """Power off, and after the job has left it the node comes back."""
+    node = nodes_of(cluster, job)[-1]
+    cluster.hosts.crash(node)
+    until(lambda: cluster.state(job) != "RUNNING", "the job has left the dead node", LIMIT_S, 0.1)
+    cluster.hosts.heal(node)
+    cluster.hosts.boot(node)
+    cluster.start_node(node)
+
+
+def cut(cluster: Slurm, job: str) -> None:
+    """The cable of a node is out until the job has left it."""
+    node = nodes_of(cluster, job)[-1]
+    cluster.hosts.cut(node)
+    until(lambda: cluster.state(job) != "RUNNING", "the job has left the lost node", LIMIT_S, 0.1)
+    cluster.hosts.heal(node)
+
+
+def test_a_slow_node_is_named_and_left_out(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+    """The doctor's figures are those that were set, within 10 %, and the job runs where the link is sound."""
+    config = changed(plain, run={"directory": str(tmp_path)}, train={"steps": 4})
+    try:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, "1gbit" if name != "h2" else "100mbit")
+        words = ["--doctor", "--nodes=3", "--parallel.pp=3", "--parallel.tp=1", "--devices-per-node=1"]
+        job = submitted(idle, written(config, tmp_path), *words)
+        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
+    finally:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, None)
+    assert nodes_of(idle, job) == ["h1", "h3", "h4"]
+    said = told(config)
+    slow, usual = re.search(r"the link of h2 is slow: ([\d.]+) Gbit/s, others reach ([\d.]+) Gbit/s", said).groups()  # type: ignore[union-attr]
+    assert float(slow) == pytest.approx(0.1, rel=0.1) and float(usual) == pytest.approx(1.0, rel=0.1)
+    figures = tomllib.loads((run_directory(config) / "links.toml").read_text())
+    assert 8 * figures["across_nodes"]["bytes_per_s"] == pytest.approx(1e9, rel=0.1)
+
+
+FAULTS: dict[str, tuple[Callable[[Slurm, str], None], int]] = {
+    "scancel --signal=USR2": (send_usr2, 1),
+    "scontrol requeue": (requeue, 1),
+    "preemption": (preempt, 1),
+    "a rank killed": (kill_a_rank, 1),
+    "a node crashes": (crash, 1),
+    "a link is cut": (cut, 1),
+    "slurmctld restarts": (restart_the_controller, 0),
+}
+"""What happens, and how often the job starts again because of it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_job_survives(
+    fault: str, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    config = changed(plain, run={"directory": str(tmp_path)}, checkpoint={"every": 10, "keep_last": 2})
+    job = submitted(idle, written(config, tmp_path))
+    until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
+    strike, restarts = FAULTS[fault]
+    begin_s, before = time.monotonic(), steps_of(config)
+    strike(idle, job)
+    until(lambda: steps_of(config) > before, f"a step after {before}", LIMIT_S, 0.1)
+    recovered_s = time.monotonic() - begin_s
+    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], LIMIT_S) == "COMPLETED", told(config)
+    assert int(idle.job(job)["Restarts"]) == restarts
+    assert exact_losses(config) == exact_losses(plain)
+    assert not differing(tensors(run_directory(config)), tensors(run_directory(plain)))
+    record_property("noted", f"{fault}: {recovered_s:.0f} s")

@@ -1,0 +1,118 @@
+"""The job script: what it asks for, what it does when the ranks have ended, and what is refused before."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from framework.tracking.jsonl import JsonlSink
+from framework.tracking.record import StepRecord
+from launch.cli import main
+from launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, lead, seconds_of
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "configs" / "demo.toml")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory to write into, and no Slurm to ask."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What `meshwright slurm` prints; the same is written, and bash reads it."""
+    assert main(["slurm", DEMO, "--nodes", "2", "--devices-per-node", "4", *words]) == 0
+    told = capsys.readouterr()
+    assert "written to runs/demo/slurm/job.sbatch" in told.err
+    assert Path("runs/demo/slurm/job.sbatch").read_text() == told.out
+    subprocess.run(["/bin/bash", "-n", "runs/demo/slurm/job.sbatch"], check=True)
+    return told.out
+
+
+def asked(text: str) -> dict[str, str]:
+    """The #SBATCH lines: option -> value."""
+    options = [line.removeprefix("#SBATCH --").split("#")[0].strip() for line in text.splitlines()]
+    found = [
+        option.partition("=") for option, line in zip(options, text.splitlines(), strict=True) if "#SBATCH" in line
+    ]
+    return {name: value for name, _, value in found}
+
+
+def test_what_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = script(capsys, "--time", "4:00:00", "--partition", "main", "--account", "us", "--train.steps=90")
+    assert asked(text) == {
+        "job-name": "demo",
+        "nodes": "2",
+        "ntasks-per-node": "4",
+        "gpus-per-node": "4",
+        "time": "4:00:00",
+        "partition": "main",
+        "account": "us",
+        "chdir": str(tmp_path),
+        "output": f"{tmp_path}/runs/demo/slurm/%j.log",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"USR2@{UNKNOWN_LEAD_S}",
+    }
+    assert f"-m launch train {DEMO} --train.steps=90\n" in text
+    assert "printenv" not in text and "env |" not in text
+
+
+def test_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = script(capsys, "--train.device=cpu", "--no-requeue", "--cpus-per-task", "3", "--exclude", "n[3-4]")
+    found = asked(plain)
+    assert "gpus-per-node" not in found and "requeue" not in found and "no-requeue" in found
+    assert (found["cpus-per-task"], found["exclude"]) == ("3", "n[3-4]")
+    assert "scontrol requeue" not in plain.split("case $CODE")[1]
+    chained = script(capsys, "--chain", "3")
+    assert asked(chained)["dependency"] == "singleton" and "scancel --name" in chained
+    torchrun = script(capsys, "--torchrun")
+    assert asked(torchrun)["ntasks-per-node"] == "1" and "--nproc-per-node=4" in torchrun
+    seen = script(capsys, "--doctor")
+    assert seen.index("-m launch doctor") < seen.index("-m launch train") and "ExcNodeList" in seen
+    boxed = script(capsys, "--container", "docker://torch:2")
+    assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m launch train" in boxed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "1"], "1 nodes x 4 devices = 4 ranks: dp 2 x pp 2 x tp 2 = 8 ranks, but 4 were started"),
+        (["--devices-per-node", "3"], "2 nodes x 3 devices = 6 ranks"),
+        (["--nodes", "8", "--devices-per-node", "1"], "the tensor-parallel group of ranks 0..1 straddles the nodes"),
+        (["--time", "soon"], "--time 'soon' is no limit that Slurm reads"),
+        (["--time", "5"], "--time 5 is 300 s, and the ranks are to be told 300 s before it ends"),
+        (["--submit"], "there is no sbatch on this machine: submit runs/demo/slurm/job.sbatch where there is one"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", DEMO, "--nodes", "2", "--devices-per-node", "4", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_lead_is_measured(tmp_path: Path) -> None:
+    """The longest step and the longest save of late, half as much again, and Slurm's own minute."""
+    assert lead(tmp_path)[0] == UNKNOWN_LEAD_S
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step in range(1, 7):
+        step_s, save_s = 40.0 if step == 3 else 10.0, 20.0 if step % 2 else None
+        sink.write(StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, step_s, 0.0, 1.0, 1, 1, save_s=save_s))
+    sink.close()
+    assert lead(tmp_path) == (90 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
+
+
+def test_limits_as_slurm_reads_them() -> None:
+    found = {text: seconds_of(text) for text in ("90", "90:30", "4:00:00", "2-12", "1-0:30", "1-1:1:1", "UNLIMITED")}
+    assert found == {
+        "90": 5400,
+        "90:30": 5430,
+        "4:00:00": 14400,
+        "2-12": 216_000,
+        "1-0:30": 88_200,
+        "1-1:1:1": 90_061,
+        "UNLIMITED": None,
+    }
