@@ -52,7 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        rows = [mark.kwargs["row"] for name in ("torture", "fault") for mark in item.iter_markers(name) if mark.kwargs]
+        rows = [
+            mark.kwargs["row"]
+            for name in ("torture", "fault", "slurm")
+            for mark in item.iter_markers(name)
+            if mark.kwargs
+        ]
         item.user_properties += [("row", row) for row in rows[:1]]
 
 
@@ -68,10 +73,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 cases[properties["row"]].append(outcome == "passed")
                 noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []
                 slowest[properties["row"]] = max(slowest[properties["row"]], properties.get("within_s", 0.0))
-    if not cases or "torture" not in config.option.markexpr:
+    if not cases or not {"torture", "slurm"} & set(config.option.markexpr.split()):
         return
     terminalreporter.write_line(
-        f"\n| torture, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"
+        f"\n| {config.option.markexpr}, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"
     )
     for row, passed in cases.items():
         noted[row] += [f"within {slowest[row]:.1f} s"] if slowest[row] else []

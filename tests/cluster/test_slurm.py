@@ -33,7 +33,7 @@ from tests.end_to_end.driving import (
 )
 from tests.end_to_end.shell import written
 
-pytestmark = pytest.mark.slurm
+pytestmark = pytest.mark.slurm(row="jobs on a real Slurm, and the seconds until a step beyond the fault")
 ROOT = Path(__file__).parents[2]
 STEPS = 160
 LIMIT_S = 300.0
@@ -203,4 +203,4 @@ def test_the_job_survives(
     assert int(idle.job(job)["Restarts"]) == restarts
     assert exact_losses(config) == exact_losses(plain)
     assert not differing(tensors(run_directory(config)), tensors(run_directory(plain)))
-    record_property("noted", f"{fault}: {recovered_s:.0f} s")
+    record_property("noted", f"{fault} {recovered_s:.0f}")
