@@ -168,7 +168,7 @@ def alive(pid: int) -> bool:
     [
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.torture),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.torture),
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.torture),  # test_from_the_shell does it too
     ],
 )
 def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int) -> None:

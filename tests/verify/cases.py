@@ -165,11 +165,11 @@ def every_other_schedule() -> list[Layout]:
 
 
 def other_choices() -> list[Layout]:
-    """What a pairwise selection of the other schedules is made of: with recomputation, degrees that halve the ranks."""
+    """What a pairwise selection of the other schedules is made of: with recomputation, few ranks but along pp."""
     return [
         layout._replace(recompute=recompute)
         for layout in every_other_schedule()
-        if {layout.dp, layout.pp, layout.tp} <= {1, 2, 4} and layout.num_stages <= 8
+        if {layout.dp, layout.tp} <= {1, 2} and layout.pp in (1, 2, 4) and layout.num_stages <= 8
         for recompute in ("none", "selective", "full")
     ]
 
