@@ -5,11 +5,18 @@
 Each stage is a linear with one weight on one number, so that what is left is the runtime: the loop over actions, the
 bookkeeping, autograd's entry and exit, the posting of messages. Both run the same schedule on the same ranks of the
 same pool, over the same process group, in turns of a few steps: A B, B A, ... An action is a forward or a backward of
-one micro-batch of one stage (halves of a backward count as one). Told are the CPU time per action of the thread that
-runs Python, mean of the ranks; that of all threads, gloo's included, which depends on how ranks share cores; and the
-wall time of a step over the actions of a rank. Ratios are of neighbours in time.
+one micro-batch of one stage (halves of a backward count as one). Told are
 
-Exit code 1: the two compute another loss, or ours takes more of Python's thread.
+    Python        CPU time per action of the thread that runs Python, mean of the ranks, when messages take no time:
+                  send and recv of the process group are replaced, for both, by what is done at once
+    with gloo     the same with real messages: system calls and the waking of other threads come on top, on whichever
+                  thread finds itself there
+    all threads   gloo's own included, which depends on how ranks share cores
+    wall          time of a step over the actions of a rank
+
+Ratios are of neighbours in time.
+
+Exit code 1: the two compute another loss, or ours takes more of Python's time.
 """
 
 from __future__ import annotations
@@ -22,13 +29,17 @@ import argparse
 import shlex
 import statistics
 import sys
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from contenders import Shown
-from measure import race
+from measure import STEPS_SHOWN, race
 from report import conclude, environment, repeats_of, spread
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +61,9 @@ from framework.schedule.action import Kind
 from framework.schedule.build import build
 from framework.schedule.lower import lower
 from launch.pool import RankPool
+
+Times = dict[str, float]
+"""Of each contender, in seconds."""
 
 THEIRS = {
     "gpipe": ScheduleGPipe,
@@ -105,20 +119,23 @@ class Ours:
             for index in schedule.stages_of(mesh.at.pp_rank)
         }
         self.executor = Executor(schedule, mesh.pp, stages, mesh.device)
-        self.inputs, self.labels = samples(chunks)
-        self.indices = torch.arange(chunks)
+        self.batch = (*samples(chunks), torch.arange(chunks))
+        self.microbatches: list[Microbatch] = []
+        self.reads = any(stage.is_first or stage.is_last for stage in stages.values())
 
     def microbatch(self, m: int) -> Microbatch:
         """One sample."""
-        rows = slice(m, m + 1)
-        return Microbatch(self.inputs[rows], self.labels[rows], self.indices[rows])
+        return self.microbatches[m]
 
     def sample_indices(self, m: int) -> Tensor:
         """Its index."""
-        return self.indices[m : m + 1]
+        return self.microbatches[m].sample_indices
 
     def step(self) -> Shown:
-        """A row."""
+        """The batch cut into micro-batches, as torch's runtime does in its step, and a row."""
+        if self.reads:
+            parts = (part.split(1) for part in self.batch)
+            self.microbatches = [Microbatch(*each) for each in zip(*parts, strict=True)]
         parts = self.executor.run(self).loss_parts
         return Shown(sum(float(part.loss_sum) for part in parts), 0.0)
 
@@ -162,23 +179,67 @@ class Theirs:
         """Nothing is left under way."""
 
 
+class _Done:
+    """A message that took no time."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def race_alone(
+    rank: int, world_size: int, builders: Mapping[str, Callable[[], Ours | Theirs]], repeats: int, steps: int
+) -> list[Times]:
+    """Seconds per step of the thread that runs Python, of each contender in each repeat, without messages."""
+    contenders = {name: builder() for name, builder in builders.items()}
+    for contender in contenders.values():
+        for _ in range(STEPS_SHOWN):  # torch's runtime exchanges shapes in its first
+            contender.step()
+    found: list[Times] = []
+    at_once: Any = lambda group, tensors, peer, tag: _Done()  # noqa: E731
+    with mock.patch.multiple(dist.ProcessGroup, send=at_once, recv=at_once):
+        for turn in range(world_size):  # one rank at a time has the machine
+            dist.barrier()
+            for repeat in range(repeats if turn == rank else 0):
+                order = list(contenders)[:: 1 if repeat % 2 == 0 else -1]
+                found.append({name: _thread_s(contenders[name], steps) for name in order})
+        dist.barrier()
+    return found
+
+
+def _thread_s(contender: Ours | Theirs, steps: int) -> float:
+    start_s = time.thread_time()
+    for _ in range(steps):
+        contender.step()
+    return (time.thread_time() - start_s) / steps
+
+
 def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int) -> dict[str, Any]:
     """One schedule, both runtimes."""
     builders = {"ours": partial(Ours, name, pp, chunks), "theirs": partial(Theirs, name, pp, chunks)}
+    alone = pool.run(race_alone, pp, builders, repeats, steps)
     ranks = pool.run(race, pp, builders, repeats, steps)
     actions = 2 * chunks * stages_per_rank(name)  # of a rank, in a step
     found: dict[str, Any] = {"schedule": name, "torch": THEIRS[name].__name__, "actions_of_a_rank": actions}
     blocks = {who: repeats_of(ranks, who) for who in builders}
+    python_s = {who: [sum(times[who] for times in ranks) for ranks in zip(*alone, strict=True)] for who in builders}
     for who, repeat in blocks.items():
         found[who] = {
-            "python_us_per_action": 1e6 * statistics.median(block.main_thread_s for block in repeat) / pp / actions,
+            "python_us_per_action": 1e6 * statistics.median(python_s[who]) / pp / actions,
+            "python_us_of_each_rank": [
+                1e6 * statistics.median(times[who] for times in rank) / actions for rank in alone
+            ],
+            "gloo_us_per_action": 1e6 * statistics.median(block.main_thread_s for block in repeat) / pp / actions,
             "cpu_us_per_action": 1e6 * statistics.median(block.cpu_s for block in repeat) / pp / actions,
             "wall_us_per_action": 1e6 * statistics.median(block.wall_s for block in repeat) / actions,
             "losses": [sum(step.loss for step in shown) for shown in zip(*(r.shown[who] for r in ranks), strict=True)],
             "repeats": repeat,
         }
     both = list(zip(blocks["ours"], blocks["theirs"], strict=True))
-    found["python_ratio"] = spread([ours.main_thread_s / theirs.main_thread_s for ours, theirs in both])
+    found["python_ratio"] = spread([a / b for a, b in zip(python_s["ours"], python_s["theirs"], strict=True)])
+    found["gloo_ratio"] = spread([ours.main_thread_s / theirs.main_thread_s for ours, theirs in both])
     found["cpu_ratio"] = spread([ours.cpu_s / theirs.cpu_s for ours, theirs in both])
     found["wall_ratio"] = spread([ours.wall_s / theirs.wall_s for ours, theirs in both])
     return found
@@ -190,13 +251,13 @@ def problems_of(found: dict[str, Any]) -> list[str]:
     problems = [f"{found['schedule']}: losses {ours} and {theirs}"] if ours != theirs else []
     ratio = found["python_ratio"].median
     if ratio >= 1:
-        problems.append(f"{found['schedule']}: ours takes {ratio:.3f} of the time of torch's Python thread")
+        problems.append(f"{found['schedule']}: ours takes {ratio:.3f} of torch's Python time")
     return problems
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """The table."""
-    kinds = {"python": "Python", "cpu": "all threads", "wall": "wall"}
+    kinds = {"python": "Python", "gloo": "with gloo", "cpu": "all threads", "wall": "wall"}
     columns = [f"{text}{of}" for text in kinds.values() for of in (" us: ours", " torch", " ratio")]
     table = Table("schedule", *columns)
     for row in rows:
@@ -219,7 +280,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-executor-overhead.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console(width=180)
+    console = Console(width=220)
     sizes = (arguments.pp, arguments.chunks, arguments.repeats, arguments.steps)
     with RankPool(arguments.pp) as pool:
         rows = [compare(pool, name, *sizes) for name in arguments.only or THEIRS]

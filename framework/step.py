@@ -13,7 +13,6 @@ from framework.data_parallel.replica import sum_ties
 from framework.optimizer.adamw import clip_factor
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.executor import Result
-from framework.schedule.action import COMPUTE
 from framework.watch.nonfinite import refuse
 
 
@@ -78,9 +77,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
     loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if speaks else zero
     num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if speaks else zero
-    computing = [span for span in result.spans if span.action.kind in COMPUTE]
-    busy_s = sum(span.end - span.start for span in computing)
-    passed_s = max(span.end for span in computing)
+    busy_s, passed_s = result.computing()
     spare = parts.optimizer.spare_square_norm() * 0.0  # not finite where another rank's copy may well be
     notes = [parts.asked.requested(), parts.behind.failed()]
     own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)

@@ -108,7 +108,7 @@ def collect(parts: Parts, ticks: tuple[float, ...], directory: Path) -> None:
     if mesh.at.dp_rank or mesh.at.tp_rank:
         return
     assert result is not None, "no step was taken"
-    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, tuple(result.spans), tuple(result.data))
+    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
     everyone: list[Seen] = mesh.pp.gather_objects(mine)
     if mesh.rank != 0:
         return

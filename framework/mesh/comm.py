@@ -279,15 +279,15 @@ class Group:
                 return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
         else:  # what dist.isend and irecv come to, without their checks: there are many small messages
             assert self.process_group is not None
-            group = self.process_group
-            works = [
-                group.send([tensor], peer, 0) if sends else group.recv([tensor], peer, 0)
-                for tensor, peer, sends in transfers
-            ]
-        posted = [work for work, transfer in zip(works, transfers, strict=True) if transfer.sends]
-        arriving = [work for work, transfer in zip(works, transfers, strict=True) if not transfer.sends]
-        to = [transfer.peer for transfer in transfers if transfer.sends]
-        of = [transfer.peer for transfer in transfers if not transfer.sends]
+            send, receive = self.process_group.send, self.process_group.recv
+            works = [(send if sends else receive)([tensor], peer, 0) for tensor, peer, sends in transfers]
+        posted: list[Any] = []
+        arriving: list[Any] = []
+        to: list[int] = []
+        of: list[int] = []
+        for work, (_, peer, sends) in zip(works, transfers, strict=True):
+            (posted if sends else arriving).append(work)
+            (to if sends else of).append(peer)
         return (
             Handle(posted, what, sent, None, self, to, sends=True) if posted else None,
             Handle(arriving, what, (), None, self, of) if arriving else None,

@@ -27,13 +27,12 @@ class CpuClock:
     def __init__(self) -> None:
         self.start_s = time.perf_counter()
 
-    def read(self) -> float:
-        """Seconds since the row began."""
-        return time.perf_counter() - self.start_s
+    read = staticmethod(time.perf_counter)
+    """Called a few times per action."""
 
     def resolve(self, reading: float) -> float:
-        """A reading, as seconds."""
-        return reading
+        """Seconds from the start of the row."""
+        return reading - self.start_s
 
 
 class CudaClock:

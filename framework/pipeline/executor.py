@@ -31,7 +31,7 @@ from framework.mesh.comm import Group, Handle, Transfer
 from framework.pipeline.clock import Clock, clock_of
 from framework.pipeline.stage import LossPart, Stage
 from framework.pipeline.values import TensorSpec
-from framework.schedule.action import Action, Kind, Schedule, actions_of
+from framework.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
 from framework.schedule.simulate import Span
 
 
@@ -53,19 +53,46 @@ class Feed(Protocol):
         """Its (B,) int64 global indices, without reading it."""
 
 
-class Result(NamedTuple):
-    """What a row's run has brought."""
+@dataclass
+class Result:
+    """What a row's run has brought. Times are readings of the clock; they become seconds when somebody asks, which
+    blocks until the device has done what was read.
+    """
 
-    loss_parts: list[LossPart]
+    rank: int
+    """Its pipeline rank."""
+    clock: Clock
+    readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    """When each action began and ended; of a RECV: when somebody waited for it."""
+    readings_of_data: list[tuple[Any, Any]] = field(default_factory=list)
+    """When samples were read."""
+    loss_parts: list[LossPart] = field(default_factory=list)
     """Of each micro-batch, on the last stage; empty elsewhere."""
-    spans: list[Span]
-    """When each action ran, in seconds from the start of the row; of a RECV: when somebody waited for it."""
-    data: list[tuple[float, float]]
-    """When samples were read, in the same seconds."""
-    start_s: float
-    """The start of the row on this machine's monotonic clock."""
-    peak_in_flight: int
+    peak_in_flight: int = 0
     """Most micro-batches of which this rank held something at once, each counted once per stage."""
+
+    @property
+    def start_s(self) -> float:
+        """The start of the row on this machine's monotonic clock."""
+        return self.clock.start_s
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The actions so far, in seconds from the start of the row."""
+        at = self.clock.resolve
+        return tuple(Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings)
+
+    @property
+    def data(self) -> tuple[tuple[float, float], ...]:
+        """When samples were read, in the same seconds."""
+        at = self.clock.resolve
+        return tuple((at(start), at(end)) for start, end in self.readings_of_data)
+
+    def computing(self) -> tuple[float, float]:
+        """Seconds in which the stages computed, and at which the last of it ended."""
+        at = self.clock.resolve
+        times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
+        return sum(end - start for start, end in times), max(end for _, end in times)
 
 
 class _Message(NamedTuple):
@@ -88,32 +115,6 @@ class _Messages(tuple[_Message, ...]):
 
 
 @dataclass
-class _Recording:
-    """One run of a row: readings of the clock, turned into seconds at its end."""
-
-    clock: Clock
-    readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    data: list[tuple[Any, Any]] = field(default_factory=list)
-    loss_parts: list[LossPart] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    """Of the readings that have been turned into seconds: the first so many."""
-    peak_in_flight: int = 0
-
-    def result(self, rank: int) -> Result:
-        """As far as the row has run; blocks until the device has done it."""
-        at = self.clock.resolve
-        for action, start, end in self.readings[len(self.spans) :]:
-            self.spans.append(Span(rank, action, at(start), at(end)))
-        return Result(
-            self.loss_parts,
-            self.spans,
-            [(at(start), at(end)) for start, end in self.data],
-            self.clock.start_s,
-            self.peak_in_flight,
-        )
-
-
-@dataclass
 class Executor:
     """One rank's executor. ``feed`` gives the inputs; the callbacks are what other axes do."""
 
@@ -121,8 +122,8 @@ class Executor:
     pp: Group
     stages: dict[int, Stage]
     device: torch.device
-    on_microbatch: Callable[[Tensor], None] = lambda sample_indices: None
-    """Called before each forward with the global indices of its samples (the dropouts' draw)."""
+    on_microbatch: Callable[[Tensor], None] | None = None
+    """Called before each forward with the global indices of its samples (the dropouts' draw); None: nobody asks."""
     begin_last_backward: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
     """Called before the last B or W of a stage in the step, with the parameters that get gradients in it; None: all."""
     reduce: Callable[[int], None] = lambda stage: None
@@ -136,7 +137,7 @@ class Executor:
         self._activity = self.pp.activity
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
-        does: dict[Kind, Callable[[Action, Feed, _Recording], None]] = {
+        does: dict[Kind, Callable[[Action, Feed, Result], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward_input,
@@ -144,7 +145,7 @@ class Executor:
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
         }
-        self._row: list[tuple[Callable[[Any, Feed, _Recording], None], Any]] = []
+        self._row: list[tuple[Callable[[Any, Feed, Result], None], Any]] = []
         for item in self.schedule.rows[self.pp.rank]:
             if isinstance(item, Action) and item.kind in does:
                 self._row.append((does[item.kind], item))
@@ -166,17 +167,17 @@ class Executor:
 
     def run(self, feed: Feed) -> Result:
         """One step: every item of my row, in order."""
-        run = _Recording(clock_of(self.device))
+        run = Result(self.pp.rank, clock_of(self.device))
         for do, what in self._row:
             do(what, feed, run)
         self._wait_for_sends(0)
         self._activity.begin(BETWEEN)
         assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
-        return run.result(self.pp.rank)
+        return run
 
     def validate(self, feed: Feed) -> list[LossPart]:
         """Forward only: the same row without what belongs to backward and step."""
-        run = _Recording(clock_of(self.device))
+        run = Result(self.pp.rank, clock_of(self.device))
         for item in self.schedule.rows[self.pp.rank]:
             kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
             if kept and kept[0].kind is Kind.F:
@@ -188,7 +189,7 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------- computations
 
-    def _forward(self, action: Action, feed: Feed, run: _Recording, *, train: bool = True) -> None:
+    def _forward(self, action: Action, feed: Feed, run: Result, *, train: bool = True) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         samples = None
@@ -196,11 +197,12 @@ class Executor:
             start = run.clock.read()
             self._activity.begin(READING)
             samples = feed.microbatch(microbatch)
-            run.data.append((start, run.clock.read()))
+            run.readings_of_data.append((start, run.clock.read()))
         inputs = samples.inputs if stage.is_first and samples else self._take(Kind.F, index - 1, microbatch, run)
         self._activity.begin(action)
         start = run.clock.read()
-        self.on_microbatch(feed.sample_indices(microbatch) if samples is None else samples.sample_indices)
+        if self.on_microbatch is not None:
+            self.on_microbatch(feed.sample_indices(microbatch) if samples is None else samples.sample_indices)
         found = stage.forward(microbatch, inputs, samples.labels if stage.is_last and samples else None, train=train)
         if isinstance(found, LossPart):
             run.loss_parts.append(found)
@@ -209,13 +211,13 @@ class Executor:
         run.readings.append((action, start, run.clock.read()))
         run.peak_in_flight = max(run.peak_in_flight, sum(stage.num_in_flight for stage in self.stages.values()))
 
-    def _backward(self, action: Action, feed: Feed, run: _Recording) -> None:
+    def _backward(self, action: Action, feed: Feed, run: Result) -> None:
         self._back(action, run, self.stages[_stage(action)].backward)
 
-    def _backward_input(self, action: Action, feed: Feed, run: _Recording) -> None:
+    def _backward_input(self, action: Action, feed: Feed, run: Result) -> None:
         self._back(action, run, self.stages[_stage(action)].backward_input)
 
-    def _back(self, action: Action, run: _Recording, backward: Callable[..., list[Tensor]]) -> None:
+    def _back(self, action: Action, run: Result, backward: Callable[..., list[Tensor]]) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
@@ -228,7 +230,7 @@ class Executor:
             self._values[Kind.B, index, microbatch] = found
         run.readings.append((action, start, run.clock.read()))
 
-    def _backward_weight(self, action: Action, feed: Feed, run: _Recording) -> None:
+    def _backward_weight(self, action: Action, feed: Feed, run: Result) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         self._activity.begin(action)
@@ -240,7 +242,7 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------ communication
 
-    def _take(self, kind: Kind, index: int, microbatch: int, run: _Recording) -> list[Tensor]:
+    def _take(self, kind: Kind, index: int, microbatch: int, run: Result) -> list[Tensor]:
         """What a stage has made; waits until it is here."""
         key = (kind, index, microbatch)
         if key in self._arriving:
@@ -252,19 +254,17 @@ class Executor:
             run.readings.append((receive, start, run.clock.read()))
         return self._values.pop(key)
 
-    def _communicate(self, messages: _Messages, feed: Feed, run: _Recording) -> None:
+    def _communicate(self, messages: _Messages, feed: Feed, run: Result) -> None:
         """Post these together. Blocks only for sends of long ago."""
         self._activity.begin(messages)
         start = run.clock.read()
         transfers: list[Transfer] = []
-        for message in messages:
-            sends = message.comes_as is None
-            if message.comes_as is None:
-                tensors = self._values.pop(message.key)
+        for _, key, peer, comes_as in messages:
+            if comes_as is None:
+                transfers += [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
             else:
-                tensors = [leaf.empty(self.device) for leaf in message.comes_as]
-                self._values[message.key] = tensors
-            transfers += [Transfer(tensor, message.peer, sends) for tensor in tensors]
+                tensors = self._values[key] = [leaf.empty(self.device) for leaf in comes_as]
+                transfers += [Transfer(tensor, peer, False) for tensor in tensors]
         posted, arriving = self.pp.exchange(transfers, messages.__str__)
         if posted is not None:
             self._sends.append(posted)
@@ -284,16 +284,16 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------ the other axes
 
-    def _reduce(self, action: Action, feed: Feed, run: _Recording) -> None:
+    def _reduce(self, action: Action, feed: Feed, run: Result) -> None:
         self._activity.begin(action)
         start = run.clock.read()
         self.reduce(_stage(action))
         run.readings.append((action, start, run.clock.read()))
 
-    def _step(self, action: Action, feed: Feed, run: _Recording) -> None:
+    def _step(self, action: Action, feed: Feed, run: Result) -> None:
         self._activity.begin(action)
         start = run.clock.read()
-        self.step(run.result(self.pp.rank))
+        self.step(run)
         run.readings.append((action, start, run.clock.read()))
 
 

@@ -65,6 +65,7 @@ class Stage:
         self.split = SplitBackward() if splits_backward else None
         self.running = running
         """Names of the buffers that forward may change."""
+        self._layers = tuple(layers.named_children())
         self._seen_all = False
         self._saved: dict[int, _Saved] = {}
         self._notes: dict[int, list[Note]] = {}
@@ -99,13 +100,13 @@ class Stage:
         """
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
         leaves: list[Tensor] = []
-        with torch.set_grad_enabled(train), self.splitting():
+        with torch.set_grad_enabled(train), self.split or nullcontext():
             value = inputs
             if self.input_spec is not None:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
                 leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
                 value = self.input_spec.value_of(leaves)
-            for name, layer in self.layers.named_children():
+            for name, layer in self._layers:
                 self.before_layer(name)
                 value = self._run(name, layer, value, train)
             self._seen_all = self._seen_all or train
@@ -119,8 +120,8 @@ class Stage:
             assert labels is not None
             loss_sum = self.loss(value, labels).sum()
             if train:
-                self._saved[microbatch] = _Saved(leaves, [loss_sum * self.loss_scale])
-            return LossPart(loss_sum.detach(), (labels != IGNORED_LABEL).sum())
+                self._saved[microbatch] = _Saved(leaves, [loss_sum])
+            return LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
 
     def _check_outputs(self, outputs: list[Tensor], train: bool) -> None:
         """What is sent on is what the next stage has made room for: it was worked out on meta, in train mode.
@@ -130,10 +131,7 @@ class Stage:
         """
         assert self.output_spec is not None
         expected = self.output_spec.leaves
-        if len(outputs) == len(expected) and all(
-            tensor.shape == spec.shape and tensor.dtype == spec.dtype
-            for tensor, spec in zip(outputs, expected, strict=True)
-        ):
+        if [(tensor.shape, tensor.dtype) for tensor in outputs] == [(spec.shape, spec.dtype) for spec in expected]:
             return
         last_name = list(self.layers._modules)[-1]
         raise ModelError(
@@ -158,6 +156,8 @@ class Stage:
         Returns the gradients of the input leaves that need one (nothing on the first stage).
         """
         inputs, roots = self._saved.pop(microbatch)
+        if self.is_last:
+            gradients = [torch.full_like(root, self.loss_scale) for root in roots]
         if roots:
             try:
                 torch.autograd.backward(roots, gradients)

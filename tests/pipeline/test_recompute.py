@@ -68,7 +68,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
 
     stage.loss = loss_apart
     microbatch = StepFeed(parts, parts.feed, 0).microbatch(0)
-    parts.executor.on_microbatch(microbatch.sample_indices)
+    parts.blueprint.model.draw.sample_indices = microbatch.sample_indices
     for replica in parts.replicas.values():
         replica.begin_step()
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
