@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
-from launch import commands
+from framework.versions import own_version
+from launch import commands, jobs
 
 WIDTH = 100
 
@@ -23,13 +23,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`meshwright COMMAND --help` tells more of each, with an example.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"meshwright {_version()}")
+    parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")
     added = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
     train = _command(
         added,
         "train",
-        commands.train,
+        jobs.train,
         "train, or go on where the same command stopped",
         "Starts the ranks of this machine by itself; under torchrun or srun it is one of their ranks. Any key of the "
         "configuration can be given after the file. The same command again resumes.",
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _command(
         added,
         "doctor",
-        commands.doctor,
+        jobs.doctor,
         "look for the bad node or link before a run does",
         "Measures with the ranks that will run: versions, memory, clocks, the run's disk, the links inside nodes and "
         "across, an all-reduce of each axis. What is wrong is named (exit code 3), the figures go into the run's "
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     slurm = _command(
         added,
         "slurm",
-        commands.slurm,
+        jobs.slurm,
         "write a job script for Slurm, and submit it",
         "Into the run's directory, for srun with one task for each rank; print it, or submit it with --submit. The job "
         "is told to save before its time ends, goes back into the queue by itself, and gives up when it gets no "
@@ -326,10 +326,3 @@ def _temperature(text: str) -> float:
     if not 0.0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
     return number
-
-
-def _version() -> str:
-    try:
-        return metadata.version("meshwright")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

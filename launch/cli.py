@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from framework.errors import UserError
 from launch.arguments import Command, build_parser
-from launch.commands import say
+from launch.jobs import say
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 

@@ -3,164 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.errors import ConfigError, MeshError, Preempted, UserError
+from framework.errors import ConfigError, MeshError, UserError
 from framework.stderr import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from framework.config import RunConfig
-    from launch.environment import Launcher
-    from launch.rank import Work
 
 MOST_RANKS = 8
 """Ranks that verify runs on this machine."""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """What verify trains a shrunk model on."""
-
-
-def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load
-    from framework.watch.lock import RunLock
-    from launch import local, restarts
-    from launch.environment import Launcher, launch_environment
-    from launch.failure import RankFailed
-
-    config = load(options.config, overrides)
-    launcher = launch_environment()
-    if launcher is not Launcher.NONE:
-        return _as_rank(config, launcher, _training)
-    RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
-    if local.has_children(config):
-        local.warm_up(config, "framework.train")
-    from framework.train import check, run_directory, work
-
-    checked, _ = check(config, default_world_size(config, local.num_devices(config)))
-    num_ranks = checked.launch.processes
-    with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
-        print(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
-    try:
-        restarts.keep_going(
-            lambda: local.launch(work, checked),
-            checked.launch.max_restarts,
-            run_directory(checked),
-            lambda text: _tell_progress(f"meshwright: {text}"),
-        )
-    except (RankFailed, local.Interrupted) as error:
-        return say(error, error.exit_code)
-    return 0
-
-
-def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
-    from framework.train import check, work
-
-    checked, _ = check(config, world_size)
-    if checked.launch.max_restarts and os.environ["RANK"] == "0":
-        tell(
-            "launch.max_restarts has no effect here: who starts the ranks starts them again (torchrun --max-restarts, "
-            "sbatch --requeue)"
-        )
-    return work, checked
-
-
-def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """The same for the doctor."""
-    from framework.config import resolve
-    from framework.doctor.visit import work
-
-    return work, resolve(config, world_size)
-
-
-def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
-    """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
-    from framework.process import leave
-    from launch import rank
-    from launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
-    from launch.failure import describe
-
-    if launcher is Launcher.SLURM:
-        os.environ.update(torch_variables())
-    at = place()
-    if launcher is Launcher.SLURM and at.rank == 0:
-        check_port(os.environ["MASTER_PORT"])
-    rank.set_threads(config.launch.threads)
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        check_meeting_place()
-        work, checked = prepare(config, at.world_size)
-    except UserError as error:
-        # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
-        if at.local_rank != 0:
-            time.sleep(rank.SILENT_S)
-        return say(error, error.exit_code)
-
-    def end(error: BaseException) -> None:
-        failure = describe(error, at.rank)
-        if failure.trace:
-            get_error_handler().record_exception(error)  # for torchrun's own summary
-        say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
-        leave(failure.exit_code, rank.HOLD_S if failure.lost_peer else 0.0)
-
-    try:
-        work(checked, end)
-    except KeyboardInterrupt:
-        leave(130)
-    except Preempted as error:
-        if at.rank == 0:
-            say(error, error.exit_code)
-        # srun --kill-on-bad-exit ends all others when the first says 85, and tells the highest exit code of all
-        leave(0 if launcher is Launcher.SLURM and at.rank != 0 else error.exit_code)
-    except BaseException as error:
-        end(error)
-    return 0
-
-
-def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load
-    from launch import local
-    from launch.environment import Launcher, launch_environment
-    from launch.failure import RankFailed
-
-    config = load(options.config, overrides)
-    launcher = launch_environment()
-    if launcher is not Launcher.NONE:
-        return _as_rank(config, launcher, _visiting)
-    local.warm_up(config, "framework.doctor.visit")
-    work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
-    try:
-        local.launch(work, resolved)
-    except (RankFailed, local.Interrupted) as error:
-        return say(error, error.exit_code)
-    return 0
-
-
-def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
-    from dataclasses import fields
-
-    from framework.config import load
-    from launch import slurm as jobs
-
-    ask = jobs.Ask(**{field.name: getattr(options, field.name) for field in fields(jobs.Ask)})
-    config, picture = jobs.placed(load(options.config, overrides), ask)
-    script = jobs.render(config, options.config, overrides, ask)
-    place = jobs.write(script, config)
-    if not options.submit:
-        print(script, end="")
-        tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
-        return 0
-    print(picture)
-    numbers = jobs.submit(place, ask.chain)
-    print(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
-    return 0
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -280,9 +136,7 @@ def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
     from framework.data.prepare import prepare_stdlib
 
     return _prepared(
-        prepare_stdlib(
-            options.out, options.vocab_size, options.validation_share, replace=options.replace, say=_tell_progress
-        )
+        prepare_stdlib(options.out, options.vocab_size, options.validation_share, replace=options.replace, say=tell)
     )
 
 
@@ -296,7 +150,7 @@ def data_files(options: argparse.Namespace, _: list[str]) -> int:
             options.vocab_size,
             options.validation_share,
             replace=options.replace,
-            say=_tell_progress,
+            say=tell,
         )
     )
 
@@ -372,13 +226,3 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
     print(describe(options.directory))
     return 0
-
-
-def say(error: object, exit_code: int) -> int:
-    word = "" if exit_code == Preempted.exit_code else "error: "  # who was asked to end has done well to
-    tell(f"meshwright: {word}{error}")
-    return exit_code
-
-
-def _tell_progress(text: str) -> None:
-    tell(text)

@@ -15,12 +15,15 @@ ANY_PORT = 9
 def interface_towards(host: str) -> str | None:
     """The interface from which packets to ``host`` leave; on that host itself, the one that has its address.
 
-    None where nobody can tell: the name is unknown, or no interface has the address (IPv6, not Linux).
+    None where nobody can tell: the name is unknown, it means the loopback here (no other machine is on that), or no
+    interface has the address (IPv6, not Linux).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((socket.gethostbyname(host), ANY_PORT))  # sends nothing: asks for the route
             address = probe.getsockname()[0]
+            if address.startswith("127."):
+                return None
             for _, name in socket.if_nameindex():
                 if _address_of(name, probe) == address:
                     return name

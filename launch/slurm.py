@@ -26,7 +26,7 @@ from pathlib import Path
 import jinja2
 
 from framework.config import RunConfig, resolve
-from framework.errors import ConfigError, MeshError, UserError
+from framework.errors import ConfigError, UserError
 from framework.mesh.grid import Grid, check_placement, nodes_of
 from framework.mesh.view import draw
 from framework.tracking.jsonl import read_records
@@ -215,8 +215,11 @@ def seconds_of(time: str) -> int | None:
 
 
 def _word(path: Path) -> str:
-    """For an #SBATCH line, which knows no quotes around spaces and expands %."""
+    """For an #SBATCH line, which knows no quotes around spaces and, in some options, expands %."""
     text = str(path)
-    if re.search(r"[\s\"'\\]", text):
-        raise MeshError(f"Slurm reads no path with spaces or quotes in an #SBATCH line: {text!r}; choose another place")
-    return text.replace("%", "%%")
+    if re.search(r"[\s\"'\\%]", text):
+        raise ConfigError(
+            f"Slurm reads no path with spaces, quotes, backslashes or % in an #SBATCH line: {text!r}; choose another "
+            f"place"
+        )
+    return text

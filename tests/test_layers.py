@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "meter": GROUND,
     "signals": set(),
     "stderr": set(),
+    "versions": set(),
     "process": {"errors", "stderr"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "mesh": GROUND,
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": GROUND | {"mesh", "parameters", "seeding", "schedule"},
     "data_parallel": GROUND | {"mesh", "parameters", "seeding"},
     "data": GROUND | {"config", "parameters", "seeding", "imports"},
-    "checkpoint": GROUND | {"config", "parameters", "seeding"},
+    "checkpoint": GROUND | {"config", "parameters", "seeding", "versions"},
     "tracking": GROUND | {"config", "parameters", "seeding"},
 }
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""

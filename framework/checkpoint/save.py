@@ -13,13 +13,9 @@ Killed at any moment, there is either no ``step-*`` directory of this step or a 
 from __future__ import annotations
 
 import hashlib
-import platform
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from framework.checkpoint.files import (
     Warn,
@@ -49,6 +45,7 @@ from framework.checkpoint.manifest import (
 from framework.checkpoint.read import open_checkpoint
 from framework.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from framework.errors import CheckpointError
+from framework.versions import versions
 
 
 def final_directory(run_directory: Path, step: int) -> Path:
@@ -161,12 +158,3 @@ def merge(head: Head, reports: Sequence[ShardReport]) -> Manifest:
         tensors={name: entry.model_copy(update={"pieces": tuple(pieces[name])}) for name, entry in entries.items()},
         files=files,
     )
-
-
-def versions() -> dict[str, str]:
-    """What wrote the checkpoint."""
-    try:
-        own = metadata.version("meshwright")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return {"meshwright": own, "python": platform.python_version(), "torch": str(torch.__version__)}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import shutil
 import socket
 import statistics
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from framework.mesh.mesh import Mesh
+from framework.versions import versions
 
 WRITTEN_BYTES = 2**26
 CLOCK_ROUNDS = 5
@@ -59,11 +58,7 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
     mine = Facts(
         mesh.rank,
         socket.gethostname(),
-        (
-            ("python", platform.python_version()),
-            ("torch", torch.__version__),
-            ("meshwright", _version()),
-        ),
+        tuple(versions().items()),
         torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
         total,
         free,
@@ -77,13 +72,6 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
     )
     found: list[Facts] = mesh.world.gather_objects(mine)
     return found
-
-
-def _version() -> str:
-    try:
-        return metadata.version("meshwright")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _clock(mesh: Mesh) -> float:

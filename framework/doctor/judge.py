@@ -25,15 +25,12 @@ class Finding(NamedTuple):
     """That a job would do better without."""
 
 
-def judge(
-    facts: Sequence[Facts], links: Sequence[Link], *, needed_bytes: int = 0, expected_bytes_per_s: float | None = None
-) -> list[Finding]:
-    """All that is wrong, the worst first. ``needed_bytes``: of one checkpoint; ``expected_bytes_per_s``: of a link
-    across nodes."""
-    return [*_disk(facts, needed_bytes), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
+def judge(facts: Sequence[Facts], links: Sequence[Link], *, expected_bytes_per_s: float | None = None) -> list[Finding]:
+    """All that is wrong, the worst first. ``expected_bytes_per_s``: of a link across nodes."""
+    return [*_disk(facts), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
 
 
-def _disk(facts: Sequence[Facts], needed_bytes: int) -> list[Finding]:
+def _disk(facts: Sequence[Facts]) -> list[Finding]:
     found = []
     blind = tuple(dict.fromkeys(each.host for each in facts if not each.sees_directory))
     if blind:
@@ -46,10 +43,6 @@ def _disk(facts: Sequence[Facts], needed_bytes: int) -> list[Finding]:
     for each in facts:
         if each.disk_problem is not None:
             found.append(Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}"))
-    least = min(facts, key=lambda each: each.disk_free_bytes)
-    if least.disk_free_bytes < needed_bytes:
-        free, needed = (f"{size / 2**30:,.1f} GiB" for size in (least.disk_free_bytes, needed_bytes))
-        found.append(Finding(f"{free} are free where the run's directory is, and a checkpoint takes {needed}"))
     return found
 
 

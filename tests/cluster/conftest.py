@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +19,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
     if reason is not None:
         pytest.skip(reason)
     root = tmp_path_factory.mktemp("cluster")
-    for parent in (root, *root.parents):  # the nodes' daemons run as others too
-        if parent.is_relative_to("/tmp/pytest-of-root") or parent == Path("/tmp/pytest-of-root"):
-            parent.chmod(0o755)
     with hosts.Hosts(root, 4) as up, slurm.Slurm(up) as running:
         yield running

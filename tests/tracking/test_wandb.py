@@ -176,20 +176,32 @@ def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkey
 
 @pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_server_that_refuses_the_key_ends_offline(tmp_path, record, monkeypatch) -> None:
+    warning = ends_offline(tmp_path, record, monkeypatch, Refusing, WandbMode.ONLINE, init_limit_s=60.0)
+    assert "no answer" not in warning  # it said why
+
+
+@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
+def test_a_server_that_fails_ends_offline(tmp_path, record, monkeypatch) -> None:
+    """It answers 500 to all; wandb itself would go on asking for a minute and a half."""
+    ends_offline(tmp_path, record, monkeypatch, Failing, WandbMode.AUTO, init_limit_s=2.0)
+
+
+def ends_offline(tmp_path, record, monkeypatch, answers, mode, *, init_limit_s) -> str:
+    """With a server that answers so; nothing of the run is lost. Returns the one warning."""
     warnings: list[str] = []
-    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+    with HTTPServer(("127.0.0.1", 0), answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        refused = sink(tmp_path, WandbMode.ONLINE, warnings, init_limit_s=60.0)
-        refused.open()
+        left_alone = sink(tmp_path, mode, warnings, init_limit_s=init_limit_s)
+        left_alone.open()
         server.shutdown()
-    assert refused.mode is WandbMode.OFFLINE
-    refused.write(record(1))
-    refused.close()
+    assert left_alone.mode is WandbMode.OFFLINE
+    left_alone.write(record(1))
+    left_alone.close()
     assert len(warnings) == 1 and "offline" in warnings[0] and KEY not in warnings[0]
-    assert "no answer" not in warnings[0]  # it said why
     assert read_back(offline_files(tmp_path)[-1])[1][1]["train/loss"] == record(1).loss
+    return warnings[0]
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -202,24 +214,6 @@ class Refusing(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
-
-
-@pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
-def test_a_server_that_fails_ends_offline(tmp_path, record, monkeypatch) -> None:
-    """It answers 500 to all; wandb itself would go on asking for a minute and a half."""
-    warnings: list[str] = []
-    with HTTPServer(("127.0.0.1", 0), Failing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        failed = sink(tmp_path, WandbMode.AUTO, warnings, init_limit_s=2.0)
-        failed.open()
-        server.shutdown()
-    assert failed.mode is WandbMode.OFFLINE
-    failed.write(record(1))
-    failed.close()
-    assert len(warnings) == 1 and "offline" in warnings[0] and KEY not in warnings[0]
-    assert read_back(offline_files(tmp_path)[-1])[1][1]["train/loss"] == record(1).loss
 
 
 class Failing(Refusing):
