@@ -206,7 +206,7 @@ def main() -> int:
             *(str(row[f"{what}_ratio"]) for what in ("cpu", "python", "wall")),
             f"{1e3 * row['step_s']:.0f} ms",
         )
-        if row["cpu_ratio"].least > BAR:
+        if row["cpu_ratio"].median > BAR:
             problems.append(f"{row['layout']}: guards cost {row['cpu_ratio'].median - 1:.1%} of a step's CPU time")
         if not row["same_numbers"]:
             problems.append(f"{row['layout']}: the two compute other numbers")

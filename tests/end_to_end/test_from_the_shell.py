@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from framework.checkpoint import find
 from framework.config import RunConfig
+from framework.tracking.jsonl import read_records
 from framework.train import run_directory
 from launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, differing, exact_losses, layout, lines, run_config, tensors, train
@@ -69,6 +71,16 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
     train(pool, same)
     assert exact_losses(config) == exact_losses(same)
     assert not differing(tensors(run_directory(config)), tensors(run_directory(same)))
+
+    run = run_directory(config)
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, reached]
+    assert {start["layout"] for start in starts} == {f"pp2 dp2 tp{tp}"}
+    assert (run / "placement.txt").read_text().startswith(placed)
+    again = [record for record in read_records(run / "metrics.jsonl") if record.step > reached]
+    assert {record.restarts for record in again} == {1}
+    assert all(0 < record.save_s < LIMIT_S for record in again if record.save_s is not None)
+    assert any(record.save_s is not None for record in again)
 
 
 def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
