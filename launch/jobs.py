@@ -25,9 +25,11 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import default_world_size, load
     from framework.watch.lock import RunLock
     from launch import local, restarts
+    from launch.devices import choose_devices
     from launch.environment import Launcher, launch_environment
 
     config = load(options.config, overrides)
+    choose_devices(config)
     launcher = launch_environment()
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
@@ -119,9 +121,11 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import default_world_size, load
     from launch import local
+    from launch.devices import choose_devices
     from launch.environment import Launcher, launch_environment
 
     config = load(options.config, overrides)
+    choose_devices(config)
     launcher = launch_environment()
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)

@@ -26,6 +26,7 @@ from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError
 from framework.process import end_process
 from framework.signals import SIGNALS, ignored
+from launch.devices import check_devices
 from launch.environment import check_port
 from launch.failure import RankFailed, describe, read_notes, told
 from launch.forking import PRELOADED
@@ -54,6 +55,7 @@ def num_devices(config: RunConfig) -> int:
     import torch
 
     count = torch.cuda.device_count()
+    check_devices(config, count)
     if count == 0 and config.train.device == "cuda":
         raise ConfigError(
             "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"

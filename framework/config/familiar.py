@@ -165,6 +165,8 @@ _NAMES = {
     "init_timeout_seconds": "launch.timeout_s",
     "nproc_per_node": "launch.processes",
     "max_restarts": "launch.max_restarts",
+    "devices": "launch.devices",
+    "gpu_ids": "launch.devices",
     "omp_num_threads": "launch.threads",
     # the model's own arguments
     "num_layers": _OPTIONS,

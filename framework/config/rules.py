@@ -224,6 +224,18 @@ def _processes(config: RunConfig) -> str | None:
     )
 
 
+def _devices(config: RunConfig) -> str | None:
+    devices = config.launch.devices.split(",") if config.launch.devices else []
+    if config.train.device == "cpu" and devices:
+        return f'launch.devices = {shown(config.launch.devices)} names GPUs, and train.device is "cpu": leave one out'
+    twice = next((each for at, each in enumerate(devices) if each in devices[:at]), None)
+    if twice is not None:
+        return (
+            f"launch.devices = {shown(config.launch.devices)} names device {twice} twice: each rank has one of its own"
+        )
+    return None
+
+
 def _batch(config: RunConfig) -> str | None:
     return batch.problem(config.batch, known_dp(config))
 
@@ -235,6 +247,7 @@ def _rule(broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
 RULES = (
     _rule(_batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
     _rule(_processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
+    _rule(_devices, "launch.devices", "train.device"),
     _rule(_sequence, "parallel.sequence", "parallel.tp"),
     _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
     _rule(_balance, "pipeline.balance", "parallel.pp"),

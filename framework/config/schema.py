@@ -188,6 +188,9 @@ class Launch(Section):
 
     processes: Count | Literal["auto"] = "auto"
     """auto: dp x pp x tp; with dp = "auto" as many devices as there are (on CPU pp x tp)."""
+    devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
+    """GPUs of this machine, as in "2,0": local rank 0 takes the first. Of those that CUDA_VISIBLE_DEVICES leaves, if it
+    is set. "": all, in the order of the bus."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: PositiveFloat = 600.0

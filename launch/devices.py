@@ -1,0 +1,52 @@
+"""Which GPUs of this machine the ranks get, and in which order: said to CUDA before it is asked for any."""
+
+from __future__ import annotations
+
+import os
+
+from framework.config import RunConfig
+from framework.errors import ConfigError
+
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+
+def choose_devices(config: RunConfig) -> None:
+    """Have CUDA, in this process and in those it starts, show the GPUs of ``launch.devices`` as 0, 1, ...
+
+    The numbers are those of ``nvidia-smi``, or places in CUDA_VISIBLE_DEVICES where that is set: it leaves fewer, and
+    is never gone past. Local rank i takes the i-th.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES leaves no such device.
+    """
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")  # by itself CUDA calls the fastest number 0
+    if not config.launch.devices:
+        return
+    wanted = [int(number) for number in config.launch.devices.split(",")]
+    if VISIBLE in os.environ:
+        left = [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
+        beyond = [number for number in wanted if number >= len(left)]
+        if beyond:
+            raise ConfigError(
+                f"launch.devices = {config.launch.devices!r} names device {beyond[0]}, and {VISIBLE}="
+                f"{os.environ[VISIBLE]} leaves {len(left)} (numbered from 0, in its order): name those, or unset it"
+            )
+        os.environ[VISIBLE] = ",".join(left[number] for number in wanted)
+    else:
+        os.environ[VISIBLE] = ",".join(map(str, wanted))
+
+
+def check_devices(config: RunConfig, num_visible: int) -> None:
+    """Refuse devices that torch does not see: CUDA leaves out the first that is not there, and all after it.
+
+    Raises:
+        ConfigError: with how many there are.
+    """
+    wanted = config.launch.devices.split(",") if config.launch.devices else []
+    if len(wanted) <= num_visible:
+        return
+    seen = f"the first {num_visible} of them" if num_visible else "no GPU"
+    raise ConfigError(
+        f"launch.devices = {config.launch.devices!r} names {len(wanted)} GPU{'s' * (len(wanted) > 1)}, and torch sees "
+        f"{seen}: `nvidia-smi -L` lists what is there; on CPU leave launch.devices out"
+    )

@@ -1,0 +1,76 @@
+"""launch.devices: which GPUs the ranks get; CUDA itself is asked in tests/gpu."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from framework.config import RunConfig, load
+from framework.errors import ConfigError
+from launch.devices import ORDER, VISIBLE, check_devices, choose_devices
+from launch.local import num_devices
+
+CONFIG = "configs/demo.toml"
+
+
+def config_of(devices: str, device: str = "auto") -> RunConfig:
+    return load(CONFIG, [f"--launch.devices={devices}", f"--train.device={device}"])
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No word of devices; what is set in a test is gone after it."""
+    for name in (VISIBLE, ORDER):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_in_the_order_given_and_by_the_numbers_of_the_bus() -> None:
+    choose_devices(config_of("2,0"))
+    assert (os.environ[VISIBLE], os.environ[ORDER]) == ("2,0", "PCI_BUS_ID")
+
+
+def test_nothing_said_leaves_all_but_numbers_them_by_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_devices(config_of(""))
+    assert VISIBLE not in os.environ and os.environ[ORDER] == "PCI_BUS_ID"
+    monkeypatch.setenv(ORDER, "FASTEST_FIRST")  # what a user has said stays
+    choose_devices(config_of(""))
+    assert os.environ[ORDER] == "FASTEST_FIRST"
+
+
+def test_numbers_are_places_in_what_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "7, GPU-8a2f,3")
+    choose_devices(config_of("2,1"))
+    assert os.environ[VISIBLE] == "3,GPU-8a2f"
+
+
+@pytest.mark.parametrize(("visible", "number", "left"), [("7,3", "2", 2), ("", "2", 0)])
+def test_the_environment_is_never_gone_past(monkeypatch, visible: str, number: str, left: int) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    with pytest.raises(ConfigError, match=f"device {number}, and {VISIBLE}={visible} leaves {left}"):
+        choose_devices(config_of("2"))
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_devices(config_of("2,0"), 2)
+    check_devices(config_of(""), 0)
+    with pytest.raises(ConfigError, match="'5' names 1 GPU, and torch sees no GPU"):
+        check_devices(config_of("5"), 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="'2,0' names 2 GPUs, and torch sees the first 1 of them"):
+        num_devices(config_of("2,0"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [("0,0", "names device 0 twice"), ("0,,1", "launch.devices"), ("gpu1", "launch.devices"), ("-1", "launch.devices")],
+)
+def test_what_is_no_list_of_devices(devices: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(devices)
+
+
+def test_devices_on_cpu() -> None:
+    with pytest.raises(ConfigError, match=r'names GPUs, and train\.device is "cpu"'):
+        config_of("0", "cpu")
