@@ -1,6 +1,6 @@
 """The idle time of the real executor beside the simulator's, for every schedule, on ranks that sleep.
 
-    python benchmarks/bubble_measured.py [--pp 4] [--chunks 8] [--steps 3] [--ms 15] [--out FILE]
+    python benchmarks/bubble_measured.py [--pp 4] [--chunks 8] [--steps 3] [--ms 40] [--out FILE]
 
 Pool ranks run the executor over gloo. Each stage is one layer that sleeps: in forward for F; in the backward of its
 input for I, and, where the schedule splits, in W for its weight's gradient; in a whole backward for both, one after the
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not (default 3)")
-    parser.add_argument("--ms", type=float, default=15.0, help="milliseconds of F, I and W (default 15)")
+    parser.add_argument("--ms", type=float, default=40.0, help="milliseconds of F, I and W (default 40)")
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-bubble-measured.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -42,6 +42,7 @@ from framework.tracking.wandb import WandbMode
 from framework.watch.drift import check_drift
 from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
+from framework.watch.nodes import check_nodes
 from framework.watch.starts import note_start
 
 
@@ -106,6 +107,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
         tp_across_nodes=parallel.tp_across_nodes,
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
+    check_nodes(mesh, directory)
     with alone_in(directory, mesh):
         _train_in(directory, config, mesh, give_up)
 

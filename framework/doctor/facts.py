@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import socket
-import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ import torch
 
 from framework.mesh.mesh import Mesh
 from framework.versions import versions
+from framework.watch.nodes import clock_ahead_s, sees_directory
 
 WRITTEN_BYTES = 2**26
 CLOCK_ROUNDS = 5
@@ -47,8 +46,8 @@ class Facts(NamedTuple):
 def look(mesh: Mesh, directory: Path) -> list[Facts]:
     """Everyone's. Every rank calls it; all get the same answer. The directory must be there for rank 0."""
     first_of_host = mesh.nodes.index(mesh.nodes[mesh.rank]) == mesh.rank
-    clock_s = _clock(mesh)
-    sees = _sees(mesh, directory)
+    clock_s = clock_ahead_s(mesh, CLOCK_ROUNDS)
+    sees = sees_directory(mesh, directory)
     speed, problem = _write(directory) if first_of_host else (None, None)
     try:
         disk_free = shutil.disk_usage(directory).free
@@ -71,31 +70,6 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
         problem,
     )
     found: list[Facts] = mesh.world.gather_objects(mine)
-    return found
-
-
-def _clock(mesh: Mesh) -> float:
-    """How far this clock is ahead of rank 0's, as exactly as a barrier ends everywhere at once."""
-    ahead = []
-    for _ in range(CLOCK_ROUNDS):
-        mesh.world.barrier()
-        ahead.append(mesh.world.gather_objects(time.time()))
-    return float(statistics.median(times[mesh.rank] - times[0] for times in ahead))
-
-
-def _sees(mesh: Mesh, directory: Path) -> bool:
-    name: str = mesh.world.gather_objects(f".doctor-{secrets.token_hex(4)}" if mesh.rank == 0 else "")[0]
-    problem: str | None = None
-    if mesh.rank == 0:
-        try:
-            (directory / name).touch()
-        except OSError as error:
-            problem = str(error)
-    mesh.world.gather_objects(problem)
-    found = (directory / name).exists()
-    mesh.world.barrier()
-    if mesh.rank == 0:
-        (directory / name).unlink(missing_ok=True)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from framework.doctor.facts import Facts
 from framework.doctor.links import Link, by_node, slow_pairs
+from framework.watch.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
 """A node or link that reaches less than this share of what is usual here is named."""
@@ -32,14 +33,9 @@ def judge(facts: Sequence[Facts], links: Sequence[Link], *, expected_bytes_per_s
 
 def _disk(facts: Sequence[Facts]) -> list[Finding]:
     found = []
-    blind = tuple(dict.fromkeys(each.host for each in facts if not each.sees_directory))
+    blind = [each.host for each in facts if not each.sees_directory]
     if blind:
-        found.append(
-            Finding(
-                f"{_and(blind)} do{'es' * (len(blind) == 1)} not see the run's directory as rank 0 does: run.directory "
-                f"must be on a file system that all nodes share",
-            )
-        )
+        found.append(Finding(unseen(blind)))
     for each in facts:
         if each.disk_problem is not None:
             found.append(Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}"))
@@ -47,15 +43,8 @@ def _disk(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def _clocks(facts: Sequence[Facts]) -> list[Finding]:
-    middle = statistics.median(each.clock_s for each in facts)
-    wrong = {each.host: each.clock_s - middle for each in facts if abs(each.clock_s - middle) > CLOCK_S}
-    return [
-        Finding(
-            f"the clock of {host} is {abs(off):,.1f} s {'ahead of' if off > 0 else 'behind'} the others': set it (NTP)",
-            (host,),
-        )
-        for host, off in wrong.items()
-    ]
+    ahead_s = {each.host: each.clock_s for each in facts}
+    return [Finding(text, (host,)) for host, text in wrong_clocks(ahead_s, CLOCK_S).items()]
 
 
 def _versions(facts: Sequence[Facts]) -> list[Finding]:
@@ -106,7 +95,3 @@ def _links(links: Sequence[Link], expected: float | None) -> list[Finding]:
 def gbit(bytes_per_s: float) -> str:
     """``0.957 Gbit/s``."""
     return f"{8 * bytes_per_s / 1e9:.3g} Gbit/s"
-
-
-def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
