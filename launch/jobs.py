@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,19 +90,28 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
     rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    def keep_exit_code(exit_code: int) -> None:
+        """The first to leave has the others ended by SIGTERM, and srun tells the highest exit code of all: 143."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
+
+    # What one rank finds wrong before it trains all find: one of each node says it, the others are ended meanwhile.
     try:
         check_meeting_place()
         work, checked = prepare(config, at.world_size)
     except UserError as error:
-        # What one rank finds all find, and the first to leave has the others ended: one of each node says it.
+        keep_exit_code(error.exit_code)
         if at.local_rank != 0:
             time.sleep(rank.SILENT_S)
         return say(error, error.exit_code)
 
     def end(error: BaseException) -> None:
         failure = describe(error, at.rank)
+        keep_exit_code(failure.exit_code)
         if failure.trace:
             get_error_handler().record_exception(error)  # for torchrun's own summary
+        elif failure.exit_code == UserError.exit_code and at.local_rank != 0:
+            time.sleep(rank.HOLD_S)
         say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
         leave(failure.exit_code, rank.HOLD_S if failure.lost_peer else 0.0)
 

@@ -36,7 +36,7 @@ SHUTDOWN_S = 3
 """How long the ranks that are left after a failure have to end by themselves."""
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """The launcher was told to end by a signal before its ranks could save anything, and has ended them."""
 
     def __init__(self, signum: int) -> None:

@@ -44,7 +44,7 @@ def _disk(facts: Sequence[Facts]) -> list[Finding]:
 
 def _clocks(facts: Sequence[Facts]) -> list[Finding]:
     ahead_s = {each.host: each.clock_s for each in facts}
-    return [Finding(text, (host,)) for host, text in wrong_clocks(ahead_s, CLOCK_S).items()]
+    return [Finding(*wrong) for wrong in wrong_clocks(ahead_s, CLOCK_S)]
 
 
 def _versions(facts: Sequence[Facts]) -> list[Finding]:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.errors import ConfigError
 from framework.mesh.mesh import Mesh
@@ -30,7 +31,7 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
     if blind:
         problems.append(unseen(blind))
     ahead = {node: clock_s for node, (_, clock_s) in zip(mesh.nodes, everyone, strict=True)}
-    problems += wrong_clocks(ahead, MOST_CLOCK_S).values()
+    problems += [wrong.text for wrong in wrong_clocks(ahead, MOST_CLOCK_S)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -72,12 +73,27 @@ def unseen(nodes: Sequence[str]) -> str:
     )
 
 
-def wrong_clocks(ahead_s: Mapping[str, float], most_s: float) -> dict[str, str]:
-    """Of the nodes whose clock is further than that from the middle one: what is wrong."""
+class WrongClock(NamedTuple):
+    """What is wrong, and whose it is; of two clocks that cannot be told."""
+
+    text: str
+    nodes: tuple[str, ...]
+
+
+def wrong_clocks(ahead_s: Mapping[str, float], most_s: float) -> list[WrongClock]:
+    """Clocks that are further than that from the middle one, of nodes by name."""
+    if len(ahead_s) == 2:
+        (one, first_s), (other, second_s) = ahead_s.items()
+        apart_s = abs(first_s - second_s)
+        text = f"the clocks of {one} and {other} are {apart_s:,.1f} s apart: set them (NTP)"
+        return [WrongClock(text, ())] if apart_s > most_s else []
     middle = statistics.median(ahead_s.values())
-    return {
-        node: f"the clock of {node} is {abs(clock_s - middle):,.1f} s "
-        f"{'ahead of' if clock_s > middle else 'behind'} the others': set it (NTP)"
+    return [
+        WrongClock(
+            f"the clock of {node} is {abs(clock_s - middle):,.1f} s "
+            f"{'ahead of' if clock_s > middle else 'behind'} the others': set it (NTP)",
+            (node,),
+        )
         for node, clock_s in ahead_s.items()
         if abs(clock_s - middle) > most_s
-    }
+    ]

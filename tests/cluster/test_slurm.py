@@ -69,8 +69,11 @@ def idle(cluster: Slurm) -> Iterator[Slurm]:
     cluster.command("scancel", "--user=root")
     names = cluster.hosts.names
     until(lambda: cluster.states() == dict.fromkeys(names, "idle"), f"idle nodes, {cluster.states()}", LIMIT_S, 0.2)
-    left = [line for name in names for line in cluster.hosts.commands(name) if OURS.search(line)]
-    assert not left
+
+    def left() -> list[str]:
+        return [line for name in names for line in cluster.hosts.commands(name) if OURS.search(line)]
+
+    until(lambda: not left(), "no process of ours on any node", 30.0, 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +92,11 @@ def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool: RankPool
     return config
 
 
-def test_the_numbers_of_one_machine(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("--torchrun",)], ids=["srun", "torchrun"])
+def test_the_numbers_of_one_machine(words: tuple[str, ...], idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
     """pp across nodes, tp inside: the host names say so."""
     config = changed(plain, run={"directory": str(tmp_path)}, train={"steps": 20})
-    job = submitted(idle, written(config, tmp_path))
+    job = submitted(idle, written(config, tmp_path), *words)
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"]) == "COMPLETED", told(config)
     first = {step: loss for step, loss in exact_losses(plain).items() if step <= 20}
     assert exact_losses(config) == first
@@ -204,3 +208,78 @@ def test_the_job_survives(
     assert exact_losses(config) == exact_losses(plain)
     assert not differing(tensors(run_directory(config)), tensors(run_directory(plain)))
     record_property("noted", f"{fault} {recovered_s:.0f}")
+
+
+def test_the_job_survives_its_time_limit(
+    idle: Slurm, plain: RunConfig, tmp_path: Path, pool: RankPool, record_property: Callable[[str, Any], None]
+) -> None:
+    """Three minutes for what takes longer: it is told in time, as early as its own steps and saves want it."""
+    model = {"builder": "tests.cluster.builders:slow", "options": plain.model.options | {"pause_s": 0.4}}
+    config = changed(
+        plain,
+        run={"directory": str(tmp_path)},
+        model=model,
+        train={"steps": 12},
+        checkpoint={"every": 6, "keep_last": 2},
+    )
+    pool.run(train_rank, size(config), config, timeout_s=LIMIT_S)  # nothing is measured before the first steps
+    longer = changed(config, train={"steps": 120})
+    job = submitted(idle, written(longer, tmp_path), "--time=3")
+    script = (run_directory(config) / "slurm" / "job.sbatch").read_text()
+    found = re.search(r"--signal=USR2@(\d+)", script)
+    assert found and 62 <= int(found[1]) <= 90, script
+    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], 2 * LIMIT_S) == "COMPLETED", told(longer)
+    restarts = int(idle.job(job)["Restarts"])
+    assert restarts >= 1 and told(longer).count("asked to end, and has saved step-") == restarts, told(longer)
+    first = {step: loss for step, loss in exact_losses(plain).items() if step <= 120}
+    assert exact_losses(longer) == first
+    starts = [json.loads(line)["step"] for line in (run_directory(config) / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == restarts + 2 and starts[0] == 0 and starts[1] == 12
+    record_property("noted", f"a time limit {restarts} restarts")
+
+
+AN_HOUR_AHEAD = """
+import socket, time
+if socket.gethostname() == "h2":
+    now = time.time
+    time.time = lambda: now() + 3600
+"""
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "fewer ranks than the mesh": ({}, "-N1 -n2", "= 4 ranks, but 2 were started"),
+    "tasks that do not divide": ({}, "-N2 -n4 --ntasks-per-node=3", "straddle"),
+    "no shared directory": (
+        {"directory": "/mnt/runs"},
+        "-N2 --ntasks-per-node=2",
+        "h2 does not see the run's directory",
+    ),
+    "a clock an hour off": ({}, "-N2 --ntasks-per-node=2", "the clocks of h1 and h2 are 3,"),
+    "a full disk": ({"directory": "/mnt/full"}, "-N1 -n4", "/mnt/full/run has 65,536 bytes free"),
+}
+"""What is changed in [run], how srun starts it, and what is said."""
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_work_is_said_once_before_training(
+    what: str, idle: Slurm, plain: RunConfig, tmp_path: Path
+) -> None:
+    run, words, said = BAD[what]
+    config = changed(plain, run={"directory": str(tmp_path), **run}, train={"steps": 20}, checkpoint={"every": 5})
+    path = str(ROOT)
+    if what == "a clock an hour off":
+        (tmp_path / "sitecustomize.py").write_text(AN_HOUR_AHEAD)
+        path += f":{tmp_path}"
+    if what == "a full disk":
+        idle.hosts.run("h1", "mkdir", "-p", "/mnt/full")
+        assert idle.hosts.run("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt/full").returncode == 0
+    done = idle.command(
+        *("srun", "--kill-on-bad-exit=1", "-w", "h1,h2" if "-N2" in words else "h1", *words.split()),
+        *(sys.executable, "-m", "launch", "train", written(config, tmp_path)),
+        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=LIMIT_S,
+    )
+    if what == "a full disk":
+        idle.hosts.run("h1", "umount", "/mnt/full")
+    nodes = 2 if "-N2" in words else 1
+    assert done.returncode == 2 and 1 <= done.stderr.count(said) <= nodes, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr and "step " not in done.stdout.replace("steps", "")
+    assert not (run_directory(config) / "metrics.jsonl").exists()
