@@ -15,6 +15,7 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -77,13 +78,16 @@ def warm_up(config: RunConfig, module: str) -> None:
         modules = [*(["launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
-    # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle.
+    # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle: the server
+    # is born with them blocked, and what comes meanwhile is not lost here.
     path = os.pathsep.join(filter(None, sys.path))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_variables(PYTHONPATH=path, PYTHONSAFEPATH="1"))
-        for each in SIGNALS:
-            stack.enter_context(_signal_handler(each, signal.SIG_IGN))
-        multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them
+    with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def has_children(config: RunConfig) -> bool:
@@ -248,16 +252,6 @@ def _variables(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signal_handler(signum: int, handler: signal._HANDLER) -> Iterator[None]:
-    """A handler for a while; afterwards the one that was there, whoever else changed it."""
-    before = signal.signal(signum, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signum, before)
 
 
 @contextlib.contextmanager

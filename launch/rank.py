@@ -37,8 +37,9 @@ SILENT_S = 30.0
 def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals]) -> None:
     """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # the server that it was forked from ignores all; DFL until it listens (framework.signals)
+    for each in SIGNALS:  # DFL until it listens (framework.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the server that it was forked from blocks all
     os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = int(os.environ["RANK"])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())

@@ -20,7 +20,7 @@ from framework.config import Data, Launch, Run, RunConfig
 from framework.errors import ConfigError, DataError, MeshError
 from framework.process import GiveUp
 from launch.failure import RankFailed
-from launch.local import launch
+from launch.local import launch, warm_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,3 +209,16 @@ def wait_for_pids(directory: Path, count: int) -> list[int]:
             return [int(text) for text in found]
         assert time.monotonic() < deadline_s, "the ranks did not start"
         time.sleep(0.1)
+
+
+def test_a_signal_while_the_server_starts_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the ranks' server is being started, which is not to get it; this process is."""
+    came: list[int] = []
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: came.append(signum))
+    try:
+        warm_up(config(tmp_path, 1), "framework.train")
+        time.sleep(0)  # a handler runs between two instructions
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]
