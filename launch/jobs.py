@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load
+    from framework.config import default_world_size
     from framework.watch.lock import RunLock
     from launch import local, restarts
-    from launch.devices import choose_devices
-    from launch.environment import Launcher, launch_environment
+    from launch.environment import Launcher
 
-    config = load(options.config, overrides)
-    choose_devices(config)
-    launcher = launch_environment()
+    config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
@@ -52,6 +49,17 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
             lambda text: tell(f"meshwright: {text}"),
         )
     )
+
+
+def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
+    """The configuration, its devices chosen for this process and its children; and who has started this process."""
+    from framework.config import load
+    from launch.devices import choose_devices
+    from launch.environment import launch_environment
+
+    config = load(options.config, overrides)
+    choose_devices(config)
+    return config, launch_environment()
 
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
@@ -130,14 +138,11 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
 
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load
+    from framework.config import default_world_size
     from launch import local
-    from launch.devices import choose_devices
-    from launch.environment import Launcher, launch_environment
+    from launch.environment import Launcher
 
-    config = load(options.config, overrides)
-    choose_devices(config)
-    launcher = launch_environment()
+    config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)
     local.warm_up(config, "framework.doctor.visit")
@@ -149,18 +154,18 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     from dataclasses import fields
 
     from framework.config import load
-    from launch import slurm as jobs
+    from launch.slurm import Ask, placed, render, submit, write
 
-    ask = jobs.Ask(**{field.name: getattr(options, field.name) for field in fields(jobs.Ask)})
-    config, picture = jobs.placed(load(options.config, overrides), ask)
-    script = jobs.render(config, options.config, overrides, ask)
-    place = jobs.write(script, config)
+    ask = Ask(**{field.name: getattr(options, field.name) for field in fields(Ask)})
+    config, picture = placed(load(options.config, overrides), ask)
+    script = render(config, options.config, overrides, ask)
+    place = write(script, config)
     if not options.submit:
         print(script, end="")
         tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
         return 0
     print(picture)
-    numbers = jobs.submit(place, ask.chain)
+    numbers = submit(place, ask.chain)
     print(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
     return 0
 

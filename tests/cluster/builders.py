@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import models.gpt2
+from tests.end_to_end.builders import in_front
 
 
 class Pause(nn.Module):
@@ -25,12 +26,4 @@ class Pause(nn.Module):
 
 def slow(pause_s: float, **options: Any) -> nn.Sequential:
     """GPT-2 that pauses in front of its head for every micro-batch: the same numbers as without."""
-    plain = models.gpt2.build(**options)
-    layers = nn.Sequential()
-    for name, layer in plain.named_children():
-        if name == "head":
-            layers.add_module("pause", Pause(pause_s))
-        layers.add_module(name, layer)
-    for attribute in ("sharding_plan", "divisible", "tied_weights", "initialise"):
-        setattr(layers, attribute, getattr(plain, attribute))
-    return layers
+    return in_front(models.gpt2.build(**options), "head", lambda: Pause(pause_s))

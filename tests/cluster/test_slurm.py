@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -244,42 +245,66 @@ if socket.gethostname() == "h2":
     now = time.time
     time.time = lambda: now() + 3600
 """
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "fewer ranks than the mesh": ({}, "-N1 -n2", "= 4 ranks, but 2 were started"),
-    "tasks that do not divide": ({}, "-N2 -n4 --ntasks-per-node=3", "straddle"),
-    "no shared directory": (
-        {"directory": "/mnt/runs"},
-        "-N2 --ntasks-per-node=2",
-        "h2 does not see the run's directory",
-    ),
-    "a clock an hour off": ({}, "-N2 --ntasks-per-node=2", "the clocks of h1 and h2 are 3,"),
-    "a full disk": ({"directory": "/mnt/full"}, "-N1 -n4", "/mnt/full/run has 65,536 bytes free"),
+
+
+@contextlib.contextmanager
+def as_it_is(cluster: Slurm, directory: Path) -> Iterator[None]:
+    """Nothing is changed on any node."""
+    yield
+
+
+@contextlib.contextmanager
+def a_clock_an_hour_ahead(cluster: Slurm, directory: Path) -> Iterator[None]:
+    """On h2, for whatever python imports from the run's directory."""
+    (directory / "sitecustomize.py").write_text(AN_HOUR_AHEAD)
+    yield
+
+
+@contextlib.contextmanager
+def a_full_disk(cluster: Slurm, directory: Path) -> Iterator[None]:
+    """Of 64 KiB, at /mnt/full of h1."""
+    cluster.hosts.run("h1", "mkdir", "-p", "/mnt/full")
+    assert cluster.hosts.run("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt/full").returncode == 0
+    try:
+        yield
+    finally:
+        cluster.hosts.run("h1", "umount", "/mnt/full")
+
+
+class Bad(NamedTuple):
+    """What cannot work: how srun starts it, what is said once for each node, and what is changed for it."""
+
+    words: str
+    said: str
+    directory: str | None = None
+    prepared: Callable[[Slurm, Path], contextlib.AbstractContextManager[None]] = as_it_is
+
+
+TWO_EACH = "-w h1,h2 -N2 --ntasks-per-node=2"
+BAD = {
+    "fewer ranks than the mesh": Bad("-w h1 -N1 -n2", "= 4 ranks, but 2 were started"),
+    "three ranks on a node and one on the other": Bad("-w h1,h2 -N2 -n4 --distribution=plane=3", "straddle"),
+    "no shared directory": Bad(TWO_EACH, "h2 does not see the run's directory", directory="/mnt/runs"),
+    "a clock an hour off": Bad(TWO_EACH, "the clocks of h1 and h2 are 3,", prepared=a_clock_an_hour_ahead),
+    "a full disk": Bad("-w h1 -N1 -n4", "/mnt/full/run has 65,536 bytes free", "/mnt/full", a_full_disk),
 }
-"""What is changed in [run], how srun starts it, and what is said."""
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_cannot_work_is_said_once_before_training(
     what: str, idle: Slurm, plain: RunConfig, tmp_path: Path
 ) -> None:
-    run, words, said = BAD[what]
-    config = changed(plain, run={"directory": str(tmp_path), **run}, train={"steps": 20}, checkpoint={"every": 5})
-    path = str(ROOT)
-    if what == "a clock an hour off":
-        (tmp_path / "sitecustomize.py").write_text(AN_HOUR_AHEAD)
-        path += f":{tmp_path}"
-    if what == "a full disk":
-        idle.hosts.run("h1", "mkdir", "-p", "/mnt/full")
-        assert idle.hosts.run("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt/full").returncode == 0
-    done = idle.command(
-        *("srun", "--kill-on-bad-exit=1", "-w", "h1,h2" if "-N2" in words else "h1", *words.split()),
-        *(sys.executable, "-m", "launch", "train", written(config, tmp_path)),
-        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=LIMIT_S,
-    )
-    if what == "a full disk":
-        idle.hosts.run("h1", "umount", "/mnt/full")
-    nodes = 2 if "-N2" in words else 1
-    assert done.returncode == 2 and 1 <= done.stderr.count(said) <= nodes, done.stderr + done.stdout
+    bad = BAD[what]
+    directory = bad.directory or str(tmp_path)
+    config = changed(plain, run={"directory": directory}, train={"steps": 20}, checkpoint={"every": 5})
+    with bad.prepared(idle, tmp_path):
+        done = idle.command(
+            *("srun", "--kill-on-bad-exit=1", *bad.words.split()),
+            *(sys.executable, "-m", "launch", "train", written(config, tmp_path)),
+            env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+            timeout=LIMIT_S,
+        )
+    nodes = 2 if "-N2" in bad.words else 1
+    assert done.returncode == 2 and 1 <= done.stderr.count(bad.said) <= nodes, done.stderr + done.stdout
     assert "Traceback" not in done.stderr and "step " not in done.stdout.replace("steps", "")
     assert not (run_directory(config) / "metrics.jsonl").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,21 @@ class Trap(nn.Module):
         return x
 
 
-def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
-    """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
-    plain = models.gpt2.build(**options)
+def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> nn.Sequential:
+    """A layer in front of each whose name begins so; all that the model says of itself stays."""
     layers = nn.Sequential()
-    for name, layer in plain.named_children():
-        if name.startswith("block"):
-            layers.add_module(f"before_{name}", Trap(rank, at_call, killed, once))
-        layers.add_module(name, layer)
+    for name, each in plain.named_children():
+        if name.startswith(of):
+            layers.add_module(f"before_{name}", layer())
+        layers.add_module(name, each)
     for attribute in ("sharding_plan", "divisible", "tied_weights", "initialise"):
         setattr(layers, attribute, getattr(plain, attribute))
     return layers
+
+
+def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
+    """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
+    return in_front(models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
 
 
 def partly_frozen(source: str, **options: Any) -> nn.Sequential:
