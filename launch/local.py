@@ -79,12 +79,13 @@ def warm_up(config: RunConfig, module: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
     # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle: the server
-    # is born with them blocked, and what comes meanwhile is not lost here.
+    # and Python's tracker are born with them blocked, and what comes meanwhile is not lost here.
     path = os.pathsep.join(filter(None, sys.path))
-    multiprocessing.resource_tracker.ensure_running()  # it unblocks some of them
     with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
+            multiprocessing.resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has unblocked some of them
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -184,6 +184,12 @@ def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Sh
     )
 
 
+@pytest.mark.slow
+def test_all_processes_are_told(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """Also Python's own, which know nothing of it: none of them dies, or says a word."""
+    stopped(shell, long_run(corpus, tmp_path, "dp2"), tmp_path, "all", [signal.SIGUSR2], 0.0)
+
+
 @pytest.mark.torture(row="each signal x each target x random moments: exit code 85 after the step, nothing left")
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("whom", ["launcher", "rank", "all"])
