@@ -1,10 +1,9 @@
 """One step of a run as it was measured: every pipeline rank's spans on one clock, in a file that `draw` reads.
 
-    all ranks                 align    barriers, and what the clock said after each
-    all ranks                 the step itself
-    pipeline ranks of         gather   spans, readings, start of the row
-      replica 0, tp rank 0
-    rank 0                    write    traces/step-00000005.json, whole or not at all
+    all ranks           align    barriers, and what the clock said after each
+    all ranks           the step itself
+    each pipeline       gather   spans, readings, start of the row
+    rank 0              keep     those of its pipeline: traces/step-00000005.json, whole or not at all
 
 On one machine all processes read the same monotonic clock. Between machines the clocks are put together by what they
 said after the same barriers, and the file says how far these disagreed: ``clock_error_s``. Nothing here can stop a run:
@@ -102,15 +101,18 @@ def align(mesh: Mesh) -> tuple[float, ...]:
     return tuple(ticks)
 
 
-def collect(parts: Parts, ticks: tuple[float, ...], directory: Path) -> None:
-    """Bring the step that was just taken to rank 0 and write it. Every rank calls it; blocks for the gathering only."""
+def gather(parts: Parts, ticks: tuple[float, ...]) -> list[Seen]:
+    """What the ranks of each pipeline have seen of the step that was just taken. Every rank calls it; blocks."""
     mesh, result = parts.mesh, parts.last
-    if mesh.at.dp_rank or mesh.at.tp_rank:
-        return
     assert result is not None, "no step was taken"
     mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
     everyone: list[Seen] = mesh.pp.gather_objects(mine)
-    if mesh.rank != 0:
+    return everyone
+
+
+def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
+    """Write the trace of the step that was just taken; rank 0 does, the others come for nothing."""
+    if parts.mesh.rank != 0:
         return
     try:
         trace = assemble(everyone, parts)
@@ -119,18 +121,24 @@ def collect(parts: Parts, ticks: tuple[float, ...], directory: Path) -> None:
         quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
 
 
+def on_one_clock(everyone: Sequence[Seen]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
+    """(spans, readings, by how much the clocks of two hosts may be off), in seconds since the first rank began."""
+    offsets, error_s = clock_offsets(everyone)
+    begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
+    spans: list[Span] = []
+    readings: list[Reading] = []
+    for rank, (seen, offset) in enumerate(zip(everyone, offsets, strict=True)):
+        start = seen.start_s - offset - begin
+        spans += [Span(rank, span.action, start + span.start, start + span.end) for span in seen.spans]
+        readings += [Reading(rank, start + first, start + last) for first, last in seen.data]
+    return tuple(spans), tuple(readings), error_s
+
+
 def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
     """Put the ranks on one clock. ``everyone``: by pipeline rank."""
     import torch
 
-    offsets, error_s = clock_offsets(everyone)
-    begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
-    spans: list[tuple[int, str, float, float]] = []
-    data: list[tuple[int, float, float]] = []
-    for rank, (seen, offset) in enumerate(zip(everyone, offsets, strict=True)):
-        start = seen.start_s - offset - begin
-        spans += [(rank, str(span.action), start + span.start, start + span.end) for span in seen.spans]
-        data += [(rank, start + first, start + last) for first, last in seen.data]
+    spans, readings, error_s = on_one_clock(everyone)
     return Trace(
         run=parts.config.run.name,
         step=parts.state.step,
@@ -139,8 +147,8 @@ def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
         hosts=tuple(seen.host for seen in everyone),
         clock_error_s=error_s,
         schedule=format_schedule(parts.blueprint.schedule),
-        spans=tuple(spans),
-        data=tuple(data),
+        spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),
+        data=tuple((each.rank, each.start, each.end) for each in readings),
     )
 
 

@@ -44,6 +44,7 @@ from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
 from framework.watch.nodes import check_nodes
 from framework.watch.starts import note_start
+from framework.watch.stragglers import Straggler, Stragglers
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -176,20 +177,28 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
     """The loop."""
     config, state = parts.config, parts.state
     traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
+    stragglers, named = Stragglers(parts.mesh, config.tracking.stragglers_every), ""
     while state.step < config.train.steps:
-        ticks = trace.align(parts.mesh) if state.step + 1 == traced else None
+        tracing, looking = state.step + 1 == traced, stragglers.due(state.step + 1)
+        ticks = trace.align(parts.mesh) if tracing or looking else ()
         start_s = time.perf_counter()
         stats = take_step(parts)
         step_s = time.perf_counter() - start_s
-        if ticks is not None:
-            trace.collect(parts, ticks, directory)
+        stragglers.note(parts.last, step_s)
+        pipeline = trace.gather(parts, ticks) if ticks else []
+        if tracing:
+            trace.keep(pipeline, parts, directory)
+        straggler = stragglers.look(pipeline) if looking else None
+        if straggler is not None and straggler.who != named:
+            named = straggler.who
+            say(str(straggler))
         last = state.step == config.train.steps
         validation_loss = None
         stopping = stats.stop and not last
         if not stopping and parts.validation is not None and _is_due(state.step, config.train.validate_every, last):
             with parts.mesh.activity.during("validating"):
                 validation_loss = validate(parts)
-        tracker.write(record(parts, stats, step_s, validation_loss, saver.take_save_s()))
+        tracker.write(record(parts, stats, step_s, validation_loss, saver.take_save_s(), straggler))
         saver.look(stats.not_written)
         saving = stopping or _is_due(state.step, config.checkpoint.every, last)
         if config.watch.drift_every and _is_due(state.step, config.watch.drift_every, saving):
@@ -210,7 +219,12 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
 
 
 def record(
-    parts: Parts, stats: StepStats, step_s: float, validation_loss: float | None, save_s: float | None = None
+    parts: Parts,
+    stats: StepStats,
+    step_s: float,
+    validation_loss: float | None,
+    save_s: float | None = None,
+    straggler: Straggler | None = None,
 ) -> StepRecord:
     """What the trackers are told of a step."""
     config, world_size = parts.config, parts.mesh.grid.size
@@ -235,6 +249,9 @@ def record(
         skipped=stats.skipped,
         restarts=parts.restarts,
         save_s=save_s,
+        straggler=straggler.who if straggler is not None else None,
+        straggler_rank=straggler.rank if straggler is not None else None,
+        straggler_share=straggler.share if straggler is not None else None,
     )
 
 

@@ -92,6 +92,8 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
         "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"])),
     }
+    if nodes := _hosts(env):
+        variables["MESHWRIGHT_NODES"] = ",".join(nodes)
     interface = interface_towards(variables["MASTER_ADDR"])
     if interface is not None:
         variables |= {name: env.get(name) or interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
@@ -163,14 +165,20 @@ def _tasks_of_each_node(text: str) -> int:
 
 def _first_host(env: Mapping[str, str]) -> str:
     """The node of task 0: the first of the step's own nodes, which may be fewer than the job's."""
-    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
-    hosts = expand_hosts(nodelist)
+    hosts = _hosts(env)
     if not hosts:
         raise MeshError(
             "srun started this rank, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST names its nodes: set "
             "MASTER_ADDR to the host of rank 0"
         )
     return hosts[0]
+
+
+def _hosts(env: Mapping[str, str]) -> list[str]:
+    """All nodes of the step; where it does not say, of the job."""
+    return expand_hosts(
+        env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    )
 
 
 def _numbers(text: str) -> list[str]:

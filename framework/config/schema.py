@@ -181,6 +181,9 @@ class Tracking(Section):
     trace_step: int = Field(default=5, ge=0)
     """Which step after each start is measured span by span, for `meshwright draw RUN`; its last one if it has fewer; 0:
     none. A run that resumes is measured again."""
+    stragglers_every: int = Field(default=20, ge=0)
+    """After so many steps each it is said who makes the others wait, if somebody does: a rank, a link, the sums over
+    replicas; 0: never."""
 
 
 class Launch(Section):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from framework.config import RunConfig, resolve
 from framework.doctor.facts import look
 from framework.doctor.judge import Finding, judge
 from framework.doctor.links import measure_links, measure_sums
+from framework.doctor.reach import judge_reach, unreachable
 from framework.doctor.report import text, write_links
 from framework.errors import ConfigError, UserError
 from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, environment_rank, open_mesh
+from framework.mesh.meeting import NotAllCame, meet, needs_meeting
+from framework.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
 from framework.process import GiveUp, end_process
 from framework.signals import SIGNALS
 
@@ -54,8 +57,14 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-    mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True)
     directory = Path(config.run.directory) / config.run.name
+    mesh = open_mesh(
+        grid,
+        config.train.device,
+        timeout_s=LIMIT_S,
+        tp_across_nodes=True,
+        store=_meet(grid, directory) if grid.size > 1 and needs_meeting() else None,
+    )
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
     facts, links, sums = look(mesh, directory), measure_links(mesh), measure_sums(mesh)
@@ -73,6 +82,27 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     close_mesh(mesh)
     if findings and rank == 0:
         raise not_fit(findings)
+
+
+def _meet(grid: Grid, directory: Path) -> Any:
+    """The store at which all ranks have met, and every link between nodes has taken a connection.
+
+    Raises:
+        NotFit: on rank 0, somebody did not come, or a link is dead: nothing more can be measured. On the others too.
+    """
+    rank, world_size, _ = environment_rank()
+    check_size(grid, world_size)
+    try:
+        store = meet(rank, world_size, LIMIT_S)
+        findings = judge_reach(unreachable(store, rank, world_size, LIMIT_S))
+    except NotAllCame as error:
+        findings = [Finding(str(error), error.nodes)]
+    if not findings:
+        return store
+    if rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+    raise not_fit(findings)
 
 
 def expected_of(cluster: Path) -> float | None:

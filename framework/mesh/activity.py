@@ -62,14 +62,21 @@ class Activity:
         self.now: tuple[object, float, Waiting | None] = (self.phase, time.monotonic(), None)
         """What, since when, and what it waits for."""
         self.posted: dict[str, int] = {}
+        self.waited_s = 0.0
+        """In which the program has waited for others, in all; on CUDA only the device waits for most of them."""
 
     def begin(self, what: object) -> None:
         """From now on this rank does that: ``str(what)`` is its name."""
-        self.now = (what, time.monotonic(), None)
+        self.waits(None)
+        self.now = (what, self.now[1], None)
 
     def waits(self, handle: Waiting | None) -> None:
         """From now on it waits for something while it does what it does; None: it goes on."""
-        self.now = (self.now[0], time.monotonic(), handle)
+        what, since_s, before = self.now
+        now_s = time.monotonic()
+        if before is not None:
+            self.waited_s += now_s - since_s
+        self.now = (what, now_s, handle)
 
     def posts(self, key: str) -> int:
         """It has come to the next collective of a group; which one that is."""

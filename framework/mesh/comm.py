@@ -187,7 +187,7 @@ class Group:
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
         """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
-        process group. In backward nobody sees its end: there the next thing that begins tells it.
+        process group.
         """
         self._count(operation, message_bytes)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from framework.mesh.activity import Activity
 from framework.mesh.board import Board
 from framework.mesh.comm import Group, Traffic
 from framework.mesh.grid import Axis, Coordinates, Grid, check_placement
+from framework.mesh.meeting import meet, needs_meeting
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,19 @@ def environment_rank() -> tuple[int, int, int]:
         ) from None
 
 
+def check_size(grid: Grid, world_size: int) -> None:
+    """As many ranks as the grid has.
+
+    Raises:
+        MeshError: there are others.
+    """
+    if world_size != grid.size:
+        raise MeshError(
+            f"parallel.pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.size} ranks, but {world_size} were started: "
+            f"change a degree, or start {grid.size} processes"
+        )
+
+
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """``auto``: this process's GPU when there is one, else the CPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -103,20 +118,24 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_across_nodes: bool = False) -> Mesh:
+def open_mesh(
+    grid: Grid,
+    device: str = "auto",
+    *,
+    timeout_s: float = 600.0,
+    tp_across_nodes: bool = False,
+    store: Any = None,
+) -> Mesh:
     """Join the process group that the environment describes and make the groups of the axes.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
+    ``store``: from :func:`framework.mesh.meeting.meet`, where the ranks have met before.
 
     Raises:
-        MeshError: the world's size is not the grid's, or a tp group straddles nodes.
+        MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
-    if world_size != grid.size:
-        raise MeshError(
-            f"parallel.pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.size} ranks, but {world_size} were started: "
-            f"change a degree, or start {grid.size} processes"
-        )
+    check_size(grid, world_size)
     chosen = pick_device(device, local_rank)
     traffic, activity = Traffic(), Activity()
     if grid.size == 1:
@@ -136,9 +155,14 @@ def open_mesh(grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_
         )
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
+        if store is None and needs_meeting():
+            store = meet(rank, world_size, timeout_s)
         dist.init_process_group(
             "nccl" if chosen.type == "cuda" else "gloo",
             timeout=timeout,
+            store=store,
+            rank=-1 if store is None else rank,
+            world_size=-1 if store is None else world_size,
             device_id=chosen if chosen.type == "cuda" else None,
         )
     torch_mesh = init_device_mesh(chosen.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))

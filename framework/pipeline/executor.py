@@ -28,7 +28,7 @@ from torch import Tensor
 
 from framework.mesh.activity import BETWEEN, READING
 from framework.mesh.comm import Group, Handle, Transfer
-from framework.pipeline.clock import Clock, clock_of
+from framework.pipeline.clock import Clock, CudaClock, clock_of
 from framework.pipeline.stage import LossPart, Stage
 from framework.pipeline.values import TensorSpec
 from framework.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
@@ -68,6 +68,8 @@ class Result:
     """When samples were read."""
     loss_parts: list[LossPart] = field(default_factory=list)
     """Of each micro-batch, on the last stage; empty elsewhere."""
+    waited_s: float = 0.0
+    """In which the program has waited for others, from the start of the row to its STEP."""
     peak_in_flight: int = 0
     """Most micro-batches of which this rank held something at once, each counted once per stage."""
 
@@ -93,6 +95,22 @@ class Result:
         at = self.clock.resolve
         times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
         return sum(end - start for start, end in times), max(end for _, end in times)
+
+    def own_s(self) -> float:
+        """Seconds before STEP in which this rank kept nobody but itself busy: what others cannot speed up.
+
+        On CUDA the program waits for little; there it is the time in which the device computed and samples were read,
+        and what kernels of a tensor-parallel group wait for each other is part of it.
+        """
+        at = self.clock.resolve
+        if isinstance(self.clock, CudaClock):
+            return self.computing()[0] + sum(end - start for start, end in self.data)
+        return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
+
+    def reducing_s(self) -> float:
+        """Seconds in which it waited for sums of gradients."""
+        at = self.clock.resolve
+        return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
 
 
 class _Message(NamedTuple):
@@ -167,7 +185,7 @@ class Executor:
 
     def run(self, feed: Feed) -> Result:
         """One step: every item of my row, in order."""
-        run = Result(self.pp.rank, clock_of(self.device))
+        run = Result(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
         for do, what in self._row:
             do(what, feed, run)
         self._wait_for_sends(0)
@@ -293,6 +311,7 @@ class Executor:
     def _step(self, action: Action, feed: Feed, run: Result) -> None:
         self._activity.begin(action)
         start = run.clock.read()
+        run.waited_s += self._activity.waited_s
         self.step(run)
         run.readings.append((action, start, run.clock.read()))
 

@@ -87,6 +87,19 @@ def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
     return [(span, min(max(ready(span.action) - span.start, 0.0), span.end - span.start)) for span in timeline.spans]
 
 
+def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, int], float]:
+    """Of each (sender, receiver): how long the receiver waited for messages that had been sent. Counted is what is over
+    ``at_least`` in each wait.
+    """
+    sent = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    for span, bubble in _bubbles(timeline):
+        if span.action.kind in RECEIVES:
+            waited = span.end - span.start - bubble
+            found[sent[span.action.partner()].rank, span.rank] += max(waited - at_least, 0.0)
+    return dict(found)
+
+
 def without_early_steps(timeline: Timeline) -> Timeline:
     """The optimizer begins when the last rank is there, for a picture: what comes before is idle time, not work."""
     return timeline._replace(

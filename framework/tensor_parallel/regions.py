@@ -119,7 +119,7 @@ def _my_part(x: Tensor, group: Group) -> Tensor:
 
 
 class _WatchGradient(torch.autograd.Function):
-    """Identity that looks at the gradient before a mapping does: counts its message, makes it contiguous.
+    """Identity that looks at the gradient before a mapping does: tells of its collective, makes it contiguous.
 
     megatron-core sums ``gradient.contiguous()`` and returns ``gradient``: a non-contiguous one comes back unsummed.
     """
@@ -139,7 +139,10 @@ class _WatchGradient(torch.autograd.Function):
 
 
 def _watch_gradient(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
-    """``parts``: how many gradients like y's make up the message. ``own``: hand on a copy, which may be written."""
+    """``y``: what a mapping has made. ``parts``: how many gradients like y's make up the message. ``own``: hand on a
+    copy, which may be written."""
     if not y.requires_grad:
         return y
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda *_: group.end_collective())
     return _WatchGradient.apply(y, group, operation, parts, own)  # type: ignore[no-any-return, no-untyped-call]

@@ -59,6 +59,12 @@ class StepRecord:
     """How often the run had been started before this start."""
     save_s: float | None = None
     """Of the checkpoint that was seen to appear in the step before: from its beginning until it was there, whole."""
+    straggler: str | None = None
+    """Who made the others wait since the last look; None: nobody worth a word, or nobody has looked."""
+    straggler_rank: int | None = None
+    """Its rank; of a link: that sends."""
+    straggler_share: float | None = None
+    """For which share of a step, 0..1."""
 
 
 class Metric(NamedTuple):
@@ -94,6 +100,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/mfu", "share", lambda r: r.mfu),
     Metric("perf/bubble_share", "share", lambda r: r.bubble_share),
     Metric("perf/save_s", "s", lambda r: r.save_s),
+    Metric("perf/straggler_rank", "", lambda r: r.straggler_rank),
+    Metric("perf/straggler_share", "share", lambda r: r.straggler_share),
     Metric("memory/peak_gib", "GiB", lambda r: r.memory_bytes / GIB),
     Metric("validation/loss", "nats/token", lambda r: r.validation_loss),
     Metric("validation/perplexity", "", lambda r: None if r.validation_loss is None else perplexity(r.validation_loss)),
@@ -113,6 +121,8 @@ def to_json(record: StepRecord) -> str:
         line[name] = _encode(value)
         if name == "train/loss":
             line["train/loss_hex"] = float(value).hex()
+        if name == "perf/straggler_share":
+            line["perf/straggler"] = record.straggler or ""
     return json.dumps(line, allow_nan=False)
 
 
@@ -156,4 +166,7 @@ def _from_metrics(found: Mapping[str, Number | str]) -> StepRecord:
         skipped="train/skipped" in found,
         restarts=int(found.get("train/restarts", 0)),
         save_s=optional("perf/save_s"),
+        straggler=str(found["perf/straggler"]) if "perf/straggler" in found else None,
+        straggler_rank=int(found["perf/straggler_rank"]) if "perf/straggler_rank" in found else None,
+        straggler_share=optional("perf/straggler_share"),
     )

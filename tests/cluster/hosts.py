@@ -194,6 +194,14 @@ class Hosts:
         """The cable is back."""
         call("ip", "-n", self._space(CONTROL), "link", "set", self._port(name), "up")
 
+    def part(self, one: str, other: str) -> None:
+        """Nothing passes between these two any more; all others still reach both."""
+        call("ip", "-n", self._space(one), "route", "add", "blackhole", f"{self.address(other)}/32")
+
+    def join(self, one: str, other: str) -> None:
+        """They reach each other again."""
+        call("ip", "-n", self._space(one), "route", "del", "blackhole", f"{self.address(other)}/32")
+
     def crash(self, name: str) -> None:
         """Power off: the link first, so that nothing says good-bye."""
         self.cut(name)

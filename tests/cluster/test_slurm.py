@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import statistics
+import subprocess
 import sys
 import time
 import tomllib
@@ -16,7 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.config import RunConfig
+from framework.config import RunConfig, load
+from framework.data.prepare import prepare_stdlib
 from framework.train import run_directory
 from launch.pool import RankPool
 from tests.cluster.hosts import until
@@ -180,6 +183,108 @@ def test_a_slow_node_is_named_and_left_out(idle: Slurm, plain: RunConfig, tmp_pa
     assert 8 * figures["across_nodes"]["bytes_per_s"] == pytest.approx(1e9, rel=0.1)
 
 
+def test_a_dead_link_is_named_before_anything_hangs(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+    """h2 and h3 both reach the node of rank 0."""
+    config = changed(plain, run={"directory": str(tmp_path)}, parallel=layout("pp3"))
+    idle.hosts.part("h2", "h3")
+    try:
+        done = idle.command(
+            *("srun", "--kill-on-bad-exit=1", "-w", "h1,h2,h3", "-N3", "--ntasks-per-node=1"),
+            *(sys.executable, "-m", "launch", "doctor", written(config, tmp_path)),
+            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            timeout=LIMIT_S,
+        )
+    finally:
+        idle.hosts.join("h2", "h3")
+    assert "1 thing is wrong: the link between h2 and h3 is dead: no connection" in done.stderr, done.stderr
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+
+
+WIDE = {"max_sequence_length": 256, "num_layers": 4, "dropout": 0.0}
+"""Activations of 262 KB for eight samples, and little to compute for them."""
+
+
+def wide(plain: RunConfig, runs: Path, **sections: Any) -> RunConfig:
+    """A model whose messages are large enough for a link to matter."""
+    return changed(
+        plain,
+        run={"directory": str(runs)},
+        model={"options": plain.model.options | WIDE},
+        data={"sequence_length": 256},
+        batch={"micro_batch_size": 8, "global_batch": 64},
+        **sections,
+    )
+
+
+def test_a_run_says_who_makes_the_others_wait(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+    """The same link, without the doctor: the run itself names it."""
+    config = wide(plain, tmp_path, parallel=layout("pp4"), train={"steps": 12}, tracking={"stragglers_every": 6})
+    try:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, "500mbit" if name != "h2" else "50mbit")
+        job = submitted(idle, written(config, tmp_path), "--nodes=4", "--devices-per-node=1")
+        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
+    finally:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, None)
+    assert "the link of h2 makes the others wait" in told(config), told(config)
+    named = {line["step"]: line["perf/straggler"] for line in lines(config) if "perf/straggler" in line}
+    assert named == {6: "the link of h2", 12: "the link of h2"}
+
+
+def test_the_demo_on_four_nodes(idle: Slurm, tmp_path: Path) -> None:
+    """dp 2 x pp 2 x tp 2 from configs/demo.toml: the losses of one machine, bit for bit."""
+    text = tmp_path / "text"
+    prepare_stdlib(text, 4096, 0.05, replace=False, say=lambda line: None)
+    demo = load(ROOT / "configs" / "demo.toml")
+    config = changed(
+        demo,
+        run={"directory": str(tmp_path / "slurm")},
+        data={"train": str(text / "train"), "validation": str(text / "validation")}
+        | {"tokenizer": str(text / "tokenizer.json")},
+        train={"steps": 20, "validate_every": 10, "validate_steps": 2},
+        checkpoint={"every": 10},
+        tracking={"wandb": "off"},
+    )
+    here = changed(config, run={"directory": str(tmp_path / "here")})
+    words = [sys.executable, "-m", "launch", "train", written(here, tmp_path)]
+    subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S)
+    job = submitted(idle, written(config, tmp_path), "--nodes=4")
+    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
+    assert exact_losses(config) == exact_losses(here)
+    assert not differing(tensors(run_directory(config)), tensors(run_directory(here)))
+
+
+@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+def test_tensor_parallel_groups_belong_in_a_node(
+    rate: str, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    """The same four ranks, tp inside nodes and pp across them, and the other way round: what the same steps take."""
+    config = wide(plain, tmp_path, train={"steps": 8, "validate_every": 0})
+    crossed = changed(config, run={"name": "crossed"}, parallel={"tp_across_nodes": True})
+    words = ("srun", "-N2", "--ntasks-per-node=2", "-w", "h1,h2", sys.executable, "-m", "launch", "train")
+    taken_s = []
+    try:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, rate)
+        for each, order in ((config, "block"), (crossed, "cyclic")):
+            done = idle.command(
+                *words,
+                written(each, tmp_path),
+                env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_DISTRIBUTION": order},
+                timeout=LIMIT_S,
+            )
+            assert done.returncode == 0, done.stderr
+            taken_s.append(statistics.median(line["perf/step_s"] for line in lines(each)[2:]))
+    finally:
+        for name in idle.hosts.names:
+            idle.hosts.limit(name, None)
+    assert exact_losses(crossed) == exact_losses(config)
+    inside_s, across_s = taken_s
+    record_property("noted", f"tp inside nodes {inside_s:.2f} s, across {across_s:.2f} s at {rate}")
+    assert across_s > inside_s
+
+
 FAULTS: dict[str, tuple[Callable[[Slurm, str], None], int]] = {
     "scancel --signal=USR2": (send_usr2, 1),
     "scontrol requeue": (requeue, 1),
@@ -215,7 +320,8 @@ def test_the_job_survives_its_time_limit(
     idle: Slurm, plain: RunConfig, tmp_path: Path, pool: RankPool, record_property: Callable[[str, Any], None]
 ) -> None:
     """Three minutes for what takes longer: it is told in time, as early as its own steps and saves want it."""
-    model = {"builder": "tests.cluster.builders:slow", "options": plain.model.options | {"pause_s": 0.4}}
+    options = plain.model.options | {"pause_s": 0.2, "of": "head"}
+    model = {"builder": "tests.end_to_end.builders:slow", "options": options}
     config = changed(
         plain,
         run={"directory": str(tmp_path)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ class Trap(nn.Module):
         return x
 
 
+class Pause(nn.Module):
+    """Lets everything through, later: forward and backward, on one rank or on all."""
+
+    def __init__(self, pause_s: float, rank: int | None) -> None:
+        super().__init__()
+        self.pause_s, self.rank = pause_s, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta or self.rank not in (None, int(os.environ.get("RANK", "0"))):
+            return x
+        time.sleep(self.pause_s)
+        later = x.view_as(x)
+        if later.requires_grad:
+            later.register_hook(lambda gradient: time.sleep(self.pause_s))
+        return later
+
+
 def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> nn.Sequential:
     """A layer in front of each whose name begins so; all that the model says of itself stays."""
     layers = nn.Sequential()
@@ -43,6 +61,11 @@ def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> n
     for attribute in ("sharding_plan", "divisible", "tied_weights", "initialise"):
         setattr(layers, attribute, getattr(plain, attribute))
     return layers
+
+
+def slow(pause_s: float, rank: int | None = None, of: str = "block", **options: Any) -> nn.Sequential:
+    """GPT-2 that pauses in front of each of these layers for every micro-batch: the same numbers as without."""
+    return in_front(models.gpt2.build(**options), of, lambda: Pause(pause_s, rank))
 
 
 def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:

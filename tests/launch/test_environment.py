@@ -63,6 +63,7 @@ def test_srun_is_translated_for_torch() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "gpu09",
+        "MESHWRIGHT_NODES": "gpu09,gpu10",
         "MASTER_PORT": str(port_of_job("4711", "0")),
     }
     assert place(variables) == (5, 8, 1, 4)

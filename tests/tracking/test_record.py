@@ -29,10 +29,14 @@ NAMES = [
     "perf/mfu",
     "perf/bubble_share",
     "perf/save_s",
+    "perf/straggler_rank",
+    "perf/straggler_share",
     "memory/peak_gib",
     "validation/loss",
     "validation/perplexity",
 ]
+
+STRAGGLER = {"straggler": "rank 5 on h2", "straggler_rank": 5, "straggler_share": 0.5}
 
 anything = st.floats(allow_nan=True, allow_infinity=True)
 whole = st.integers(min_value=0, max_value=2**62)
@@ -40,7 +44,7 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 def test_names_are_the_ones_people_know(record) -> None:
     measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
-    whole_record = record(3, skipped=True, restarts=1, **measured)
+    whole_record = record(3, skipped=True, restarts=1, **measured, **STRAGGLER)
     found = metrics(whole_record)
     assert list(found) == NAMES == [metric.name for metric in METRICS]
     assert found["train/loss"] == whole_record.loss
@@ -56,9 +60,11 @@ def test_names_are_the_ones_people_know(record) -> None:
 
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
-    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, save_s=1.5)
+    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, save_s=1.5, **STRAGGLER)
+    assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):
-        other = dataclasses.replace(plain, **{field.name: getattr(plain, field.name) + 7})
+        value = getattr(plain, field.name)
+        other = dataclasses.replace(plain, **{field.name: f"{value}7" if isinstance(value, str) else value + 7})
         assert to_json(other) != to_json(plain), field.name
 
 

@@ -1,0 +1,84 @@
+"""Where ranks meet that nobody has counted: who does not come is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from multiprocessing.queues import Queue
+
+import pytest
+
+from framework.errors import CommunicationError
+from framework.mesh import meeting
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def come(rank: int, world_size: int, port: int, limit_s: float, said: Queue[tuple[int, str, tuple[str, ...]]]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MESHWRIGHT_NODES="a,b,c")
+    meeting.socket.gethostname = lambda: "ab"[rank % 2]
+    meeting.LONGER_S = 1.0
+    try:
+        store = meeting.meet(rank, world_size, limit_s)
+        said.put((rank, store.get(f"came/{world_size - 1}").decode(), ()))
+        store.add("gone", 1)
+        while rank == 0 and store.add("gone", 0) < world_size:  # it holds the store
+            time.sleep(0.01)
+    except meeting.NotAllCame as error:
+        said.put((rank, str(error), error.nodes))
+    except CommunicationError as error:
+        said.put((rank, str(error), ()))
+
+
+def told(ranks: list[int], world_size: int, limit_s: float) -> dict[int, tuple[str, tuple[str, ...]]]:
+    """What each of these ranks says in the end."""
+    context, port = multiprocessing.get_context("fork"), free_port()
+    said: Queue[tuple[int, str, tuple[str, ...]]] = context.Queue()
+    processes = [context.Process(target=come, args=(rank, world_size, port, limit_s, said)) for rank in ranks]
+    for process in processes:
+        process.start()
+    found = {rank: (text, nodes) for rank, text, nodes in (said.get(timeout=60) for _ in ranks)}
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    return found
+
+
+def test_all_come() -> None:
+    assert told([0, 1, 2, 3], 4, 30.0) == dict.fromkeys(range(4), ("b", ()))
+
+
+def test_who_does_not_come_is_named_by_rank_and_node() -> None:
+    found = told([0, 1], 4, 1.0)
+    assert found[0] == (
+        "2 of 4 ranks have come within 1 s, not ranks 2, 3: nobody from c. Is the node up, and does its network reach "
+        "127.0.0.1?",
+        ("c",),
+    )
+    assert "rank 0 at 127.0.0.1:" in found[1][0] and "has left before all ranks had come" in found[1][0]
+
+
+def test_rank_0_does_not_come() -> None:
+    (text, nodes) = told([1], 2, 0.5)[1]
+    assert text.startswith("b cannot reach rank 0 at 127.0.0.1:") and nodes == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("environment", "needed"),
+    [({}, False), ({"MASTER_ADDR": "h1"}, True), ({"MASTER_ADDR": "h1", "TORCHELASTIC_RUN_ID": "7"}, False)],
+)
+def test_an_elastic_agent_has_a_store_of_its_own(
+    environment: dict[str, str], needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert meeting.needs_meeting() is needed

@@ -1,0 +1,128 @@
+"""Who makes the others wait: from what everyone says of itself, and in runs where somebody does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import RunConfig
+from framework.schedule.account import on_their_way
+from framework.schedule.action import Action, Kind
+from framework.schedule.simulate import Span, Timeline
+from framework.tracking.jsonl import read_records
+from framework.train import run_directory
+from framework.watch.stragglers import Straggler, Told, judge
+from launch.pool import RankPool
+from tests.end_to_end.conftest import corpus
+from tests.end_to_end.driving import GPT2, layout, run_config, train
+
+__all__ = ["corpus"]
+HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
+
+
+def told(own_s: float, reducing_s: float = 0.0, replicas: tuple[int, ...] = (0,), **ways: float) -> Told:
+    """``_0_1=0.3``: what was on its way from rank 0 to rank 1."""
+    return Told(own_s, reducing_s, replicas, {tuple(map(int, way.split("_")[1:])): s for way, s in ways.items()})  # type: ignore[misc]
+
+
+def test_nobody() -> None:
+    assert judge([told(0.5), told(0.5, _0_1=0.01), told(0.54)], HOSTS, 1.0) is None
+
+
+def test_a_rank_that_takes_longer_for_itself() -> None:
+    found = judge([told(0.2), told(0.2), told(0.6), told(0.21)], HOSTS, 0.8)
+    assert found == Straggler("rank 2 on h2", 2, 0.6 - 0.21, 0.8, "it takes 0.6 s for itself, the next 0.21 s")
+    assert found.share == pytest.approx(0.4875)
+    assert str(found) == (
+        "rank 2 on h2 makes the others wait, 0.39 s of a step of 0.8 s: it takes 0.6 s for itself, the next 0.21 s"
+    )
+
+
+def test_a_node_whose_ranks_are_all_late_is_named_whole() -> None:
+    found = judge([told(0.2), told(0.21), told(0.6), told(0.59), told(0.25), told(0.2)], HOSTS, 1.0)
+    assert found is not None and (found.who, found.held_s) == ("the node h2", 0.6 - 0.25)
+    assert found.why == "it takes 0.6 s for itself, the next 0.25 s"
+
+
+def test_two_that_are_as_slow_as_each_other_are_no_stragglers() -> None:
+    """A cut that gives most of the work to two stages on two nodes."""
+    assert judge([told(0.1), told(0.6), told(0.59), told(0.1)], HOSTS, 1.0) is None
+
+
+def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
+    late = [told(0.2), told(0.2), told(0.59), told(0.6)]
+    found = judge(late, ["h1"] * 4, 0.8, alike=2)
+    assert found is not None and found.who == "one of the tensor-parallel ranks 2..3 on h1"
+    found = judge(late, HOSTS, 0.8, alike=2)
+    assert found is not None and found.held_s == pytest.approx(0.4)
+    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is None, "nobody to compare them with"
+
+
+def test_a_link() -> None:
+    found = judge([told(0.2, _0_2=0.01, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
+    assert found is not None and found.who == "the link between h2 and h3" and (found.rank, found.held_s) == (2, 0.5)
+
+
+def test_two_slow_links_of_one_node_are_its_own() -> None:
+    found = judge([told(0.2, _0_2=0.3, _2_0=0.2, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
+    assert found is not None and found.who == "the link of h2"
+
+
+def test_the_way_inside_a_node() -> None:
+    found = judge([told(0.2, _0_1=0.3), told(0.2)], HOSTS, 1.0)
+    assert found is not None and found.who == "the way from rank 0 to rank 1 on h1"
+
+
+def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
+    late = [told(0.2, 0.5, (0, 2)), told(0.2, 0.1, (1, 3)), told(0.2, 0.4, (0, 2)), told(0.3, 0.0, (1, 3))]
+    found = judge(late, HOSTS, 1.0)
+    assert found is not None and (found.held_s, found.rank) == (0.4, 0)
+    assert found.who == "the sum of gradients over ranks 0, 2 on h1, h2"
+
+
+def test_what_was_on_its_way() -> None:
+    """Rank 1 waits from 1 to 4, and the message was sent at 3; another, sent long before it is waited for, for 0.2."""
+    spans = (
+        Span(0, Action(Kind.SEND_F, 0, 0), 3.0, 3.1),
+        Span(0, Action(Kind.SEND_F, 0, 1), 3.2, 3.3),
+        Span(1, Action(Kind.RECV_F, 1, 0), 1.0, 4.0),
+        Span(1, Action(Kind.RECV_F, 1, 1), 5.0, 5.2),
+    )
+    found = on_their_way(Timeline("", spans))
+    assert found == {(0, 1): pytest.approx(1.2)}
+    assert on_their_way(Timeline("", spans), at_least=0.5) == {(0, 1): pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"), [("pp2,tp2", 3), ("pp2,tp2,sequence", 0), ("dp2,tp2", 1), ("dp4,zero1", 2), ("pp4", 1)]
+)
+@pytest.mark.slow
+def test_the_rank_whose_layers_take_longer_is_named(
+    text: str, rank: int, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Also inside a tensor-parallel group, whose ranks wait for each other in the middle of a forward and backward."""
+    config = slowed(corpus, tmp_path, text, rank)
+    said = train(pool, config)
+    records = list(read_records(run_directory(config) / "metrics.jsonl"))
+    found = [record for record in records if record.straggler is not None]
+    assert [record.step for record in found] == [4, 8]
+    host = said.split("makes the others wait")[0].split()[-1]
+    for record in found:
+        assert (record.straggler, record.straggler_rank) == (f"rank {rank} on {host}", rank), said
+        assert record.straggler_share is not None and 0.2 < record.straggler_share < 1
+    assert said.count("makes the others wait") == 1, "once, as long as it is the same"
+
+
+def slowed(corpus: Path, runs: Path, text: str, rank: int, **sections: Any) -> RunConfig:
+    """GPT-2 in which one rank takes 20 ms longer for each forward and backward of each of its blocks."""
+    return run_config(
+        corpus,
+        runs,
+        model={"builder": "tests.end_to_end.builders:slow", "options": {**GPT2, "rank": rank, "pause_s": 0.02}},
+        parallel=layout(text),
+        train={"steps": 8},
+        tracking={"stragglers_every": 4},
+        **sections,
+    )
