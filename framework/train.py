@@ -177,7 +177,7 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
     """The loop."""
     config, state = parts.config, parts.state
     traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
-    stragglers, named = Stragglers(parts.mesh, config.tracking.stragglers_every), ""
+    stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
     while state.step < config.train.steps:
         tracing, looking = state.step + 1 == traced, stragglers.due(state.step + 1)
         ticks = trace.align(parts.mesh) if tracing or looking else ()
@@ -189,8 +189,7 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
         if tracing:
             trace.keep(pipeline, parts, directory)
         straggler = stragglers.look(pipeline) if looking else None
-        if straggler is not None and straggler.who != named:
-            named = straggler.who
+        if straggler is not None and stragglers.is_news(straggler):
             say(str(straggler))
         last = state.step == config.train.steps
         validation_loss = None
@@ -250,7 +249,7 @@ def record(
         restarts=parts.restarts,
         save_s=save_s,
         straggler=straggler.who if straggler is not None else None,
-        straggler_rank=straggler.rank if straggler is not None else None,
+        straggler_rank=straggler.rank if straggler is not None and straggler.who else None,
         straggler_share=straggler.share if straggler is not None else None,
     )
 

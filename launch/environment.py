@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from framework.errors import MeshError
-from launch.network import interface_towards
+from framework.mesh.network import interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""

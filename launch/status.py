@@ -33,10 +33,12 @@ def describe(run: Path) -> str:
     status = read_status(run)
     silent_s = max(0.0, time.time() - status.at_s)
     is_live = status.ended is None and silent_s <= MISSED * status.tick_s
+    pace, straggler = _measured(run, status, is_live)
     said = [
         f"run    {run}",
         f"state  {_state(status, silent_s, is_live)}",
-        f"step   {status.step} of {status.steps}{_pace(run, status, is_live)}",
+        f"step   {status.step} of {status.steps}{pace}",
+        *([f"waits  {straggler}"] if straggler else []),
     ]
     if status.ended is not None:
         return "\n".join(said)
@@ -64,22 +66,27 @@ def _state(status: Status, silent_s: float, is_live: bool) -> str:
     return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
 
 
-def _pace(run: Path, status: Status, is_live: bool) -> str:
-    """Time per step, and for a live run when it will have taken all."""
+def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
+    """Time per step, and for a live run when it will have taken all; and who made the others wait at the last look."""
     last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
+    straggler = ""
     try:
-        last.extend(read_records(run / "metrics.jsonl"))
+        for record in read_records(run / "metrics.jsonl"):
+            last.append(record)
+            if record.straggler is not None and record.straggler_share is not None:
+                share = f"makes the others wait for {record.straggler_share:.0%} of a step, as of step {record.step}"
+                straggler = f"{record.straggler} {share}" if record.straggler else ""
     except DataError:
-        return ""
+        return "", ""
     if not last:
-        return ""
+        return "", ""
     step_s = median(record.step_s for record in last)
     said = f", {step_s:.3g} s each (median of the last {len(last)})"
     left_s = (status.steps - status.step) * step_s
     if is_live and left_s > 0:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left_s))
         said += f", {duration(left_s)} left, until about {until}"
-    return said
+    return said, straggler
 
 
 def _alike(ranks: Iterable[RankStatus], missed_s: float) -> list[str]:

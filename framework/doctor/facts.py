@@ -56,7 +56,7 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
     total, free = _memory(mesh.device)
     mine = Facts(
         mesh.rank,
-        socket.gethostname(),
+        mesh.nodes[mesh.rank],
         tuple(versions().items()),
         torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
         total,

@@ -1,70 +1,122 @@
-"""Which nodes reach which others at all: one connection for each pair, before anything that would hang without it."""
+"""Which nodes reach which others at all: one connection for each pair, before anything that would hang without it.
+
+first rank of each node     listens, and tries those of other nodes, in rounds, as their links are measured later
+rank 0                      puts together who failed; all others wait for that
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.doctor.judge import Finding
 from framework.doctor.links import MOST_ROUNDS, rounds
+from framework.errors import CommunicationError
+from framework.mesh.meeting import in_short
+from framework.mesh.network import node_name, own_address
 
 CONNECT_S = 5.0
 """A link on which a connection takes longer is dead."""
+TRYING = timedelta(seconds=CONNECT_S * MOST_ROUNDS)
+"""What a node needs that reaches nobody."""
 
 
-def unreachable(store: Any, rank: int, world_size: int, limit_s: float) -> list[tuple[str, str]]:
-    """Pairs of nodes of which the first cannot connect to the second; the same for every rank. Every rank calls it.
+class Reach(NamedTuple):
+    """What the nodes have found."""
 
-    The first rank of each node listens, and tries those of other nodes in rounds, as their links are measured later.
+    pairs: list[tuple[str, str]]
+    """Of nodes, the first of which cannot connect to the second."""
+    silent: list[str]
+    """Nodes that did not say, though they had come."""
+    nodes: list[str]
+    """All."""
+
+
+def look(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
+    """The same for every rank. Every rank calls it; blocks. ``store``: where all have met.
+
+    Raises:
+        CommunicationError: rank 0 has left.
     """
-    nodes = [store.get(f"came/{each}").decode() for each in range(world_size)]
-    names, mine = list(dict.fromkeys(nodes)), nodes[rank]
-    if len(names) == 1:
-        return []
     patience = timedelta(seconds=limit_s)
-    if nodes.index(mine) == rank:
-        with _listening() as address:
-            store.set(f"listens/{mine}", address)
-            tried = [pair for pairs in list(rounds(names))[:MOST_ROUNDS] for pair in pairs if mine in pair]
-            others = [b if a == mine else a for a, b in tried]
-            store.wait([f"listens/{other}" for other in others], patience)
-            addresses = {other: store.get(f"listens/{other}").decode() for other in others}
-            failed = [other for other, address in addresses.items() if not _connects(address)]
-            store.set(f"failed/{mine}", ",".join(failed))
-            store.wait([f"failed/{name}" for name in names], patience)  # until then others try to reach this one
-    store.wait([f"failed/{name}" for name in names], patience)
-    failures = {name: store.get(f"failed/{name}").decode() for name in names}
-    return [(name, other) for name, text in failures.items() for other in text.split(",") if other]
+    try:
+        if rank == 0:
+            came = store.multi_get([f"came/{each}" for each in range(world_size)])
+            store.set("nodes", json.dumps(list(dict.fromkeys(name.decode() for name in came))))
+        if local_rank == 0:
+            with _listening(own_address(os.environ["MASTER_ADDR"])) as address:
+                _try_others(store, address, patience)
+                return _put_together(store, rank, patience)
+        return _put_together(store, rank, patience)
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {rank}: the nodes were trying their links: {error}") from None
 
 
-def judge_reach(pairs: Sequence[tuple[str, str]]) -> list[Finding]:
-    """What to say of them. A node that is in several pairs is left out; of one pair nobody can tell whose it is."""
-    links = list(dict.fromkeys(tuple(sorted(pair)) for pair in pairs))
-    often = Counter(node for link in links for node in link)
-    named = {node for node, times in often.items() if times > 1 and times == max(often.values())}
-    found = []
-    for node in sorted(named):
-        others = [a if b == node else b for a, b in links if node in (a, b)]
-        found.append(Finding(f"the link of {node} is dead: no connection with {', '.join(others)}", (node,)))
-    rest = [link for link in links if not named & set(link)]
-    return [*found, *(Finding(f"the link between {a} and {b} is dead: no connection") for a, b in rest)]
+def _try_others(store: Any, address: str, patience: timedelta) -> None:
+    mine, names = node_name(), json.loads(store.get("nodes"))
+    store.set(f"listens/{mine}", address)
+    tried = itertools.chain.from_iterable(itertools.islice(rounds(names), MOST_ROUNDS))
+    others = [b if a == mine else a for a, b in tried if mine in (a, b)]
+    with contextlib.suppress(RuntimeError):  # who does not listen in time will not say anything either
+        store.wait([f"listens/{other}" for other in others], patience)
+    places = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
+    failed = [other for other, place in places.items() if address and place and not _connects(place)]
+    store.set(f"failed/{mine}", json.dumps(failed))
+
+
+def _put_together(store: Any, rank: int, patience: timedelta) -> Reach:
+    if rank == 0:
+        names = json.loads(store.get("nodes"))
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"failed/{name}" for name in names], patience + TRYING)
+        said = {name: json.loads(store.get(f"failed/{name}")) for name in names if store.check([f"failed/{name}"])}
+        pairs = [(name, other) for name, failed in said.items() for other in failed]
+        store.set("reach", json.dumps([pairs, [name for name in names if name not in said], names]))
+    store.wait(["reach"], 3 * (patience + TRYING))
+    pairs, silent, names = json.loads(store.get("reach"))
+    return Reach([(a, b) for a, b in pairs], silent, names)
+
+
+def judge_reach(found: Reach) -> list[Finding]:
+    """What to say of it. A node of several dead links is to be left out, unless most are; of a single dead link nobody
+    can tell whose it is.
+    """
+    links = list(dict.fromkeys((min(pair), max(pair)) for pair in found.pairs))
+    said, left = [], links
+    while left:
+        node, times = Counter(node for link in left for node in link).most_common(1)[0]
+        if times == 1:
+            said += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in left]
+            break
+        others = [a if b == node else b for a, b in left if node in (a, b)]
+        said.append(Finding(f"the link of {node} is dead: no connection with {in_short(others)}", (node,)))
+        left = [link for link in left if node not in link]
+    said += [Finding(f"{node} has come, but does not answer", (node,)) for node in found.silent]
+    num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in said)
+    if (said and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
+        pairs = in_short([f"{a} - {b}" for a, b in links])
+        silent = f"; {in_short(found.silent)} did not answer" if found.silent else ""
+        text = f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be open"
+        return [Finding(text)]
+    return said
 
 
 @contextlib.contextmanager
-def _listening() -> Any:
-    """``host:port`` at which connections are taken, on the network that leads to rank 0."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))  # sends nothing: asks for the route
-        host = probe.getsockname()[0]
+def _listening(host: str | None) -> Iterator[str]:
+    """``host:port`` at which connections are taken; empty where the node's own address is not known."""
+    if host is None:
+        yield ""
+        return
     with socket.create_server((host, 0), backlog=128) as server:
-        thread = threading.Thread(target=_take, args=[server], daemon=True)
-        thread.start()
+        threading.Thread(target=_take, args=[server], daemon=True).start()
         try:
             yield f"{host}:{server.getsockname()[1]}"
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from framework.config import RunConfig, resolve
 from framework.doctor.facts import look
 from framework.doctor.judge import Finding, judge
 from framework.doctor.links import measure_links, measure_sums
-from framework.doctor.reach import judge_reach, unreachable
+from framework.doctor.reach import judge_reach
+from framework.doctor.reach import look as look_at_links
 from framework.doctor.report import text, write_links
-from framework.errors import ConfigError, UserError
+from framework.errors import CommunicationError, ConfigError, UserError
 from framework.mesh.grid import Grid
 from framework.mesh.meeting import NotAllCame, meet, needs_meeting
 from framework.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
@@ -22,6 +24,8 @@ from framework.signals import SIGNALS
 
 LIMIT_S = 120.0
 """How long a rank waits for another: who does not come within that is not coming."""
+HEARD_S = 5.0
+"""How long rank 0 waits until the others know that it has something to say."""
 LINKS = "links.toml"
 BAD_NODES = "bad-nodes"
 """What a job script gives to Slurm's ExcNodeList; empty when there is none."""
@@ -58,13 +62,12 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
     directory = Path(config.run.directory) / config.run.name
-    mesh = open_mesh(
-        grid,
-        config.train.device,
-        timeout_s=LIMIT_S,
-        tp_across_nodes=True,
-        store=_meet(grid, directory) if grid.size > 1 and needs_meeting() else None,
-    )
+    store = None
+    if grid.size > 1 and needs_meeting():
+        store = _meet(grid, directory)
+        if store is None:
+            return
+    mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True, store=store)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
     facts, links, sums = look(mesh, directory), measure_links(mesh), measure_sums(mesh)
@@ -77,32 +80,53 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
             print(f"\nlink figures: {directory / LINKS}", flush=True)
     rank = mesh.rank
-    for each in SIGNALS:  # srun ends all ranks when one has something to say: they are leaving anyway
-        signal.signal(each, signal.SIG_IGN)
+    _stay()
     close_mesh(mesh)
     if findings and rank == 0:
         raise not_fit(findings)
 
 
 def _meet(grid: Grid, directory: Path) -> Any:
-    """The store at which all ranks have met, and every link between nodes has taken a connection.
+    """The store at which all ranks have met, when every link between nodes has taken a connection. None on a rank that
+    has nothing to say of what is wrong: rank 0 says it.
 
     Raises:
-        NotFit: on rank 0, somebody did not come, or a link is dead: nothing more can be measured. On the others too.
+        NotFit: on rank 0: somebody did not come, or a link is dead; nothing more can be measured.
     """
-    rank, world_size, _ = environment_rank()
+    rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
     try:
         store = meet(rank, world_size, LIMIT_S)
-        findings = judge_reach(unreachable(store, rank, world_size, LIMIT_S))
+        findings = judge_reach(look_at_links(store, rank, local_rank, world_size, LIMIT_S))
+        if not findings:
+            return store
+        if rank != 0:
+            store.add("heard", 1)
     except NotAllCame as error:
-        findings = [Finding(str(error), error.nodes)]
-    if not findings:
-        return store
-    if rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+        store, findings = None, [Finding(str(error), error.nodes)]
+    except CommunicationError:
+        if rank == 0:
+            raise
+    _stay()
+    if rank != 0:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+    _wait_for_others(store, world_size)
     raise not_fit(findings)
+
+
+def _wait_for_others(store: Any, world_size: int) -> None:
+    """The store ends with this process: not before the others have heard."""
+    deadline_s = time.monotonic() + HEARD_S
+    while store is not None and store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def _stay() -> None:
+    """srun ends all ranks when one has something to say; they are leaving anyway, and with 0."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 def expected_of(cluster: Path) -> float | None:

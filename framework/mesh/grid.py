@@ -70,7 +70,8 @@ class Grid(NamedTuple):
 
 
 def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = False) -> None:
-    """Raise :class:`MeshError` when a tp group straddles nodes. ``nodes[rank]`` is the name of the rank's node."""
+    """Raise :class:`MeshError`, with the picture, when a tp group straddles nodes. ``nodes[rank]`` is the name of the
+    rank's node."""
     if len(nodes) != grid.size:
         raise MeshError(
             f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
@@ -81,10 +82,12 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
     for ranks in grid.groups(Axis.TP):
         found = list(dict.fromkeys(nodes[rank] for rank in ranks))
         if len(found) > 1:
+            from framework.mesh.view import draw
+
             raise MeshError(
                 f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
                 f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
-                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true"
+                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}"
             )
 
 

@@ -7,7 +7,6 @@ srun                                    rank 0 holds it here: nobody has looked 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from framework.errors import CommunicationError, MeshError
+from framework.mesh.network import node_name
 
 NODES = "MESHWRIGHT_NODES"
 """In the environment: the names of all nodes of the job, where who has started the ranks knows them."""
@@ -29,7 +29,7 @@ class NotAllCame(MeshError):
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
         self.nodes = nodes
-        """From which nobody has come."""
+        """From which nobody has come, if it seems to be theirs."""
         super().__init__(message)
 
 
@@ -44,21 +44,30 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
     Raises:
         NotAllCame: on rank 0: some have not. On others: rank 0 cannot be reached from here.
         CommunicationError: rank 0 has given up.
+        MeshError: MASTER_ADDR and MASTER_PORT are no place where rank 0 can listen.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
-    mine = socket.gethostname()
+    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
+    if not port.isdecimal():
+        raise MeshError(f"MASTER_PORT = {port!r} is not a port: set it to a free one (1024 to 65535), or unset it")
+    mine = node_name()
     patience_s = limit_s if rank == 0 else limit_s + LONGER_S
     try:
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, world_size, rank == 0, timedelta(seconds=patience_s), wait_for_workers=False
+            host, int(port), world_size, rank == 0, timedelta(seconds=patience_s), wait_for_workers=False
         )
         store.set(f"came/{rank}", mine)
         if store.add("came", 1) == world_size:
             store.set("all came", "")
     except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        if rank == 0:
+            raise MeshError(
+                f"rank 0 on {mine} cannot listen at {host}:{port}: {reason}. MASTER_ADDR must be this node, and "
+                f"MASTER_PORT free on it"
+            ) from None
         raise NotAllCame(
-            f"{mine} cannot reach rank 0 at {host}:{port}: {str(error).strip().splitlines()[0]}. Look at the network "
-            f"of {mine} and of {host}; another port: MASTER_PORT",
+            f"{mine} cannot reach rank 0 at {host}:{port}: {reason}. Look at the network of {mine} and of {host}; "
+            f"another port: MASTER_PORT",
             (mine,),
         ) from None
     try:
@@ -67,7 +76,7 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
     except RuntimeError:
         if rank == 0:
             raise _missing(store, world_size, limit_s) from None
-    raise CommunicationError(f"rank {rank} on {mine}: rank 0 at {host}:{port} has left before all ranks had come")
+    raise CommunicationError(f"rank {rank} on {mine}: rank 0 at {host}:{port} has left, or does not answer")
 
 
 def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:
@@ -75,14 +84,14 @@ def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:
     missing = [rank for rank in range(world_size) if rank not in there]
     known = [node for node in os.environ.get(NODES, "").split(",") if node]
     nodes = tuple(node for node in known if node not in there.values())
-    silent = f": nobody from {', '.join(nodes)}" if nodes else ""
+    silent = f": nobody from {in_short(nodes)}" if nodes else ""
     return NotAllCame(
-        f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not {_in_short(missing)}{silent}. Is the "
-        f"node up, and does its network reach {os.environ['MASTER_ADDR']}?",
-        nodes,
+        f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
+        f"{in_short(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
+        nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault
     )
 
 
-def _in_short(ranks: Sequence[int], most: int = 8) -> str:
-    told = ", ".join(map(str, ranks[:most]))
-    return f"rank{'s' * (len(ranks) > 1)} {told}{' ...' if len(ranks) > most else ''}"
+def in_short(items: Sequence[object], most: int = 8) -> str:
+    """``2, 3``; of many the first."""
+    return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"

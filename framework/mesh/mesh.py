@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +18,7 @@ from framework.mesh.board import Board
 from framework.mesh.comm import Group, Traffic
 from framework.mesh.grid import Axis, Coordinates, Grid, check_placement
 from framework.mesh.meeting import meet, needs_meeting
+from framework.mesh.network import node_name
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def open_mesh(
             alone[Axis.TP],
             Group("world", (0,), 0, None, traffic, activity),
             traffic,
-            [socket.gethostname()],
+            [node_name()],
             timeout_s,
             activity,
         )
@@ -177,7 +177,7 @@ def open_mesh(
     if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
         for group in groups.values():
             group.barrier()
-    nodes = world.gather_objects(socket.gethostname())
+    nodes = world.gather_objects(node_name())
     check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
     axes = groups[Axis.PP], groups[Axis.DP], groups[Axis.TP]
     return Mesh(grid, rank, chosen, *axes, world, traffic, nodes, timeout_s, activity)

@@ -70,6 +70,10 @@ class Result:
     """Of each micro-batch, on the last stage; empty elsewhere."""
     waited_s: float = 0.0
     """In which the program has waited for others, from the start of the row to its STEP."""
+    waited_in_reduce_s: float = 0.0
+    """The part of it in REDUCE."""
+    waited_in_step_s: float = 0.0
+    """And what it waited in STEP: with nothing else to do."""
     peak_in_flight: int = 0
     """Most micro-batches of which this rank held something at once, each counted once per stage."""
 
@@ -108,9 +112,13 @@ class Result:
         return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
 
     def reducing_s(self) -> float:
-        """Seconds in which it waited for sums of gradients."""
-        at = self.clock.resolve
-        return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
+        """Seconds by which sums of gradients made it later, and STEP with it: waits in STEP would have hidden as much.
+        On CUDA nobody can tell what would.
+        """
+        if isinstance(self.clock, CudaClock):
+            at = self.clock.resolve
+            return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
+        return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)
 
 
 class _Message(NamedTuple):
@@ -304,15 +312,18 @@ class Executor:
 
     def _reduce(self, action: Action, feed: Feed, run: Result) -> None:
         self._activity.begin(action)
-        start = run.clock.read()
+        start, before_s = run.clock.read(), self._activity.waited_s
         self.reduce(_stage(action))
+        run.waited_in_reduce_s += self._activity.waited_s - before_s
         run.readings.append((action, start, run.clock.read()))
 
     def _step(self, action: Action, feed: Feed, run: Result) -> None:
         self._activity.begin(action)
         start = run.clock.read()
-        run.waited_s += self._activity.waited_s
+        before_s = self._activity.waited_s
+        run.waited_s += before_s
         self.step(run)
+        run.waited_in_step_s = self._activity.waited_s - before_s
         run.readings.append((action, start, run.clock.read()))
 
 

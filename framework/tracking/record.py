@@ -60,11 +60,11 @@ class StepRecord:
     save_s: float | None = None
     """Of the checkpoint that was seen to appear in the step before: from its beginning until it was there, whole."""
     straggler: str | None = None
-    """Who made the others wait since the last look; None: nobody worth a word, or nobody has looked."""
+    """Who made the others wait since the last look; empty: nobody worth a word; None: this step had no look."""
     straggler_rank: int | None = None
     """Its rank; of a link: that sends."""
     straggler_share: float | None = None
-    """For which share of a step, 0..1."""
+    """For which share of a step, 0..1; 0 when nobody is named."""
 
 
 class Metric(NamedTuple):

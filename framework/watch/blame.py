@@ -203,7 +203,7 @@ class _Teller(NamedTuple):
     def _busy(self, rank: int) -> str:
         beat = self._beat(rank)
         inside = ""
-        if beat.waits is not None:  # one of a region's in backward, whose end nobody sees: all have come to it
+        if beat.waits is not None:  # the beat is older than the end of what it waited for: all have come to it
             inside = f" (since {collective(beat.waits)}, to which all have come)"
         return f"has been {in_words(beat.what)}{inside} for {seconds(beat.for_s)}"
 

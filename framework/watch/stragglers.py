@@ -6,21 +6,25 @@
 
 A rank is late by what it takes for itself more than the next slowest does: a slower device, a busy node, slow reading,
 more layers. A wait for a message that has been sent is its link's; a wait in a sum that even the last rank to come to
-it has is the sum's. The greatest of these is named when it is worth a tenth of the step.
+it has is the sum's. The greatest of these is named when it is worth a tenth of the step. It is at most what would be
+gained: some of a stage's waits are hidden by others'. Two ranks on two nodes that are as slow as each other hide each
+other. What a rank does between STEP and the next row (the optimizer, tracking, validation) is not seen here.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import mean
 from typing import NamedTuple
 
+from framework.mesh.meeting import in_short
 from framework.mesh.mesh import Mesh
 from framework.pipeline.executor import Result
 from framework.schedule.account import on_their_way
 from framework.schedule.simulate import Timeline
 from framework.trace import Seen, on_one_clock
+from framework.tracking.tracker import quietly, warn_on_stderr
 
 SHARE = 0.1
 """Of a step: what holds the others up for less is not named."""
@@ -32,7 +36,8 @@ class Straggler(NamedTuple):
     """Who makes the others wait."""
 
     who: str
-    """``rank 5 on h2``, ``the link between h1 and h2``, ``the sums over ranks 0, 2``."""
+    """``rank 5 on h2``, ``the link between h1 and h2``, ``the sum of gradients over ranks 0, 2 on h1, h2``; empty:
+    nobody does so for long enough to be named."""
     rank: int
     """Of a link: that sends; of a sum: the first."""
     held_s: float
@@ -49,13 +54,18 @@ class Straggler(NamedTuple):
         return f"{self.who} makes the others wait, {self.held_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
 
 
+NOBODY = Straggler("", 0, 0.0, 1.0, "")
+
+
 class Told(NamedTuple):
     """What a rank says of itself. Seconds of a step, means since the look before."""
 
     own_s: float
-    reducing_s: float
+    reducing_s: tuple[float, ...]
+    """Of each step."""
     replicas: tuple[int, ...]
     """The ranks that its gradients are summed over."""
+    pp_rank: int
     on_their_way_s: dict[tuple[int, int], float]
     """Of (sending, receiving) rank; only the first of each pipeline says it."""
 
@@ -67,7 +77,9 @@ class Stragglers:
         self._mesh = mesh
         self._every = every if mesh.grid.size > 1 else 0
         self._num_steps = 0
+        self._last = self._said = ""
         self._notes: list[tuple[float, float, float]] = []
+        """(own, waited in sums, the step's) seconds of each step."""
 
     def due(self, step: int) -> bool:
         """Whether to look after this step: it must be aligned before."""
@@ -80,35 +92,54 @@ class Stragglers:
         if self._every and self._num_steps > WARM_UP:
             self._notes.append((result.own_s(), result.reducing_s(), step_s))
 
+    def is_news(self, straggler: Straggler) -> bool:
+        """Whether to say it: somebody whom the look before has found too, and who has not been said."""
+        again, self._last = straggler.who == self._last, straggler.who
+        if not again or straggler.who == self._said:
+            return False
+        self._said = straggler.who
+        return bool(straggler.who)
+
     def look(self, pipeline: Sequence[Seen]) -> Straggler | None:
-        """``pipeline``: what its ranks have seen of the last step. Every rank calls it; rank 0 gets the answer."""
+        """``pipeline``: what its ranks have seen of the last step. Every rank calls it; rank 0 gets the answer, if a
+        step that counts was taken since the last."""
         if not self._notes:
             return None
-        own_s, reducing_s, step_s = (sum(column) / len(self._notes) for column in zip(*self._notes, strict=True))
+        own, reducing, steps = zip(*self._notes, strict=True)
         self._notes.clear()
-        mesh = self._mesh
-        messages_s = _messages(mesh, pipeline) if mesh.pp.rank == 0 else {}
-        everyone: list[Told] = mesh.world.gather_objects(Told(own_s, reducing_s, mesh.dp.ranks, messages_s))
+        mesh, step_s = self._mesh, mean(steps)
+        messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
+        mine = Told(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
+        everyone: list[Told] = mesh.world.gather_objects(mine)
         if mesh.rank != 0:
             return None
-        return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
+        try:
+            return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
+        except Exception as error:
+            quietly(warn_on_stderr, f"who makes the others wait cannot be told, the run goes on: {error!r}")
+            return None
 
 
-def _messages(mesh: Mesh, pipeline: Sequence[Seen]) -> dict[tuple[int, int], float]:
-    """By global ranks; what two clocks may be off by is taken from each message."""
-    spans, _, error_s = on_one_clock(pipeline)
+def _messages(mesh: Mesh, pipeline: Sequence[Seen], scale: float) -> dict[tuple[int, int], float]:
+    """By global ranks, of a mean step; what two clocks may be off by is taken from each message. Cannot fail: all ranks
+    go on to the same gathering."""
+    try:
+        spans, _, error_s = on_one_clock(pipeline)
+        found = on_their_way(Timeline("", spans), at_least=error_s)
+    except Exception as error:
+        quietly(warn_on_stderr, f"the messages of a step cannot be accounted for, the run goes on: {error!r}")
+        return {}
     ranks = mesh.pp.ranks
-    found = on_their_way(Timeline("", spans), at_least=error_s)
-    return {(ranks[sender], ranks[receiver]): seconds for (sender, receiver), seconds in found.items()}
+    return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in found.items()}
 
 
-def judge(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler | None:
+def judge(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
     """The greatest hold-up, if it is one. ``everyone``: by rank. ``alike``: so many neighbours cannot be told apart,
     since their times have the waits for each other in them. Pure.
     """
     found = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
-    worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=None)
-    return worst if worst is not None and worst.share >= SHARE else None
+    worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=NOBODY)
+    return worst if worst.share >= SHARE else NOBODY
 
 
 def _rank(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
@@ -126,6 +157,9 @@ def _rank(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, alike: 
     if elsewhere_s and own_s - next_s < (own_s - max(elsewhere_s)) / 2:
         who, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
     why = f"it takes {own_s:.3g} s for itself, the next {next_s:.3g} s"
+    same_stages = [told.own_s for told in everyone if told.pp_rank == everyone[slowest].pp_rank]
+    if len({told.pp_rank for told in everyone}) > 1 and min(same_stages) > next_s:
+        why += ", as do all that have its stages: it, or the cut (`meshwright stages`)"
     return Straggler(who, slowest, own_s - next_s, step_s, why)
 
 
@@ -138,10 +172,14 @@ def _link(everyone: Sequence[Told], nodes: Sequence[str], step_s: float) -> Stra
     if nodes[sender] == nodes[receiver]:
         who = f"the way from rank {sender} to rank {receiver} on {nodes[sender]}"
     else:
-        slow = [pair for pair, seconds in _by_pair(waits_s, nodes) if seconds >= held_s / 2]
+        pairs = _by_pair(waits_s, nodes)
+        slow = [pair for pair, seconds in pairs if seconds >= held_s / 2]
         common = set.intersection(*slow)
-        names = sorted(common) if len(common) == 1 else sorted({nodes[sender], nodes[receiver]})
-        who = f"the link of {names[0]}" if len(names) == 1 else f"the link between {' and '.join(names)}"
+        who = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
+        if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: nothing to tell it by
+            who = "the network between the nodes"
+        elif len(slow) > 1 and len(common) == 1:
+            who = f"the link of {common.pop()}"
     why = f"messages from rank {sender} to rank {receiver} had been sent, and were on their way"
     return Straggler(who, sender, held_s, step_s, why)
 
@@ -157,13 +195,15 @@ def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> lis
 
 
 def _sums(everyone: Sequence[Told], nodes: Sequence[str], step_s: float) -> Straggler | None:
-    shortest: dict[tuple[int, ...], float] = defaultdict(lambda: math.inf)
+    """In each step the last to come to a sum waits for nobody: what it waits is the sum."""
+    groups: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for told in everyone:
         if len(told.replicas) > 1:
-            shortest[told.replicas] = min(shortest[told.replicas], told.reducing_s)
+            groups[told.replicas].append(told.reducing_s)
+    shortest = {ranks: mean(map(min, zip(*waits, strict=True))) for ranks, waits in groups.items()}
     if not shortest:
         return None
     ranks = max(shortest, key=shortest.__getitem__)
-    hosts = ", ".join(dict.fromkeys(nodes[rank] for rank in ranks))
-    who = f"the sum of gradients over ranks {', '.join(map(str, ranks))} on {hosts}"
+    hosts = in_short(list(dict.fromkeys(nodes[rank] for rank in ranks)))
+    who = f"the sum of gradients over ranks {in_short(ranks)} on {hosts}"
     return Straggler(who, ranks[0], shortest[ranks], step_s, "so long even the last to come to it waits")

@@ -389,7 +389,9 @@ class Bad(NamedTuple):
 TWO_EACH = "-w h1,h2 -N2 --ntasks-per-node=2"
 BAD = {
     "fewer ranks than the mesh": Bad("-w h1 -N1 -n2", "= 4 ranks, but 2 were started"),
-    "three ranks on a node and one on the other": Bad("-w h1,h2 -N2 -n4 --distribution=plane=3", "straddle"),
+    "three ranks on a node and one on the other": Bad(
+        "-w h1,h2 -N2 -n4 --distribution=plane=3", "straddles the nodes h1, h2"
+    ),
     "no shared directory": Bad(TWO_EACH, "h2 does not see the run's directory", directory="/mnt/runs"),
     "a clock an hour off": Bad(TWO_EACH, "the clocks of h1 and h2 are 3,", prepared=a_clock_an_hour_ahead),
     "a full disk": Bad("-w h1 -N1 -n4", "/mnt/full/run has 65,536 bytes free", "/mnt/full", a_full_disk),

@@ -13,8 +13,9 @@ from framework.schedule.action import Action, Kind
 from framework.schedule.simulate import Span, Timeline
 from framework.tracking.jsonl import read_records
 from framework.train import run_directory
-from framework.watch.stragglers import Straggler, Told, judge
+from framework.watch.stragglers import NOBODY, Straggler, Told, judge
 from launch.pool import RankPool
+from launch.status import describe
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, layout, run_config, train
 
@@ -22,13 +23,14 @@ __all__ = ["corpus"]
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
 
 
-def told(own_s: float, reducing_s: float = 0.0, replicas: tuple[int, ...] = (0,), **ways: float) -> Told:
+def told(own_s: float, *reducing_s: float, replicas: tuple[int, ...] = (0,), pp_rank: int = 0, **ways: float) -> Told:
     """``_0_1=0.3``: what was on its way from rank 0 to rank 1."""
-    return Told(own_s, reducing_s, replicas, {tuple(map(int, way.split("_")[1:])): s for way, s in ways.items()})  # type: ignore[misc]
+    on_their_way = {tuple(map(int, way.split("_")[1:])): seconds for way, seconds in ways.items()}
+    return Told(own_s, reducing_s, replicas, pp_rank, on_their_way)  # type: ignore[arg-type]
 
 
 def test_nobody() -> None:
-    assert judge([told(0.5), told(0.5, _0_1=0.01), told(0.54)], HOSTS, 1.0) is None
+    assert judge([told(0.5), told(0.5, _0_1=0.01), told(0.54)], HOSTS, 1.0) is NOBODY
 
 
 def test_a_rank_that_takes_longer_for_itself() -> None:
@@ -42,44 +44,65 @@ def test_a_rank_that_takes_longer_for_itself() -> None:
 
 def test_a_node_whose_ranks_are_all_late_is_named_whole() -> None:
     found = judge([told(0.2), told(0.21), told(0.6), told(0.59), told(0.25), told(0.2)], HOSTS, 1.0)
-    assert found is not None and (found.who, found.held_s) == ("the node h2", 0.6 - 0.25)
+    assert (found.who, found.held_s) == ("the node h2", 0.6 - 0.25)
     assert found.why == "it takes 0.6 s for itself, the next 0.25 s"
 
 
 def test_two_that_are_as_slow_as_each_other_are_no_stragglers() -> None:
     """A cut that gives most of the work to two stages on two nodes."""
-    assert judge([told(0.1), told(0.6), told(0.59), told(0.1)], HOSTS, 1.0) is None
+    assert judge([told(0.1), told(0.6), told(0.59), told(0.1)], HOSTS, 1.0) is NOBODY
 
 
 def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
     late = [told(0.2), told(0.2), told(0.59), told(0.6)]
     found = judge(late, ["h1"] * 4, 0.8, alike=2)
-    assert found is not None and found.who == "one of the tensor-parallel ranks 2..3 on h1"
+    assert found.who == "one of the tensor-parallel ranks 2..3 on h1"
     found = judge(late, HOSTS, 0.8, alike=2)
-    assert found is not None and found.held_s == pytest.approx(0.4)
-    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is None, "nobody to compare them with"
+    assert found.held_s == pytest.approx(0.4)
+    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is NOBODY, "nobody to compare them with"
 
 
 def test_a_link() -> None:
     found = judge([told(0.2, _0_2=0.01, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found is not None and found.who == "the link between h2 and h3" and (found.rank, found.held_s) == (2, 0.5)
+    assert found.who == "the link between h2 and h3" and (found.rank, found.held_s) == (2, 0.5)
 
 
 def test_two_slow_links_of_one_node_are_its_own() -> None:
-    found = judge([told(0.2, _0_2=0.3, _2_0=0.2, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found is not None and found.who == "the link of h2"
+    found = judge([told(0.2, _0_2=0.3, _2_0=0.2, _2_4=0.5, _4_2=0.1, _4_0=0.02), *[told(0.2)] * 5], HOSTS, 1.0)
+    assert found.who == "the link of h2"
+
+
+def test_where_all_links_are_alike_none_of_them_is_blamed() -> None:
+    """A pipeline over three nodes: the one in the middle has a part in both of its links."""
+    found = judge([told(0.2, _0_2=0.4, _2_4=0.5), *[told(0.2)] * 5], HOSTS, 1.0)
+    assert found.who == "the network between the nodes"
 
 
 def test_the_way_inside_a_node() -> None:
     found = judge([told(0.2, _0_1=0.3), told(0.2)], HOSTS, 1.0)
-    assert found is not None and found.who == "the way from rank 0 to rank 1 on h1"
+    assert found.who == "the way from rank 0 to rank 1 on h1"
 
 
 def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
-    late = [told(0.2, 0.5, (0, 2)), told(0.2, 0.1, (1, 3)), told(0.2, 0.4, (0, 2)), told(0.3, 0.0, (1, 3))]
+    one, other = {"replicas": (0, 2)}, {"replicas": (1, 3)}
+    late = [told(0.2, 0.5, **one), told(0.2, 0.1, **other), told(0.2, 0.4, **one), told(0.3, 0.0, **other)]  # type: ignore[arg-type]
     found = judge(late, HOSTS, 1.0)
-    assert found is not None and (found.held_s, found.rank) == (0.4, 0)
+    assert (found.held_s, found.rank) == (0.4, 0)
     assert found.who == "the sum of gradients over ranks 0, 2 on h1, h2"
+
+
+def test_two_that_are_late_in_turns_are_no_slow_sum() -> None:
+    """Each of them waits in every second step, and in each step one does not wait at all."""
+    in_turns = [told(0.2, 0.6, 0.0, 0.6, 0.0, replicas=(0, 1)), told(0.2, 0.0, 0.6, 0.0, 0.6, replicas=(0, 1))]
+    assert judge(in_turns, HOSTS, 1.0) is NOBODY
+
+
+def test_a_stage_with_more_to_do_may_be_the_cut() -> None:
+    two_stages = [told(0.2, pp_rank=0), told(0.2, pp_rank=0), told(0.5, pp_rank=1), told(0.49, pp_rank=1)]
+    found = judge(two_stages, HOSTS, 1.0)
+    assert found.who == "the node h2" and found.why.endswith("it, or the cut (`meshwright stages`)")
+    found = judge([*two_stages[:3], told(0.21, pp_rank=1)], HOSTS, 1.0)
+    assert found.who == "rank 2 on h2" and "cut" not in found.why
 
 
 def test_what_was_on_its_way() -> None:
@@ -96,14 +119,23 @@ def test_what_was_on_its_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "rank"), [("pp2,tp2", 3), ("pp2,tp2,sequence", 0), ("dp2,tp2", 1), ("dp4,zero1", 2), ("pp4", 1)]
+    ("text", "rank", "sections"),
+    [
+        ("pp2,tp2", 3, {}),
+        ("pp2,tp2,sequence", 0, {}),
+        ("pp2,tp2", 2, {"pipeline": {"schedule": "zb_h1"}}),
+        ("dp2,tp2", 1, {"pipeline": {"recompute": "full"}}),
+        ("dp4,zero1", 2, {}),
+        ("dp2,pp2", 2, {}),
+        ("pp4", 1, {}),
+    ],
 )
 @pytest.mark.slow
 def test_the_rank_whose_layers_take_longer_is_named(
-    text: str, rank: int, corpus: Path, tmp_path: Path, pool: RankPool
+    text: str, rank: int, sections: dict[str, Any], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     """Also inside a tensor-parallel group, whose ranks wait for each other in the middle of a forward and backward."""
-    config = slowed(corpus, tmp_path, text, rank)
+    config = slowed(corpus, tmp_path, text, rank, **sections)
     said = train(pool, config)
     records = list(read_records(run_directory(config) / "metrics.jsonl"))
     found = [record for record in records if record.straggler is not None]
@@ -113,6 +145,7 @@ def test_the_rank_whose_layers_take_longer_is_named(
         assert (record.straggler, record.straggler_rank) == (f"rank {rank} on {host}", rank), said
         assert record.straggler_share is not None and 0.2 < record.straggler_share < 1
     assert said.count("makes the others wait") == 1, "once, as long as it is the same"
+    assert f"\nwaits  rank {rank} on {host} makes the others wait for" in describe(run_directory(config))
 
 
 def slowed(corpus: Path, runs: Path, text: str, rank: int, **sections: Any) -> RunConfig:

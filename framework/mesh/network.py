@@ -4,6 +4,7 @@ node has a management network, a docker bridge or a host name that resolves to 1
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 
@@ -30,6 +31,23 @@ def interface_towards(host: str) -> str | None:
     except OSError:
         return None
     return None
+
+
+def node_name() -> str:
+    """Of the node that this process runs on: as Slurm calls it, which may be shorter than what it calls itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def own_address(towards: str) -> str | None:
+    """The IPv4 address at which other nodes reach this one, as gloo will choose it: GLOO_SOCKET_IFNAME's, or that of
+    the interface from which packets to a host leave. None where nobody can tell.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(towards)
+    if interface is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        address = _address_of(interface, probe)
+    return None if address is None or address.startswith("127.") else address
 
 
 def _address_of(interface: str, via: socket.socket) -> str | None:

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from launch.network import SIOCGIFADDR, interface_towards
+from framework.mesh.network import SIOCGIFADDR, interface_towards
 
 
 def addresses() -> dict[str, str]:
