@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from framework.config import RunConfig
 from framework.errors import Preempted
@@ -82,6 +84,7 @@ def set_threads(num_threads: int) -> None:
 
 
 def _die_with_launcher() -> None:
+    _let_go_of_server()
     die_with(os.getppid())  # the fork server
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -91,6 +94,18 @@ def _die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
+
+
+def _let_go_of_server() -> None:
+    """The fork server lives as long as somebody holds the end of a pipe, and Python hands it to each child: a rank that
+    is stopped would keep the server alive, and with it itself, when the launcher is gone. What a rank starts by this
+    way gets a server of its own.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    held = getattr(server, "_forkserver_alive_fd", None)
+    if held is not None:
+        os.close(held)
+        server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
 
 
 def _redirect(log: Path) -> None:

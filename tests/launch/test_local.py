@@ -164,14 +164,17 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("signum", "exit_code"),
+    ("signum", "exit_code", "stopped"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.torture),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.torture),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.torture),  # test_from_the_shell does it too
+        pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.torture),
+        pytest.param(signal.SIGTERM, 143, False, marks=pytest.mark.torture),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, False, marks=pytest.mark.torture),  # test_from_the_shell too
+        pytest.param(
+            signal.SIGKILL, -signal.SIGKILL, True, marks=pytest.mark.slow
+        ),  # and a rank that does nothing more
     ],
 )
-def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int) -> None:
+def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int, stopped: bool) -> None:
     script = f"""
 import sys
 from pathlib import Path
@@ -189,6 +192,8 @@ if __name__ == "__main__":
     with subprocess.Popen([sys.executable, str(file)], env=environment, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             pids = wait_for_pids(notes(config(tmp_path, 3)), 3)
+            if stopped:
+                os.kill(pids[1], signal.SIGSTOP)
             launcher.send_signal(signum)
             assert launcher.wait(60) == exit_code
         finally:
