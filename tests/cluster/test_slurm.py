@@ -60,6 +60,11 @@ def steps_of(config: RunConfig) -> int:
     return int(lines(config)[-1]["step"]) if metrics.exists() and metrics.read_text().count("\n") else 0
 
 
+def num_starts(config: RunConfig) -> int:
+    """How often the run has begun to train."""
+    return (run_directory(config) / "starts.jsonl").read_text().count("\n")
+
+
 def told(config: RunConfig) -> str:
     """All logs of the job."""
     logs = sorted((run_directory(config) / "slurm").glob("*.log"))
@@ -104,9 +109,9 @@ def test_the_numbers_of_one_machine(words: tuple[str, ...], idle: Slurm, plain: 
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"]) == "COMPLETED", told(config)
     first = {step: loss for step, loss in exact_losses(plain).items() if step <= 20}
     assert exact_losses(config) == first
-    ranks = json.loads((run_directory(config) / "status.json").read_text())["ranks"]
-    hosts = [rank["beat"]["host"] for rank in ranks]
-    assert hosts[0] == hosts[1] != hosts[2] == hosts[3], "the ranks of a tp group are neighbours"
+    placed = (run_directory(config) / "placement.txt").read_text()
+    assert "h1: ranks 0-1" in placed and "h2: ranks 2-3" in placed, "the ranks of a tp group are neighbours"
+    assert "2 groups of 2 neighbours, a row above; each inside one node" in placed
     assert "pp 2 x dp 1 x tp 2 = 4 ranks on 2 nodes of 2" in told(config)
 
 
@@ -255,11 +260,13 @@ def test_the_demo_on_four_nodes(idle: Slurm, tmp_path: Path) -> None:
     assert not differing(tensors(run_directory(config)), tensors(run_directory(here)))
 
 
-@pytest.mark.parametrize("rate", ["1gbit", "100mbit"])
+@pytest.mark.parametrize(("rate", "slower"), [("1gbit", 0.0), ("100mbit", 1.5)])
 def test_tensor_parallel_groups_belong_in_a_node(
-    rate: str, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
+    rate: str, slower: float, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
-    """The same four ranks, tp inside nodes and pp across them, and the other way round: what the same steps take."""
+    """The same four ranks, tp inside nodes and pp across them, and the other way round: what the same steps take. With
+    1 Gbit/s two cores compute for so long that it does not matter yet: 120 operations for each byte of the link, where
+    a GPU has thousands."""
     config = wide(plain, tmp_path, train={"steps": 8, "validate_every": 0})
     crossed = changed(config, run={"name": "crossed"}, parallel={"tp_across_nodes": True})
     words = ("srun", "-N2", "--ntasks-per-node=2", "-w", "h1,h2", sys.executable, "-m", "launch", "train")
@@ -282,7 +289,7 @@ def test_tensor_parallel_groups_belong_in_a_node(
     assert exact_losses(crossed) == exact_losses(config)
     inside_s, across_s = taken_s
     record_property("noted", f"tp inside nodes {inside_s:.2f} s, across {across_s:.2f} s at {rate}")
-    assert across_s > inside_s
+    assert across_s > slower * inside_s
 
 
 FAULTS: dict[str, tuple[Callable[[Slurm, str], None], int]] = {
@@ -307,6 +314,7 @@ def test_the_job_survives(
     strike, restarts = FAULTS[fault]
     begin_s, before = time.monotonic(), steps_of(config)
     strike(idle, job)
+    until(lambda: num_starts(config) == 1 + restarts, f"{restarts} further starts", LIMIT_S, 0.1)
     until(lambda: steps_of(config) > before, f"a step after {before}", LIMIT_S, 0.1)
     recovered_s = time.monotonic() - begin_s
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], LIMIT_S) == "COMPLETED", told(config)
