@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from framework.errors import MeshError
-from framework.mesh.network import interface_towards
+from framework.mesh.network import NODES, interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""
@@ -93,7 +93,7 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"])),
     }
     if nodes := _hosts(env):
-        variables["MESHWRIGHT_NODES"] = ",".join(nodes)
+        variables[NODES] = ",".join(nodes)
     interface = interface_towards(variables["MASTER_ADDR"])
     if interface is not None:
         variables |= {name: env.get(name) or interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}

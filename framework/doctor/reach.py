@@ -40,7 +40,7 @@ class Reach(NamedTuple):
     """All."""
 
 
-def look(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
+def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
     """The same for every rank. Every rank calls it; blocks. ``store``: where all have met.
 
     Raises:

@@ -12,8 +12,7 @@ from framework.config import RunConfig, resolve
 from framework.doctor.facts import look
 from framework.doctor.judge import Finding, judge
 from framework.doctor.links import measure_links, measure_sums
-from framework.doctor.reach import judge_reach
-from framework.doctor.reach import look as look_at_links
+from framework.doctor.reach import judge_reach, try_links
 from framework.doctor.report import text, write_links
 from framework.errors import CommunicationError, ConfigError, UserError
 from framework.mesh.grid import Grid
@@ -80,7 +79,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
             print(f"\nlink figures: {directory / LINKS}", flush=True)
     rank = mesh.rank
-    _stay()
+    _ignore_signals()
     close_mesh(mesh)
     if findings and rank == 0:
         raise not_fit(findings)
@@ -91,23 +90,26 @@ def _meet(grid: Grid, directory: Path) -> Any:
     has nothing to say of what is wrong: rank 0 says it.
 
     Raises:
-        NotFit: on rank 0: somebody did not come, or a link is dead; nothing more can be measured.
+        NotFit: on rank 0: somebody did not come, or a link is dead; nothing more can be measured. On another rank: rank
+            0 cannot be reached, and has said nothing.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
     try:
         store = meet(rank, world_size, LIMIT_S)
-        findings = judge_reach(look_at_links(store, rank, local_rank, world_size, LIMIT_S))
+        findings = judge_reach(try_links(store, rank, local_rank, world_size, LIMIT_S))
         if not findings:
             return store
         if rank != 0:
             store.add("heard", 1)
     except NotAllCame as error:
         store, findings = None, [Finding(str(error), error.nodes)]
+        if rank != 0:  # rank 0, had it been there, would have spoken before
+            raise not_fit(findings) from None
     except CommunicationError:
         if rank == 0:
             raise
-    _stay()
+    _ignore_signals()
     if rank != 0:
         return None
     directory.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ def _wait_for_others(store: Any, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def _stay() -> None:
+def _ignore_signals() -> None:
     """srun ends all ranks when one has something to say; they are leaving anyway, and with 0."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)

@@ -14,10 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from framework.errors import CommunicationError, MeshError
-from framework.mesh.network import node_name
+from framework.mesh.network import NODES, node_name
 
-NODES = "MESHWRIGHT_NODES"
-"""In the environment: the names of all nodes of the job, where who has started the ranks knows them."""
 LONGER_S = 30.0
 """So much longer than rank 0 waits who cannot reach it: it speaks first, and says who is missing."""
 

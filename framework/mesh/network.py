@@ -11,6 +11,8 @@ import struct
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 ANY_PORT = 9
+NODES = "MESHWRIGHT_NODES"
+"""In the environment: the names of all nodes of the job, where who has started the ranks knows them."""
 
 
 def interface_towards(host: str) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from framework.doctor import reach
-from framework.doctor.reach import Reach, _connects, _listening, judge_reach, look
+from framework.doctor.reach import Reach, _connects, _listening, judge_reach, try_links
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Re
         names.name = f"h{number // 2}"
         stores[number].set(f"came/{number}", names.name)
         if number // 2 not in silent:
-            found.append(look(stores[number], number, number % 2, 6, 1.0 if silent else 20.0))
+            found.append(try_links(stores[number], number, number % 2, 6, 1.0 if silent else 20.0))
 
     stores[0].set("came/0", "h0")
     threads = [threading.Thread(target=rank, args=[number]) for number in reversed(range(6))]
