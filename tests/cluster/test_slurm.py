@@ -226,7 +226,7 @@ def test_a_run_says_who_makes_the_others_wait(idle: Slurm, plain: RunConfig, tmp
     config = wide(plain, tmp_path, parallel=layout("pp4"), train={"steps": 12}, tracking={"stragglers_every": 6})
     try:
         for name in idle.hosts.names:
-            idle.hosts.limit(name, "500mbit" if name != "h2" else "50mbit")
+            idle.hosts.limit(name, "500mbit" if name != "h2" else "20mbit")
         job = submitted(idle, written(config, tmp_path), "--nodes=4", "--devices-per-node=1")
         assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
     finally:
