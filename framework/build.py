@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from framework.checkpoint import Behind
-from framework.config import RunConfig
+from framework.config import RunConfig, reduces_each, shard_factor
 from framework.data.samples import Feed, validation_steps
 from framework.data.span_corruption import SpanCorruptionFeed
+from framework.data_parallel.buckets import Sharding
 from framework.data_parallel.replica import StageReplica
 from framework.errors import MeshError, ModelError
 from framework.feeds import AnyFeed, Source, open_feeds
@@ -159,16 +160,17 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     loss = pick_loss(blueprint, mesh.tp)
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
     last = len(blueprint.stages) - 1
+    sharding = Sharding(*mesh.split_dp(shard_factor(config)))
     replicas: dict[int, StageReplica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
         layers = materialise(blueprint, index, mesh.device)
         replicas[index] = StageReplica(
             stage_members(blueprint, index, layers, tied),
-            mesh.dp,
+            sharding,
             mesh.tp,
-            zero=config.parallel.zero,
             bucket_bytes=config.parallel.bucket_bytes,
+            keeps_gradient=config.parallel.zero < 2,
         )
         if config.train.compile:
             for layer in layers:
@@ -194,7 +196,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
                 bucket.master,
                 bucket.shard_gradient,
                 bucket.kind.decays,
-                bucket.kind.owns(mesh.at.tp_rank) and (bucket.shards_gradient or mesh.at.dp_rank == 0),
+                bucket.kind.owns(mesh.at.tp_rank) and sharding.copies.rank == 0,
             )
             for replica in replicas.values()
             for bucket in replica.buckets
@@ -212,7 +214,8 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
         stages,
         mesh.device,
         on_microbatch=on_microbatch,
-        begin_last_backward=lambda stage, awaited: replicas[stage].begin_last_backward(awaited),
+        begin_reducing=lambda stage, awaited: replicas[stage].begin_reducing(awaited),
+        end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
     return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)

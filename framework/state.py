@@ -47,11 +47,11 @@ class TrainState:
 
 
 def whole(bucket: Bucket, shard: Tensor) -> Tensor:
-    """The flat tensor of a bucket out of everyone's shard of it. Every dp rank calls it; holds one bucket's bytes."""
+    """The flat tensor of a bucket out of its neighbours' shards. Every dp rank calls it; holds one bucket's bytes."""
     if not bucket.shards_gradient:
         return shard
     flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-    bucket.dp.all_gather(flat, shard.contiguous()).wait()
+    bucket.sharding.shard.all_gather(flat, shard.contiguous()).wait()
     return flat
 
 
@@ -121,10 +121,10 @@ def restore(
             with torch.no_grad():
                 bucket.flat.copy_(_read_bucket(checkpoint, Kind.WEIGHTS, bucket, bucket.flat))
                 if not bucket.same_dtype:
-                    bucket.master.copy_(_read_bucket(checkpoint, Kind.MASTER, bucket, bucket.flat_gradient)[start:stop])
+                    bucket.master.copy_(_read_bucket(checkpoint, Kind.MASTER, bucket, bucket.master)[start:stop])
             if optimizer_steps:
                 moments = [
-                    _read_bucket(checkpoint, kind, bucket, bucket.flat_gradient)[start:stop].clone()
+                    _read_bucket(checkpoint, kind, bucket, bucket.master)[start:stop].clone()
                     for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
                 ]
                 optimizer.restore(index, moments[0], moments[1], optimizer_steps)
@@ -142,8 +142,8 @@ def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype
 
 
 def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Bucket, like: Tensor) -> Tensor:
-    """One kind of tensor for all parameters of a bucket, flat; padding zero."""
-    flat = torch.zeros_like(like)
+    """One kind of tensor for all parameters of a bucket, flat, of the dtype of ``like``; padding zero."""
+    flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
     for place in bucket.places:
         flat[place.start : place.stop] = _read(checkpoint, kind, place.member, like.dtype).to(like.device).reshape(-1)
     return flat

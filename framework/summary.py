@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers
+from framework.config import RunConfig, reduces_each, shard_factor
 from framework.mesh.view import draw
 from framework.schedule.draw import text as schedule_text
 from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
@@ -24,6 +25,7 @@ class RankShare(NamedTuple):
     """In memory, padding included."""
     weight_bytes: int
     gradient_bytes: int
+    """Kept over a step; with ZeRO-2 a backward holds two buckets more, until they are summed."""
     optimizer_bytes: int
     """Moments and, under bfloat16, master weights; of the ZeRO shard."""
     peak_activations: int
@@ -36,7 +38,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     dtype = DTYPES[config.train.dtype]
     accumulate_bytes = 8 if dtype == torch.float64 else 4
     per_element = 2 * accumulate_bytes + (0 if dtype.itemsize == accumulate_bytes else accumulate_bytes)
-    shards = blueprint.grid.dp if config.parallel.zero else 1
+    shards = shard_factor(config)
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -52,12 +54,20 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 count,
                 count * dtype.itemsize,
-                trained * accumulate_bytes,
+                _gradient_bytes(config, trained * accumulate_bytes),
                 trained * per_element // shards,
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
     return shares
+
+
+def _gradient_bytes(config: RunConfig, whole: int) -> int:
+    """What is kept of ``whole`` bytes: with ZeRO-2 a shard, and besides it the whole where that is summed once."""
+    shards = shard_factor(config)
+    if config.parallel.zero < 2 or shards == 1:
+        return whole
+    return whole // shards + (0 if reduces_each(config) else whole)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
@@ -83,7 +93,9 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
-    zero = f"ZeRO-{config.parallel.zero}"
+    zero, shards = f"ZeRO-{config.parallel.zero}", shard_factor(config)
+    if config.parallel.zero and shards < blueprint.grid.dp:
+        zero += f" in {blueprint.grid.dp // shards} groups of {shards}"
     sequence = ", sequence parallel" if config.parallel.sequence else ""
     return "\n".join(
         [
@@ -94,6 +106,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             f"           {config.train.dtype}, {zero}{sequence}",
             f"batch      {of_samples}",
             f"           {of_tokens}",
+            *_price(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
             *_rows(timeline, width),
@@ -102,6 +115,25 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_table(rank_shares(blueprint)),
         ]
     )
+
+
+def _price(blueprint: Blueprint) -> list[str]:
+    """What sharding the gradients costs: nothing to say of less."""
+    config, shards = blueprint.config, shard_factor(blueprint.config)
+    if config.parallel.zero < 2 or shards == 1:
+        return []
+    kept = max(share.gradient_bytes for share in rank_shares(blueprint))
+    if not reduces_each(config):
+        whole = kept * shards // (shards + 1)
+        return [
+            f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank, as with ZeRO-1"
+        ]
+    whole = kept * shards
+    sent = f"{batch_numbers(config).chunks} x {memory(whole - kept)}"
+    return [
+        f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {sent} in a step",
+        f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
+    ]
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:

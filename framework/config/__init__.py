@@ -18,7 +18,7 @@ from framework.config.schema import (
     Train,
 )
 from framework.config.toml import to_toml
-from framework.config.world import default_world_size, resolve
+from framework.config.world import default_world_size, reduces_each, resolve, shard_factor
 
 __all__ = [
     "Batch",
@@ -40,6 +40,8 @@ __all__ = [
     "keep",
     "load",
     "parse",
+    "reduces_each",
     "resolve",
+    "shard_factor",
     "to_toml",
 ]

@@ -127,6 +127,25 @@ def _sequence(config: RunConfig) -> str | None:
     )
 
 
+def _shard_factor(config: RunConfig) -> str | None:
+    factor = config.parallel.shard_factor
+    if factor is None or factor == 1 or config.parallel.zero:
+        return None
+    return (
+        f"parallel.shard_factor = {factor} has no effect with parallel.zero = 0, which shards nothing: set "
+        f"parallel.zero = 1, or leave it out"
+    )
+
+
+def _reduce(config: RunConfig) -> str | None:
+    if config.parallel.reduce != "microbatch" or config.parallel.zero == 2:
+        return None
+    return (
+        f'parallel.reduce = "microbatch" saves nothing with parallel.zero = {config.parallel.zero}, which keeps the '
+        f"whole gradient: set parallel.zero = 2, or leave it out"
+    )
+
+
 def _across_nodes(config: RunConfig) -> str | None:
     if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
         return None
@@ -249,6 +268,8 @@ RULES = (
     _rule(_processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
     _rule(_devices, "launch.devices", "train.device"),
     _rule(_sequence, "parallel.sequence", "parallel.tp"),
+    _rule(_shard_factor, "parallel.shard_factor", "parallel.zero"),
+    _rule(_reduce, "parallel.reduce", "parallel.zero"),
     _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
     _rule(_balance, "pipeline.balance", "parallel.pp"),
     _rule(_corpus, "data.train", "data.builder"),

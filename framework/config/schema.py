@@ -84,8 +84,15 @@ class Parallel(Section):
     tp: Count = 1
     sequence: bool = False
     """Sequence parallelism: activations between tensor-parallel regions are split along the sequence over tp."""
-    zero: Literal[0, 1] = 1
-    """0: plain all-reduce, every replica steps all weights. 1: optimizer state and step sharded over dp."""
+    zero: Literal[0, 1, 2] = 1
+    """0: plain all-reduce, every replica steps all weights. 1: optimizer state and step sharded over dp. 2: gradients
+    too."""
+    shard_factor: Count | None = None
+    """Over how many neighbouring replicas these are sharded; each group of so many holds all of them. It divides dp.
+    Left out: all of dp. Fewer: less traffic between nodes, more memory (hybrid sharding)."""
+    reduce: Literal["microbatch", "step"] | None = None
+    """When gradients are summed over the replicas: ``"step"``, once, and until then each rank keeps the whole gradient;
+    ``"microbatch"``, after each, and it keeps its shard. Left out: ``"microbatch"`` for zero = 2, else ``"step"``."""
     bucket_bytes: PositiveInt = 25 * 2**20
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""

@@ -48,6 +48,12 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
             raise ConfigError(_no_whole_replicas(pp, tp, world_size))
     elif dp * pp * tp != world_size:
         problems.append(_wrong_product(dp, pp, tp, world_size))
+    factor = config.parallel.shard_factor
+    if factor is not None and dp % factor:
+        divisors = [number for number in range(1, dp + 1) if dp % number == 0]
+        problems.append(
+            f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of {', '.join(map(str, divisors))}"
+        )
     wrong = batch.problem(config.batch, dp)
     if wrong is not None:
         problems.append(wrong)
@@ -60,6 +66,18 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
             "launch": config.launch.model_copy(update={"processes": world_size}),
         }
     )
+
+
+def shard_factor(config: RunConfig) -> int:
+    """Into how many shards the optimizer's state is cut; 1: each replica has all of it. ``config``: resolved."""
+    dp = known_dp(config)
+    assert dp is not None
+    return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
+
+
+def reduces_each(config: RunConfig) -> bool:
+    """Whether gradients are summed over the replicas after each micro-batch, not once in a step."""
+    return config.parallel.zero == 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
 
 
 def default_world_size(config: RunConfig, num_devices: int) -> int:

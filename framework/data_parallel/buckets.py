@@ -2,7 +2,12 @@
 
     parameters   | embedding.tokens ........ | block0.qkv ... | pad |     the modules' parameters are views of it
     gradients    | same places, fp32 (fp64 when training in fp64) ...|     accumulated over the micro-batches of a step
-                 |<----- shard of dp_rank 0 ----->|<- dp_rank 1 ---->|     ZeRO-1: what one replica's optimizer steps
+                 |<------- shard of replica 0 ------->|<- of 1 ----->|     ZeRO-1: what one replica's optimizer steps
+
+    ZeRO-2: a replica keeps its shard of the gradient only; the whole of a bucket is there while a backward fills it.
+
+    dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a group of neighbours,
+                                  shard    0 1 | 0 1      and summed across: 0 with 2, 1 with 3
 
 A bucket holds parameters of one :class:`BucketKind` only, so that a flat tensor never mixes what is decayed with what
 is not, or what is counted in the gradient norm once with what stands on every tensor-parallel rank.
@@ -22,6 +27,20 @@ from framework.parameters import ParameterInfo
 ALIGNED_ELEMENTS = 8
 """Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's
 vector loads and compiled kernels want of an address. The elements between are zero and stay so."""
+
+
+class Sharding(NamedTuple):
+    """How the replicas share the work of the optimizer."""
+
+    shard: Group
+    """The replicas among whom a bucket is cut, one shard each; of one rank: it is whole everywhere."""
+    copies: Group
+    """The replicas that hold the same shard, one of each such group; of one rank: nobody else does."""
+
+    @property
+    def num_replicas(self) -> int:
+        """dp."""
+        return self.shard.size * self.copies.size
 
 
 class Tie(NamedTuple):
@@ -81,21 +100,25 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[BucketKind, list[Member]]]:
     """Group members by kind, last layer first as backward reaches them, about ``bucket_bytes`` each.
 
-    A tied weight has a bucket of its own: the stages that share it must reduce the very same elements.
+    A tied weight has a bucket of its own: the stages that share it must reduce the very same elements. They come in the
+    order in which backward completes them: one with the norms of all layers is complete when all others are.
     """
     buckets: list[tuple[BucketKind, list[Member]]] = []
+    complete: list[int] = []
     open_buckets: dict[BucketKind, int] = {}
     filled: dict[BucketKind, int] = {}
-    for member in reversed(members):
+    for position, member in enumerate(reversed(members)):
         kind = kind_of(member)
         size = member.parameter.numel() * accumulation_dtype(member.parameter.dtype).itemsize
         if kind.tied is not None or kind not in open_buckets or filled[kind] + size > bucket_bytes:
             open_buckets[kind] = len(buckets)
             filled[kind] = 0
             buckets.append((kind, []))
+            complete.append(position)
         buckets[open_buckets[kind]][1].append(member)
+        complete[open_buckets[kind]] = position
         filled[kind] += size
-    return buckets
+    return [buckets[index] for index in sorted(range(len(buckets)), key=complete.__getitem__)]
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -105,55 +128,102 @@ def _round_up(number: int, multiple: int) -> int:
 class Bucket:
     """Some parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
 
-    def __init__(self, kind: BucketKind, members: Sequence[Member], dp: Group, zero: int) -> None:
+    def __init__(
+        self, kind: BucketKind, members: Sequence[Member], sharding: Sharding, *, keeps_gradient: bool = True
+    ) -> None:
         self.kind = kind
-        self.dp = dp
+        self.sharding = sharding
         first = members[0].parameter
         self.places: list[Place] = []
         end = 0
         for member in members:
             self.places.append(Place(member, end, end + member.parameter.numel()))
             end = _round_up(end + member.parameter.numel(), ALIGNED_ELEMENTS)
-        num_shards = dp.size if zero else 1
+        num_shards, shard_index = sharding.shard.size, sharding.shard.rank
         self.numel = _round_up(end, ALIGNED_ELEMENTS * num_shards)
-        shard_index = dp.rank if zero else 0
         per_shard = self.numel // num_shards
         self.shard_range = (shard_index * per_shard, (shard_index + 1) * per_shard)
         gradient_dtype = accumulation_dtype(first.dtype)
         self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        self.flat_gradient = torch.zeros(self.numel, dtype=gradient_dtype, device=first.device)
         for place in self.places:
             view = self.flat[place.start : place.stop].view(place.member.parameter.shape)
             view.copy_(place.member.parameter.detach())
             place.member.parameter.data = view
-        self.shards_gradient = zero == 1 and dp.size > 1
+        self.shards_gradient = num_shards > 1
+        self.keeps_gradient = keeps_gradient or not self.shards_gradient
+        """False: the whole gradient goes when it is reduced, and my shard has memory of its own."""
+        self.flat_gradient: Tensor | None = None
+        self.gradient_views: list[Tensor] = []
+        """Of each place, while there is a whole gradient."""
         start, stop = self.shard_range
-        self.shard_gradient = self.flat_gradient[start:stop]
+        if self.keeps_gradient:
+            self.shard_gradient = self.open_gradient(gradient_dtype)[start:stop]
+        else:
+            self.shard_gradient = torch.zeros(per_shard, dtype=gradient_dtype, device=first.device)
+        self._has_sum = False
+        self._part: Tensor | None = None
+        """What comes besides the sum that my shard has already."""
         self.same_dtype = first.dtype == gradient_dtype
         """True: the optimizer steps the parameters themselves; False: fp32 master weights, copied back rounded."""
         shard = self.flat[start:stop]
         self.master = shard if self.same_dtype else shard.to(gradient_dtype)
         self.pending: Handle | None = None
 
+    def open_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole gradient as accumulated on this rank; zero where there was none."""
+        if self.flat_gradient is None:
+            dtype = self.shard_gradient.dtype if dtype is None else dtype
+            self.flat_gradient = torch.zeros(self.numel, dtype=dtype, device=self.flat.device)
+            self.gradient_views = [self.gradient_view(place) for place in self.places]
+        return self.flat_gradient
+
     def gradient_view(self, place: Place) -> Tensor:
         """The gradient of one parameter, in its shape, as accumulated on this rank."""
-        return self.flat_gradient[place.start : place.stop].view(place.member.parameter.shape)
+        return self.open_gradient()[place.start : place.stop].view(place.member.parameter.shape)
+
+    def begin_step(self) -> None:
+        """Forget the sum over the replicas."""
+        self._has_sum = False
+        if not self.keeps_gradient:
+            self._close_gradient()
+
+    def _close_gradient(self) -> None:
+        self.flat_gradient = None
+        self.gradient_views = []
 
     def reduce(self) -> None:
-        """Post the sum over the replicas: into my shard (ZeRO-1) or everywhere (ZeRO-0). Once per step. Does not block.
+        """Post the sum over the replicas: into my shard, over its neighbours only, or everywhere (ZeRO-0). Does not
+        block. Once per step; or, when the whole gradient is not kept, as often as one likes: the sums add up.
 
-        Bytes on the wire per rank, M = bytes of the bucket's gradients, n replicas: M (n-1)/n, or 2 M (n-1)/n.
+        Bytes on the wire per rank, M = bytes of the bucket's gradients: among n neighbours M (n-1)/n, and then across
+        r copies 2 M/n (r-1)/r; everywhere 2 M (r-1)/r.
         """
-        if self.shards_gradient:
-            self.pending = self.dp.reduce_scatter(self.shard_gradient, self.flat_gradient)
-        else:
-            self.pending = self.dp.all_reduce(self.flat_gradient)
+        gradient = self.open_gradient()
+        if not self.shards_gradient:
+            self.pending = self.sharding.copies.all_reduce(gradient)
+            return
+        part = self.shard_gradient
+        if self._has_sum and not self.keeps_gradient:
+            part = self._part = torch.empty_like(part)
+        self._has_sum = True
+        self.pending = self.sharding.shard.reduce_scatter(part, gradient)
+        if not self.keeps_gradient:
+            self._close_gradient()  # the message keeps it
+
+    def reduce_across(self) -> None:
+        """When my shard is summed over its neighbours: post its sum over those who hold the same. Does not block."""
+        if self.shards_gradient and self.sharding.copies.size > 1:
+            self.wait()
+            self.pending = self.sharding.copies.all_reduce(self.shard_gradient)
 
     def wait(self) -> None:
         """Block until whatever was posted last for this bucket is done."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+        if self._part is not None:
+            self.shard_gradient.add_(self._part)
+            self._part = None
 
     def gather(self) -> None:
         """After the optimizer: round the master weights back, post the all-gather of the shards. Does not block."""
@@ -162,4 +232,4 @@ class Bucket:
         if not self.same_dtype:
             shard.copy_(self.master)
         if self.shards_gradient:
-            self.pending = self.dp.all_gather(self.flat, shard)
+            self.pending = self.sharding.shard.all_gather(self.flat, shard)

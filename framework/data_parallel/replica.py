@@ -17,71 +17,94 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from framework.data_parallel.buckets import Bucket, Member, plan_buckets
+from framework.data_parallel.buckets import Bucket, Member, Sharding, plan_buckets
 from framework.mesh.comm import Group
 
 
 class StageReplica:
     """The flat parameters and gradients of one stage on one replica."""
 
-    def __init__(self, members: Sequence[Member], dp: Group, tp: Group, *, zero: int, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        sharding: Sharding,
+        tp: Group,
+        *,
+        bucket_bytes: int,
+        keeps_gradient: bool = True,
+    ) -> None:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, no gradient, no optimizer; the same on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
-        self.buckets = [Bucket(kind, group, dp, zero) for kind, group in plan_buckets(trained, bucket_bytes)]
+        self.buckets = [
+            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient)
+            for kind, group in plan_buckets(trained, bucket_bytes)
+        ]
         self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)
         self._missing: list[int] = []
         self._next_to_reduce = 0
-        self._last_backward = False
+        self._reducing = False
         self._untouched: set[Tensor] = set()
-        """Whose gradient of this step has not come yet: what lies in the bucket is the last step's."""
+        """Whose gradient has not come yet: what lies in the bucket is the last step's, or zero."""
         for index, bucket in enumerate(self.buckets):
-            for place in bucket.places:
+            for number, place in enumerate(bucket.places):
                 layer = place.member.layer
                 if bucket not in self._bucket_of_layer[layer]:
                     self._bucket_of_layer[layer].append(bucket)
                 parameter = place.member.parameter
-                view = bucket.gradient_view(place)
-                if bucket.same_dtype:
-                    parameter.grad = view
+                if bucket.same_dtype and bucket.keeps_gradient:
+                    parameter.grad = bucket.gradient_views[number]
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(_accumulated, weakref.ref(self), index=index, view=view, in_place=bucket.same_dtype)
+                    partial(_accumulated, weakref.ref(self), index=index, number=number)
                 )
 
-    def _accumulated(self, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
+    def _accumulated(self, parameter: Tensor, *, index: int, number: int) -> None:
         """Autograd has added a micro-batch's gradient of one parameter."""
-        gradient = parameter.grad
+        gradient, bucket = parameter.grad, self.buckets[index]
         if gradient is None:  # autograd has come by without one: the split backward brings it later
             return
+        bucket.open_gradient()
+        view = bucket.gradient_views[number]
         if gradient is not view:  # the step's first (autograd made a tensor of its own), or another dtype
             if parameter in self._untouched:
                 self._untouched.remove(parameter)
                 view.copy_(gradient)
             else:
                 view.add_(gradient)
-            parameter.grad = view if in_place else None
-        if self._last_backward:
+            parameter.grad = view if bucket.same_dtype and bucket.keeps_gradient else None
+        if self._reducing:
             self._missing[index] -= 1
             self._post_ready()
 
     def _post_ready(self) -> None:
-        """Post reductions of complete buckets, in bucket order only: every replica must post in the same order."""
+        """Post reductions of complete buckets, in bucket order only: every replica must post in the same order.
+
+        Where the whole gradient is not kept, the one before is waited for: a second one is being filled meanwhile, and
+        there is memory for no third.
+        """
         while self._next_to_reduce < len(self.buckets) and self._missing[self._next_to_reduce] <= 0:
-            self.buckets[self._next_to_reduce].reduce()
+            bucket = self.buckets[self._next_to_reduce]
+            if not bucket.keeps_gradient:
+                self.buckets[self._next_to_reduce - 1].wait()  # of the first: the last of the micro-batch before
+                bucket.wait()  # its sum of the micro-batch before
+                self._untouched |= {place.member.parameter for place in bucket.places}
+            bucket.reduce()
             self._next_to_reduce += 1
 
     def begin_step(self) -> None:
         """Forget the gradients. The first of a step is copied over the last step's: cheaper than zeroing and adding."""
         self._untouched.clear()
         for bucket in self.buckets:
+            bucket.begin_step()
             for place in bucket.places:
                 place.member.parameter.grad = None
                 self._untouched.add(place.member.parameter)
-        self._last_backward = False
+        self._reducing = False
 
-    def begin_last_backward(self, awaited: Set[Tensor] | None = None) -> None:
-        """The next backward of this stage is the step's last: reduce each bucket as soon as it is complete.
+    def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
+        """From here on reduce each bucket as soon as the next backward of this stage has completed it: the step's last,
+        or each one where the whole gradient is not kept.
 
         ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
         """
@@ -90,7 +113,7 @@ class StageReplica:
             for bucket in self.buckets
         ]
         self._next_to_reduce = 0
-        self._last_backward = True
+        self._reducing = True
         if awaited is not None:
             self._zero_untouched(
                 {place.member.parameter for bucket in self.buckets for place in bucket.places} - awaited
@@ -100,24 +123,31 @@ class StageReplica:
     def _zero_untouched(self, parameters: Set[Tensor]) -> None:
         """Those of them that have had no gradient in this step have one of zero."""
         for bucket in self.buckets:
-            for place in bucket.places:
-                if place.member.parameter in self._untouched & parameters:
-                    bucket.gradient_view(place).zero_()
+            if bucket.keeps_gradient:  # the others begin with zeros
+                for number, place in enumerate(bucket.places):
+                    if place.member.parameter in self._untouched & parameters:
+                        bucket.gradient_views[number].zero_()
         self._untouched -= parameters
+
+    def end_reducing(self) -> None:
+        """That backward is done. Parameters that it did not reach leave their bucket incomplete: it is reduced here all
+        the same. Posts all that is left; does not wait for it."""
+        self._zero_untouched(set(self._untouched))
+        self._missing = [0] * len(self.buckets)
+        if not self._reducing:
+            self._next_to_reduce = 0
+        self._post_ready()
+        self._reducing = False
 
     def finish_reduce(self) -> None:
         """Block until every shard holds the gradient of the whole global batch.
 
-        Parameters that the last backward did not reach leave their bucket incomplete: it is reduced here all the same.
         Then the sum over tp for parameters that saw only a part of the tokens or heads, on the shard alone, so that it
-        costs 1/dp of the bucket with ZeRO-1. What tied weights owe each other is the matter of :func:`sum_ties`.
+        costs a shard of the bucket only. What tied weights owe each other is the matter of :func:`sum_ties`.
         """
-        self._zero_untouched(set(self._untouched))
-        self._missing = [0] * len(self.buckets)
-        if not self._last_backward:
-            self._next_to_reduce = 0
-        self._post_ready()
-        self._last_backward = False
+        self.end_reducing()
+        for bucket in self.buckets:
+            bucket.reduce_across()
         for bucket in self.buckets:
             bucket.wait()
             if bucket.kind.sum_over_tp:
@@ -141,14 +171,12 @@ class StageReplica:
             bucket.wait()
 
 
-def _accumulated(
-    replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, view: Tensor, in_place: bool
-) -> None:
+def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
     """The hook of a parameter. Its replica only weakly: a parameter's hooks are in a place that Python's collector does
     not look into, so that with a strong one neither they, nor the buckets, nor the ranks' connections would ever go."""
     alive = replica()
     if alive is not None:
-        alive._accumulated(parameter, index=index, view=view, in_place=in_place)
+        alive._accumulated(parameter, index=index, number=number)
 
 
 def sum_ties(replicas: Iterable[StageReplica]) -> None:

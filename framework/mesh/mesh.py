@@ -49,6 +49,32 @@ class Mesh:
         """Where ranks leave each other notes, reached by a connection of its own; a mesh of one rank needs none."""
         return Board(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
+    def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
+        """(my neighbours among whom a state is cut into ``shard_factor`` shards, those who hold the same shard as I).
+
+        Replicas d .. d + shard_factor - 1 are neighbours: dp is laid out so that they are in one node before they are
+        in two. With all of dp or with 1 it is (dp, only me) or (only me, dp). Every rank of the mesh calls it.
+        """
+        alone = Group("dp", (self.rank,), 0, None, self.traffic, self.activity)
+        if shard_factor == self.dp.size:
+            return self.dp, alone
+        if shard_factor == 1:
+            return alone, self.dp
+        assert self.dp.size % shard_factor == 0, (self.dp.size, shard_factor)
+        first = self.dp.rank - self.dp.rank % shard_factor
+        shard = self.dp.ranks[first : first + shard_factor]
+        copies = self.dp.ranks[self.dp.rank % shard_factor :: shard_factor]
+        return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
+
+    def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """Made by its own ranks alone; all ranks make theirs in the same order."""
+        timeout = timedelta(seconds=self.timeout_s)
+        made = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        group = Group(name, ranks, ranks.index(self.rank), made, self.traffic, self.activity)
+        if self.device.type == "cuda":
+            group.barrier()
+        return group
+
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
         """The ranks at these pipeline ranks that share my dp and tp coordinates (for tied weights).
 

@@ -150,8 +150,10 @@ class Executor:
     device: torch.device
     on_microbatch: Callable[[Tensor], None] | None = None
     """Called before each forward with the global indices of its samples (the dropouts' draw); None: nobody asks."""
-    begin_last_backward: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
+    begin_reducing: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
     """Called before the last B or W of a stage in the step, with the parameters that get gradients in it; None: all."""
+    end_reducing: Callable[[int], None] | None = None
+    """Given: the other Bs and Ws are reduced too, and this is called after each."""
     reduce: Callable[[int], None] = lambda stage: None
     step: Callable[[Result], None] = lambda result: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
@@ -249,9 +251,11 @@ class Executor:
         gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
         self._activity.begin(action)
         start = run.clock.read()
-        if action in self._last_backwards:
-            self.begin_last_backward(index, None)
+        if action.kind is Kind.B:
+            self._begin_reducing(action, None)
         found = backward(microbatch, gradients)
+        if action.kind is Kind.B:
+            self._end_reducing(action)
         if not stage.is_first:
             self._values[Kind.B, index, microbatch] = found
         run.readings.append((action, start, run.clock.read()))
@@ -261,10 +265,18 @@ class Executor:
         stage = self.stages[index]
         self._activity.begin(action)
         start = run.clock.read()
-        if action in self._last_backwards:
-            self.begin_last_backward(index, stage.awaited(microbatch))
+        self._begin_reducing(action, stage.awaited(microbatch))
         stage.backward_weight(microbatch)
+        self._end_reducing(action)
         run.readings.append((action, start, run.clock.read()))
+
+    def _begin_reducing(self, action: Action, awaited: set[Tensor] | None) -> None:
+        if self.end_reducing is not None or action in self._last_backwards:
+            self.begin_reducing(_stage(action), awaited)
+
+    def _end_reducing(self, action: Action) -> None:
+        if self.end_reducing is not None and action not in self._last_backwards:  # after that comes REDUCE
+            self.end_reducing(_stage(action))
 
     # ------------------------------------------------------------------------------------------------ communication
 

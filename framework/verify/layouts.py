@@ -13,7 +13,8 @@ from framework.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (
-    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, sequence, selective or full (recompute), "
+    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, shardN (shard_factor), "
+    "step (parallel.reduce), sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
 )
@@ -34,6 +35,10 @@ class Layout(NamedTuple):
     interleave: int = 0
     """Stages of a pipeline rank; 0: what the schedule takes by itself."""
     recompute: str = "none"
+    shard: int = 0
+    """parallel.shard_factor; 0: all of dp."""
+    reduces_once: bool = False
+    """parallel.reduce = "step"."""
 
     @property
     def size(self) -> int:
@@ -52,6 +57,8 @@ class Layout(NamedTuple):
         words += ["sequence"] if self.sequence else []
         words += [f"interleave{self.interleave}"] if self.interleave else []
         words += [self.recompute] if self.recompute != "none" else []
+        words += [f"shard{self.shard}"] if self.shard else []
+        words += ["step"] if self.reduces_once else []
         return ",".join([*words, f"mbs{self.micro_batch_size}"])
 
 
@@ -59,17 +66,19 @@ def parse_layout(text: str) -> Layout:
     """``dp2,pp2`` -> Layout(dp=2, pp=2). Raises ConfigError with the word that it does not know."""
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
-        found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave)(\d+)", word)
+        found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
         if found:
             key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
             value = int(found[2])
-            if (value < 1 and key != "zero") or (key == "zero" and value > 1):
+            if (value < 1 and key != "zero") or (key == "zero" and value > 2):
                 raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
             layout = layout._replace(recompute=word)
         elif word in (*SCHEDULES, OWN):
             layout = layout._replace(schedule=word)
+        elif word == "step":
+            layout = layout._replace(reduces_once=True)
         elif word == "sequence":
             layout = layout._replace(sequence=True)
         else:
@@ -108,6 +117,8 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
                     "pp": layout.pp,
                     "tp": layout.tp,
                     "zero": layout.zero,
+                    "shard_factor": layout.shard or None,
+                    "reduce": "step" if layout.reduces_once else None,
                     "sequence": layout.sequence,
                 }
             ),
@@ -152,10 +163,13 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
             micro,
             config.pipeline.interleave or 0,
             config.pipeline.recompute,
+            own.shard_factor or 0,
+            own.reduce == "step",
         ),
         Layout(),
         Layout(dp=2, zero=0),
         Layout(dp=4),
+        Layout(dp=4, zero=2, shard=2),
         Layout(pp=2),
         Layout(pp=4, schedule="gpipe"),
         Layout(tp=2),

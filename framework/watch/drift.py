@@ -4,7 +4,7 @@
     weights                     dp                              a bit flipped in memory, a faulty link, a kernel that
       replicated over tp        dp, tp                          adds in another order on one rank
       tied                      dp, tied stages (, tp)
-    moments, fp32 masters       dp with zero = 0 (, tp, tied)
+    moments, fp32 masters       dp with zero = 0, else the groups that have their own shards (, tp, tied)
     frozen parameters           dp (, tp, tied)
     running buffers             tp
 
@@ -43,9 +43,12 @@ class Held(NamedTuple):
     """Before the name of a parameter: ``""`` for a weight, ``"the moment exp_avg of "``."""
     tensor: Tensor
     pieces: tuple[tuple[str, Tensor], ...]
-    over_dp: bool
+    over_dp: Group | None
+    """The replicas that hold the same."""
     over_tp: bool
     tied: Tie | None
+    shard: int = 0
+    """Which one it is of those that differ among replicas."""
 
 
 class Piece(NamedTuple):
@@ -55,7 +58,7 @@ class Piece(NamedTuple):
     name: str
     tp_rank: int | None
     """None: all tp ranks hold it."""
-    dp_rank: int | None
+    shard: int
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -74,20 +77,20 @@ def held(parts: Parts) -> Iterator[Held]:
         for bucket in replica.buckets:
             first, second, steps = parts.optimizer.moments(index)
             index += 1
-            yield _of_bucket("", bucket, bucket.flat, over_dp=True)
+            yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
             stepped = {} if bucket.same_dtype else {"master": bucket.master}
             stepped |= {"moment exp_avg": first, "moment exp_avg_sq": second} if steps else {}
             for what, tensor in stepped.items():
-                yield _of_bucket(f"the {what} of ", bucket, tensor, over_dp=not bucket.shards_gradient)
+                yield _of_bucket(f"the {what} of ", bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
         for member in replica.frozen:
             kind, parameter = kind_of(member), member.parameter.detach()
             named = ((member.info.name, parameter),)
-            yield Held("", parameter, named, True, kind.replicated_over_tp, kind.tied)
+            yield Held("", parameter, named, parts.mesh.dp, kind.replicated_over_tp, kind.tied)
     for name, buffer in parts.running().items():
-        yield Held("the buffer ", buffer, ((name, buffer),), over_dp=False, over_tp=True, tied=None)
+        yield Held("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
 
-def _of_bucket(what: str, bucket: Bucket, tensor: Tensor, *, over_dp: bool) -> Held:
+def _of_bucket(what: str, bucket: Bucket, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
     """``tensor``: flat, the whole bucket or my shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []
@@ -95,7 +98,7 @@ def _of_bucket(what: str, bucket: Bucket, tensor: Tensor, *, over_dp: bool) -> H
         start, stop = max(place.start, begin), min(place.stop, end)
         if start < stop:
             pieces.append((place.member.info.name, tensor[start - begin : stop - begin]))
-    return Held(what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied)
+    return Held(what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard)
 
 
 def check_drift(parts: Parts) -> None:
@@ -110,9 +113,15 @@ def check_drift(parts: Parts) -> None:
         hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
     else:
         hashes = torch.stack([bits(each.tensor) for each in mine])
-    over_dp = [index for index, each in enumerate(mine) if each.over_dp]
+    over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    groups = {each.over_dp.ranks: each.over_dp for each in mine if each.over_dp is not None}
+    for index, each in enumerate(mine):
+        if each.over_dp is not None:
+            over_dp[each.over_dp.ranks].append(index)
     over_tp = [index for index, each in enumerate(mine) if each.over_tp]
-    differs = _differs(mesh.dp, hashes, over_dp) | _differs(mesh.tp, hashes, over_tp)
+    differs = _differs(mesh.tp, hashes, over_tp)
+    for ranks, indices in over_dp.items():
+        differs |= _differs(groups[ranks], hashes, indices)
     for group, copies in _ties(mine):
         differs |= _differs(group, hashes, [first for first, *_ in copies])
         for first, *others in copies:
@@ -169,8 +178,7 @@ def _message(parts: Parts, mine: Sequence[Held], differs: Sequence[bool]) -> str
         for name, tensor in each.pieces:
             if (each.what, name) in wanted:
                 tp_rank = None if each.over_tp else mesh.at.tp_rank
-                dp_rank = None if each.over_dp or mesh.grid.dp == 1 else mesh.at.dp_rank
-                own.append((Piece(each.what, name, tp_rank, dp_rank), int(bits(tensor))))
+                own.append((Piece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
     copies: dict[Piece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(mesh.world.gather_objects(own)):
         for piece, number in found:

@@ -66,13 +66,16 @@ def _weights(parts: Parts, index: int, replica: StageReplica, positions: dict[in
 
 
 def _pieces(bucket: Bucket) -> Iterator[tuple[Place, int, Tensor]]:
-    """Each parameter's gradient, cut where the shards are: (place, shard, numbers)."""
+    """Each parameter's gradient, cut where the shards are: (place, shard, numbers). Mine only, if that is all."""
     start, stop = bucket.shard_range
     size = max(1, stop - start)
     for place in bucket.places:
         for shard in range(place.start // size, -(-place.stop // size)):
             first, end = max(place.start, shard * size), min(place.stop, (shard + 1) * size)
-            yield place, shard, bucket.flat_gradient[first:end]
+            if bucket.keeps_gradient:
+                yield place, shard, bucket.open_gradient()[first:end]
+            elif shard == bucket.sharding.shard.rank:
+                yield place, shard, bucket.shard_gradient[first - start : end - start]
 
 
 def _gradients(
@@ -84,8 +87,8 @@ def _gradients(
         sample for m in range(parts.blueprint.schedule.chunks) for sample in feed.sample_indices(m).tolist()
     )
     for bucket in replica.buckets:
-        summed_over_dp = bucket.dp.size > 1
-        mine = bucket.dp.rank if bucket.shards_gradient else 0
+        summed_over_dp = bucket.sharding.num_replicas > 1
+        mine = bucket.sharding.shard.rank
         for place, shard, gradient in _pieces(bucket):
             wrong = broken(gradient, is_gradient=True)
             if wrong is None:
@@ -95,7 +98,7 @@ def _gradients(
                 axes = [Axis.TP] * (bucket.kind.sum_over_tp and mesh.tp.size > 1)
                 axes += [Axis.PP] * (bucket.kind.tied is not None)
                 # what the others gave to my shard lies with them: if it was finite there, it was not here
-                axes += [Axis.DP] * (summed_over_dp and (not bucket.shards_gradient or bool(axes)))
+                axes += [Axis.DP] * (summed_over_dp and (bucket.sharding.copies.size > 1 or bool(axes)))
             of = Of.SUM if axes or (shard == mine and summed_over_dp) else Of.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:

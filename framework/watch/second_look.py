@@ -58,7 +58,8 @@ def look_again(parts: Parts, feed: StepFeed) -> list[Evidence]:
         for look in looks:
             within.enter_context(look.watching())
         within.enter_context(_instead(executor, "reduce", lambda stage: None))
-        within.enter_context(_instead(executor, "begin_last_backward", lambda stage, awaited: None))
+        within.enter_context(_instead(executor, "begin_reducing", lambda stage, awaited: None))
+        within.enter_context(_instead(executor, "end_reducing", None))
         within.enter_context(_instead(executor, "step", lambda result: None))
         result = executor.run(feed)
     found = [evidence for look in looks for evidence in look.told()]
@@ -104,7 +105,7 @@ class _Look:
             if module is not self.stage.layers:  # its children are called, it is not
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
-            bucket.flat_gradient.zero_()
+            bucket.open_gradient().zero_()
             for place in bucket.places:
                 hook = self._gradient_hook(bucket, place)
                 handles.append(place.member.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ from framework.errors import ConfigError
         # torchtitan
         ("parallelism.tensor_parallel_degree", "parallel.tp"),
         ("parallelism.pipeline_parallel_degree", "parallel.pp"),
-        ("parallelism.data_parallel_replicate_degree", "parallel.dp"),
+        ("parallelism.data_parallel_replicate_degree", "parallel.dp divided by parallel.shard_factor"),
         ("parallelism.pipeline_parallel_schedule", "pipeline.schedule"),
         ("training.local_batch_size", "batch.micro_batch_size"),
         ("training.global_batch_size", "batch.global_batch"),

@@ -71,8 +71,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         ("[parallel]\npp = 2.0", "run.toml: parallel.pp = 2.0 is not allowed: a whole number, at least 1"),
         ("[parallel]\npp = 0", "run.toml: parallel.pp = 0 is not allowed: a whole number, at least 1"),
         ("[parallel]\npp = true", "run.toml: parallel.pp = true is not allowed: a whole number, at least 1"),
-        ("[parallel]\nzero = true", "run.toml: parallel.zero = true is not allowed: 0 or 1"),
-        ("[parallel]\nzero = 3", "run.toml: parallel.zero = 3 is not allowed: 0 or 1"),
+        ("[parallel]\nzero = true", "run.toml: parallel.zero = true is not allowed: 0, 1 or 2"),
+        ("[parallel]\nzero = 3", "run.toml: parallel.zero = 3 is not allowed: 0, 1 or 2"),
         (
             "[parallel]\ndp = 0",
             'run.toml: parallel.dp = 0 is not allowed: a whole number, at least 1 and at most 1000000; or "auto" or -1',
@@ -147,12 +147,12 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
         (
             "[parallel]\ntpp = 2",
             "run.toml: parallel.tpp = 2: there is no such key in [parallel] (dp, pp, tp, sequence, zero, "
-            "bucket_bytes, tp_across_nodes); did you mean parallel.tp?",
+            "shard_factor, reduce, bucket_bytes, tp_across_nodes); did you mean parallel.tp?",
         ),
         (
             "[parallel]\nxyzzy = 2",
             "run.toml: parallel.xyzzy = 2: there is no such key in [parallel] (dp, pp, tp, sequence, zero, "
-            "bucket_bytes, tp_across_nodes)",
+            "shard_factor, reduce, bucket_bytes, tp_across_nodes)",
         ),
         (
             "[train]\nlearning_rate = 2",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.data_parallel.buckets import Bucket, Member, Tie, accumulation_dtype, plan_buckets
+from framework.data_parallel.buckets import Bucket, Member, Sharding, Tie, accumulation_dtype, plan_buckets
 from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 
@@ -18,6 +18,11 @@ TIED = Tie("embedding.weight", Group("tied", (0, 4), 0), True)
 def lonely(rank: int = 0, size: int = 1) -> Group:
     """A place among replicas that cannot talk."""
     return Group("dp", tuple(range(size)), rank)
+
+
+def sharded(zero: int, rank: int = 0, size: int = 1) -> Sharding:
+    """Over all of them, or not at all."""
+    return Sharding(lonely(rank, size), lonely()) if zero else Sharding(lonely(), lonely(rank, size))
 
 
 def member(
@@ -93,6 +98,14 @@ def test_the_last_layer_comes_first() -> None:
     assert names == [["layer4", "layer3"], ["layer2", "layer1"], ["layer0"]]
 
 
+def test_buckets_come_as_backward_completes_them() -> None:
+    """The biases of all layers fit into one, which is begun first but one and complete last: nobody waits for it."""
+    members = [member(f"layer{i}.{what}", shape) for i in range(4) for what, shape in (("a", (4, 3)), ("b", (4,)))]
+    names = [[m.info.name for m in group] for _, group in plan_buckets(members, 96)]
+    biases = [f"layer{i}.b" for i in (3, 2, 1, 0)]
+    assert names == [["layer3.a", "layer2.a"], biases, ["layer1.a", "layer0.a"]]
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_shards_cover_the_bucket_once(dp: int, zero: int) -> None:
@@ -103,7 +116,7 @@ def test_shards_cover_the_bucket_once(dp: int, zero: int) -> None:
     for rank in range(dp):
         members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
         [(kind, group)] = plan_buckets(members, 2**20)
-        bucket = Bucket(kind, group, lonely(rank, dp), zero)
+        bucket = Bucket(kind, group, sharded(zero, rank, dp))
         shards = dp if zero else 1
         assert [(place.start, place.stop) for place in bucket.places] == [(0, 3), (8, 16)]
         assert bucket.numel % (8 * shards) == 0 and 16 <= bucket.numel < 16 + 8 * shards
@@ -121,7 +134,7 @@ def test_the_model_computes_with_the_bucket_s_own_memory() -> None:
     members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
     before = [m.parameter.detach().clone() for m in members]
     [(kind, group)] = plan_buckets(members, 2**20)
-    bucket = Bucket(kind, group, lonely(), 1)
+    bucket = Bucket(kind, group, sharded(1))
     for place in bucket.places:
         assert place.member.parameter.data_ptr() == bucket.flat[place.start :].data_ptr()
     for m, values in zip(members, before, strict=True):
@@ -140,7 +153,7 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
     with torch.no_grad():
         one.parameter.fill_(1.0)
     [(kind, group)] = plan_buckets([one], 2**20)
-    bucket = Bucket(kind, group, lonely(), zero)
+    bucket = Bucket(kind, group, sharded(zero))
     assert bucket.master.dtype == bucket.flat_gradient.dtype == torch.float32 and bucket.flat.dtype == torch.bfloat16
     for _ in range(8):
         bucket.master.add_(2**-10)  # an eighth of bfloat16's step at 1
@@ -151,7 +164,7 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
 def test_float32_and_float64_have_none() -> None:
     for dtype in (torch.float32, torch.float64):
         [(kind, group)] = plan_buckets([member("a.weight", (2, 4), dtype=dtype)], 2**20)
-        bucket = Bucket(kind, group, lonely(), 1)
+        bucket = Bucket(kind, group, sharded(1))
         assert bucket.master.data_ptr() == bucket.flat.data_ptr() and accumulation_dtype(dtype) == dtype
     assert accumulation_dtype(torch.bfloat16) == torch.float32
 

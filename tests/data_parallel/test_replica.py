@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.data_parallel.buckets import Member
+from framework.data_parallel.buckets import Member, Sharding
 from framework.data_parallel.replica import StageReplica, members_of
 from framework.mesh.comm import Counted, Group
 from framework.mesh.grid import Grid
@@ -36,15 +36,16 @@ def replica_of(
     dp: Group = ALONE,
     tp: Group = ALONE,
     *,
-    zero: int = 1,
+    copies: Group = ALONE,
     bucket_bytes: int = 2**20,
+    keeps_gradient: bool = True,
     **info: Any,
 ) -> StageReplica:
     members = [
         Member(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer)
         for name, parameter, layer in members_of(layers)
     ]
-    return StageReplica(members, dp, tp, zero=zero, bucket_bytes=bucket_bytes)
+    return StageReplica(members, Sharding(dp, copies), tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient)
 
 
 def sample(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -84,7 +85,7 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     rounded: dict[str, Tensor] = {}
     for seed in range(6):
         if seed == 5:
-            replica.begin_last_backward()
+            replica.begin_reducing()
         run(layers, sample(seed, torch.bfloat16))
         for name, gradient in plain_gradients(seed, torch.bfloat16).items():
             expected[name] = expected.get(name, torch.zeros(gradient.shape)) + gradient.float()
@@ -146,43 +147,75 @@ def test_a_weight_used_by_two_layers_is_one_member_of_the_first() -> None:
 # ----------------------------------------------------------------------------------------------------------- real ranks
 
 
-def reduced(rank: int, dp: int, zero: int, bucket_bytes: int, last_names: list[str]) -> list[dict[str, Any]]:
+class How(NamedTuple):
+    """What the replicas share, and when; ``calls``: of each bucket in a step of four micro-batches."""
+
+    shard_factor: int | None
+    calls: dict[tuple[str, str], int]
+    keeps_gradient: bool = True
+    each: bool = False
+
+
+HOWS = {
+    "zero0": How(1, {("dp", "all_reduce"): 1}),
+    "zero1": How(None, {("dp", "reduce_scatter"): 1}),
+    "zero1 in pairs": How(2, {("dp_shard", "reduce_scatter"): 1, ("dp_replicate", "all_reduce"): 1}),
+    "zero2": How(None, {("dp", "reduce_scatter"): 4}, keeps_gradient=False, each=True),
+    "zero2 in pairs": How(
+        2, {("dp_shard", "reduce_scatter"): 4, ("dp_replicate", "all_reduce"): 1}, keeps_gradient=False, each=True
+    ),
+    "zero2 once": How(None, {("dp", "reduce_scatter"): 1}, keeps_gradient=False),
+}
+
+
+def reduced(rank: int, dp: int, how: str, bucket_bytes: int, last_names: list[str]) -> list[dict[str, Any]]:
     """Four micro-batches on each replica, two steps; in the last one a replica runs only ``last_names[rank]``."""
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers = layers_of()
-    replica = replica_of(layers, mesh.dp, mesh.tp, zero=zero, bucket_bytes=bucket_bytes)
+    factor, _, keeps_gradient, each = HOWS[how]
+    shard, copies = mesh.split_dp(factor or dp)
+    replica = replica_of(
+        layers, shard, mesh.tp, copies=copies, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient
+    )
     found = []
     for _ in range(2):
         replica.begin_step()
         mesh.traffic.reset()
         before_last: dict[Any, Counted] = {}
+        left = 0
         for m in range(4):
             if m == 3:
                 before_last = dict(mesh.traffic.counts)
-                replica.begin_last_backward()
+            if m == 3 or each:
+                replica.begin_reducing()
             run(layers, sample(100 * rank + m), last_names[rank] if m == 3 else "abc")
+            if each and m < 3:
+                replica.end_reducing()
+                left = max(left, sum(bucket.flat_gradient is not None for bucket in replica.buckets))
         replica.finish_reduce()
+        left = max(left, sum(bucket.flat_gradient is not None for bucket in replica.buckets))
         whole = {}
         for bucket in replica.buckets:
-            flat = bucket.flat_gradient
+            flat = bucket.shard_gradient
             if bucket.shards_gradient:
-                flat = torch.empty_like(flat)
-                mesh.dp.all_gather(flat, bucket.shard_gradient.clone()).wait()
+                flat = torch.empty(bucket.numel, dtype=flat.dtype)
+                shard.all_gather(flat, bucket.shard_gradient.clone()).wait()
             for place in bucket.places:
                 whole[place.member.info.name] = flat[place.start : place.stop].clone()
-        operation = "reduce_scatter" if zero else "all_reduce"
+        calls = {key: counted.calls for key, counted in mesh.traffic.counts.items() if key[1] != "all_gather"}
         found.append(
             {
                 "gradients": whole,
-                "calls": mesh.traffic.counts["dp", operation].calls,
+                "calls": calls,
                 "early": before_last,
                 "buckets": len(replica.buckets),
+                "left": left,
             }
         )
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("dp", "bucket_bytes", "last_names"),
     [
@@ -193,11 +226,14 @@ def reduced(rank: int, dp: int, zero: int, bucket_bytes: int, last_names: list[s
         (4, 1, ["b", "a", "c", "abc"]),
     ],
 )
-def test_each_bucket_is_reduced_once_per_step_and_is_whole(
-    zero: int, dp: int, bucket_bytes: int, last_names: list[str], pool: RankPool
+def test_each_bucket_is_reduced_as_often_as_it_should_and_is_whole(
+    how: str, dp: int, bucket_bytes: int, last_names: list[str], pool: RankPool
 ) -> None:
-    """Unused parameters too: no replica waits for another's bucket, and no earlier micro-batch is lost."""
-    ranks = pool.run(reduced, dp, zero, bucket_bytes, last_names)
+    """Unused parameters too: no replica waits for another's bucket, and no earlier micro-batch is lost. Once in a step;
+    with ZeRO-2 after each micro-batch, and no whole gradient is left then."""
+    if "pairs" in how and dp != 4:
+        pytest.skip("no pairs of two pairs")
+    ranks = pool.run(reduced, dp, how, bucket_bytes, last_names)
     expected: dict[str, Tensor] = {}
     for rank in range(dp):
         for m in range(4):
@@ -206,8 +242,9 @@ def test_each_bucket_is_reduced_once_per_step_and_is_whole(
                 expected[name] = expected.get(name, torch.zeros_like(gradient)) + gradient
     for steps in ranks:
         for step in steps:
-            assert step["calls"] == step["buckets"], "once per bucket, whatever the number of micro-batches"
-            assert not step["early"], "nothing is said before the last backward"
+            assert step["calls"] == {key: calls * step["buckets"] for key, calls in HOWS[how].calls.items()}
+            assert bool(step["early"]) == HOWS[how].each, "nothing is said before the last backward"
+            assert step["left"] == (step["buckets"] if HOWS[how].keeps_gradient else 0)
             for name, gradient in step["gradients"].items():
                 torch.testing.assert_close(gradient.view_as(expected[name]), expected[name], rtol=1e-12, atol=1e-12)
 
@@ -218,7 +255,7 @@ def posted_during_backward(rank: int, dp: int) -> list[tuple[str, int]]:
     layers = layers_of()
     replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=1)
     replica.begin_step()
-    replica.begin_last_backward()
+    replica.begin_reducing()
     seen: list[tuple[str, int]] = []
     x = sample(rank).requires_grad_()
     for name in "abc":

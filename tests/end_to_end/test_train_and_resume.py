@@ -47,6 +47,8 @@ def stop_half_way(config: RunConfig) -> None:
         *(pytest.param(text, "float32", marks=TORTURE) for text in LAYOUTS if "zero0" in text),
         (LAYOUTS[1], "bfloat16"),
         pytest.param(LAYOUTS[7], "bfloat16", marks=TORTURE),
+        ("dp4,zero2,shard2", "float32"),
+        pytest.param("dp2,pp2,tp2,zero2", "bfloat16", marks=TORTURE),
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(

@@ -77,7 +77,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
             stage.forward(0, microbatch.inputs, microbatch.labels, train=True)
         kept_bytes = kept.bytes()
         stage.backward(0, None)
-    gradients = [bucket.flat_gradient.clone() for replica in parts.replicas.values() for bucket in replica.buckets]
+    gradients = [bucket.open_gradient().clone() for replica in parts.replicas.values() for bucket in replica.buckets]
     return Cost(kept_bytes, counter.get_total_flops(), gradients)
 
 

@@ -23,12 +23,14 @@ from tests.verify.cases import (
     pairs,
     pairwise,
     prove,
+    sharded_choices,
     size_for,
     suits,
 )
 
 FLOAT64 = [Case(model, layout) for layout in every_layout() for model in MODELS if suits(model, layout)]
 OTHER_SCHEDULES = [Case(model, layout) for layout in every_other_schedule() for model in MODELS if suits(model, layout)]
+SHARDED = [Case(model, layout) for layout in sharded_choices() for model in DECODERS]
 CHOICES = [Case(model, layout) for layout in other_choices() for model in DECODERS]
 USUAL_DEGREES = {1, 2, 3, 4, 8}
 """Five, six and seven of a kind are left to ``make verify-all``."""
@@ -39,6 +41,7 @@ OF_DECODERS = [
 ]
 SELECTION = pairwise(OF_DECODERS)
 OTHER_SELECTION = pairwise(CHOICES)
+SHARDED_SELECTION = pairwise(SHARDED)
 FLOAT32 = [
     Case(model, parse_layout(text), "float32")
     for model, text in (
@@ -82,6 +85,11 @@ def test_the_other_schedules_do_with_recomputation_too(case: Case, pool: RankPoo
     check(case, 2, pool, references, twice=False)
 
 
+@pytest.mark.parametrize("case", SHARDED_SELECTION, ids=str)
+def test_whatever_is_sharded_over_the_replicas(case: Case, pool: RankPool, references: References) -> None:
+    check(case, 2, pool, references, twice=False)
+
+
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references: References) -> None:
     check(case, 2, pool, references)
@@ -112,7 +120,7 @@ def test_the_numbers_stay_so_over_ten_steps(case: Case, pool: RankPool, referenc
 
 def test_the_selection_misses_no_pair() -> None:
     """Counted anew, without the generator's own bookkeeping."""
-    for selection, cases in ((SELECTION, OF_DECODERS), (OTHER_SELECTION, CHOICES)):
+    for selection, cases in ((SELECTION, OF_DECODERS), (OTHER_SELECTION, CHOICES), (SHARDED_SELECTION, SHARDED)):
         seen = set().union(*(pairs(case) for case in selection))
         for case in cases:
             chosen = {"model": case.model, **case.layout._asdict()}

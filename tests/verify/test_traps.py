@@ -174,14 +174,14 @@ def tie_lost(patch: pytest.MonkeyPatch) -> None:
 
 def only_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
     """What the earlier micro-batches accumulated is gone when the reduction begins."""
-    begin = StageReplica.begin_last_backward
+    begin = StageReplica.begin_reducing
 
     def forgetful(replica: StageReplica, awaited: set[Tensor] | None = None) -> None:
         for bucket in replica.buckets:
-            bucket.flat_gradient.zero_()
+            bucket.open_gradient().zero_()
         begin(replica, awaited)
 
-    patch.setattr(StageReplica, "begin_last_backward", forgetful)
+    patch.setattr(StageReplica, "begin_reducing", forgetful)
 
 
 def reduced_per_microbatch(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def reduced_per_microbatch(patch: pytest.MonkeyPatch) -> None:
 
     def taken_for_the_last(executor: Executor, action: Action, *more: Any) -> None:
         assert action.stage is not None
-        executor.begin_last_backward(action.stage, None)
+        executor.begin_reducing(action.stage, None)
         backward(executor, action, *more)
 
     patch.setattr(Executor, "_backward", taken_for_the_last)
@@ -210,9 +210,10 @@ def accumulated_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
     """The sum over the micro-batches is rounded to bfloat16 after each of them."""
     accumulated = StageReplica._accumulated
 
-    def rounding(replica: StageReplica, parameter: Tensor, *, index: int, view: Tensor, in_place: bool) -> None:
+    def rounding(replica: StageReplica, parameter: Tensor, *, index: int, number: int) -> None:
+        view = replica.buckets[index].gradient_views[number]
         view.copy_(view.bfloat16())
-        accumulated(replica, parameter, index=index, view=view, in_place=in_place)
+        accumulated(replica, parameter, index=index, number=number)
 
     patch.setattr(StageReplica, "_accumulated", rounding)
 

@@ -102,7 +102,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
     return Measured(
         {key: (counted.calls, counted.wire_bytes) for key, counted in mesh.traffic.counts.items()},
         dict(counter.counts),
-        [bucket.flat_gradient.numel() * bucket.flat_gradient.element_size() for bucket in buckets],
+        [bucket.numel * bucket.shard_gradient.element_size() for bucket in buckets],
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.sum_over_tp),
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.tied is not None),
     )
@@ -150,6 +150,27 @@ def test_replicas_say_twice_their_gradients_per_step(layout: str, pool: RankPool
         assert {key: calls for key, (calls, _) in found.own.items() if key[0] == "dp"} == {
             ("dp", operation): len(found.bucket_bytes) for operation in operations
         }
+
+
+def test_hybrid_sharding_says_across_the_pairs_only_a_shard_of_it(pool: RankPool) -> None:
+    """Among f neighbours 2 M (f-1)/f, and across r = d/f groups 2 (M/f) (r-1)/r: the links between nodes carry less."""
+    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    text = layout_config(config, parse_layout("dp4,shard2,mbs2"), SIZE.global_batch, "float32").model_dump_json()
+    for found in pool.run(measure, 4, text):
+        message = sum(found.bucket_bytes)
+        assert wire_bytes(found, "dp_shard") == pytest.approx(message, rel=1e-12)
+        assert wire_bytes(found, "dp_replicate") == pytest.approx(message / 2, rel=1e-12)
+        assert wire_bytes(found, "dp") == 0
+
+
+def test_sharded_gradients_are_said_after_each_micro_batch(pool: RankPool) -> None:
+    """chunks M (d-1)/d, and M (d-1)/d of weights; or, reduced once, what ZeRO-1 says."""
+    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    for text, times in (("dp2,zero2", SIZE.global_batch // 2), ("dp2,zero2,step", 1)):
+        for found in measured(config, text, pool):
+            message = sum(found.bucket_bytes)
+            assert found.own["dp", "reduce_scatter"][1] == pytest.approx(times * message / 2, rel=1e-12)
+            assert found.own["dp", "all_gather"][1] == pytest.approx(message / 2, rel=1e-12)
 
 
 def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:

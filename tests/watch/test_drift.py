@@ -158,6 +158,26 @@ CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
         ],
     ),
     (
+        "dp4,zero2,shard2",
+        "bfloat16",
+        "",
+        [
+            (
+                Flip(1, "weight", "block0.mlp.up.weight"),
+                "block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) is unlike the other 3 copies",
+            ),
+            (  # half of it each: only rank 2 holds what rank 0 does
+                Flip(0, "exp_avg", "block0.mlp.up.weight"),
+                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 tp0) and "
+                f"rank 2 (pp0 dp2 tp0){UNDECIDED}",
+            ),
+            (
+                Flip(3, "master", "block0.mlp.up.weight"),
+                "the master of block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) and rank 3",
+            ),
+        ],
+    ),
+    (
         "dp4,zero0",
         "float64",
         "tests.watch.builders:partly_frozen",

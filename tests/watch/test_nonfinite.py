@@ -142,6 +142,15 @@ CASES: list[tuple[str, str, str, list[tuple[Spoil, str]]]] = [
         ],
     ),
     (
+        "dp4,zero2,shard2",
+        "float32",
+        "",
+        [
+            (Spoil("gradient", 3, "norm.weight", 2), "rank 3 (pp0 dp3 tp0): the gradient of norm.weight .* sample"),
+            (Spoil("weight", 1, "block1.mlp.down.weight"), "rank 1 (pp0 dp1 tp0): the weight block1.mlp.down.weight "),
+        ],
+    ),
+    (
         "dp2,tp2,sequence,zero0,selective",
         "bfloat16",
         "",

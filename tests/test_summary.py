@@ -1,0 +1,51 @@
+"""What is said before the first step: what each rank holds, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from framework.blueprint import draw_blueprint
+from framework.summary import rank_shares, summarise
+from framework.verify import layout_config, parse_layout
+from tests.verify.cases import config_of
+
+ELEMENTS = 64 * 16 + 3 * (16 * 16 + 16) + 16 * 64 + 64
+OPTIONS = {"vocab_size": 64, "width": 16, "depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "gradients", "optimizer"),
+    [
+        ("dp4,zero0", "float32", 4.0, 8.0),
+        ("dp4,zero1", "float32", 4.0, 8 / 4),
+        ("dp4,zero1,shard2", "bfloat16", 4.0, 12 / 2),
+        ("dp4,zero1,shard1", "bfloat16", 4.0, 12.0),
+        ("dp4,zero2", "bfloat16", 4 / 4, 12 / 4),
+        ("dp4,zero2,shard2", "float64", 8 / 2, 16 / 2),
+        ("dp4,zero2,step", "bfloat16", 4 + 4 / 4, 12 / 4),
+        ("dp4,zero2,shard1", "float32", 4.0, 8.0),
+    ],
+)
+def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimizer: float) -> None:
+    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
+    [share] = rank_shares(draw_blueprint(config))
+    assert share.num_parameters == ELEMENTS
+    assert share.gradient_bytes == pytest.approx(gradients * ELEMENTS, abs=1)
+    assert share.optimizer_bytes == pytest.approx(optimizer * ELEMENTS, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ("dp4,zero1,shard2", "float32, ZeRO-1 in 2 groups of 2"),
+        (
+            "dp4,zero2",
+            "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n"
+            '           (parallel.reduce = "step": once, and it keeps all 11.4 KiB until then)',
+        ),
+        ("dp4,zero2,step", "summed once in a step, and kept whole until then: 11.4 KiB on a rank, as with ZeRO-1"),
+    ],
+)
+def test_what_sharding_costs_is_said(layout: str, line: str) -> None:
+    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, "float32")
+    assert line in summarise(draw_blueprint(config), ["here"] * 4)
