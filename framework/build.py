@@ -17,14 +17,14 @@ from framework.checkpoint import Behind
 from framework.config import RunConfig, reduces_each, shard_factor
 from framework.data.samples import Feed, validation_steps
 from framework.data.span_corruption import SpanCorruptionFeed
-from framework.data_parallel.buckets import Sharding
-from framework.data_parallel.replica import StageReplica
+from framework.data_parallel.buckets import Member, Sharding
+from framework.data_parallel.replica import Replica, StageReplica
 from framework.errors import MeshError, ModelError
 from framework.feeds import AnyFeed, Source, open_feeds
 from framework.materialise import materialise, stage_members, tied_groups
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
-from framework.optimizer.adamw import FlatAdamW, Shard
+from framework.optimizer.flat import FlatOptimizer, Shard
 from framework.pipeline.executor import Executor, Microbatch, Result
 from framework.pipeline.recompute import Context, recompute_parts
 from framework.pipeline.running import running_values
@@ -44,9 +44,9 @@ class Parts:
     config: RunConfig
     mesh: Mesh
     blueprint: Blueprint
-    replicas: dict[int, StageReplica]
+    replicas: dict[int, Replica]
     executor: Executor
-    optimizer: FlatAdamW
+    optimizer: FlatOptimizer
     feed: Source
     validation: Source | None
     state: TrainState = field(default_factory=TrainState)
@@ -161,17 +161,18 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
     last = len(blueprint.stages) - 1
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
-    replicas: dict[int, StageReplica] = {}
+    replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        layers = materialise(blueprint, index, mesh.device)
-        replicas[index] = StageReplica(
-            stage_members(blueprint, index, layers, tied),
-            sharding,
-            mesh.tp,
-            bucket_bytes=config.parallel.bucket_bytes,
-            keeps_gradient=config.parallel.zero < 2,
-        )
+        by_torch = config.parallel.zero == 3 and sharding.shard.size > 1
+        layers = materialise(blueprint, index, torch.device("cpu") if by_torch else mesh.device)
+        members = stage_members(blueprint, index, layers, tied)
+        if by_torch and any(member.parameter.requires_grad for member in members):
+            replicas[index] = _fully_sharded(members, sharding, mesh, layers, DTYPES[config.train.dtype])
+        else:
+            bucket_bytes, keeps = config.parallel.bucket_bytes, config.parallel.zero < 2
+            layers = layers.to(mesh.device)
+            replicas[index] = StageReplica(members, sharding, mesh.tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps)
         if config.train.compile:
             for layer in layers:
                 layer.compile()
@@ -190,7 +191,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
             running=frozenset(blueprint.running),
         )
         again.stage = stages[index]
-    optimizer = FlatAdamW(
+    optimizer = FlatOptimizer(
         [
             Shard(
                 bucket.master,
@@ -219,6 +220,14 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
     return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
+
+
+def _fully_sharded(
+    members: list[Member], sharding: Sharding, mesh: Mesh, layers: nn.Sequential, dtype: torch.dtype
+) -> Replica:
+    from framework.data_parallel.fully_sharded import FullyShardedStage  # half a second of imports for who wants it
+
+    return FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device)
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

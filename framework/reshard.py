@@ -41,6 +41,7 @@ from framework.data_parallel.buckets import Member, accumulation_dtype, kind_of,
 from framework.errors import CheckpointError, ConfigError
 from framework.materialise import stage_members
 from framework.mesh.comm import Group
+from framework.optimizer.flat import states_of
 from framework.parameters import ParameterInfo
 from framework.watch.lock import RunLock
 
@@ -132,7 +133,7 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Held]:
             if not kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            kinds = [Kind.WEIGHTS, Kind.EXP_AVG, Kind.EXP_AVG_SQ]
+            kinds = [Kind.WEIGHTS, *(Kind(name) for name in states_of(blueprint.config.optimizer))]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(Kind.MASTER)
             for of in kinds:

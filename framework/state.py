@@ -11,11 +11,11 @@ from torch import Tensor
 from framework.blueprint import Blueprint
 from framework.checkpoint import Checkpoint, Kind, Piece
 from framework.checkpoint.space import Weight
-from framework.data_parallel.buckets import Bucket, Member, kind_of
-from framework.data_parallel.replica import StageReplica
+from framework.data_parallel.buckets import Member, Sharded, kind_of
+from framework.data_parallel.replica import Replica
 from framework.errors import CheckpointError
 from framework.mesh.mesh import Mesh
-from framework.optimizer.adamw import FlatAdamW
+from framework.optimizer.flat import FlatOptimizer
 from framework.parameters import ParameterInfo
 
 
@@ -46,16 +46,7 @@ class TrainState:
     """Labels that counted, summed over all steps."""
 
 
-def whole(bucket: Bucket, shard: Tensor) -> Tensor:
-    """The flat tensor of a bucket out of its neighbours' shards. Every dp rank calls it; holds one bucket's bytes."""
-    if not bucket.shards_gradient:
-        return shard
-    flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-    bucket.sharding.shard.all_gather(flat, shard.contiguous()).wait()
-    return flat
-
-
-def flat_pieces(kind: Kind, bucket: Bucket, flat: Tensor) -> Iterator[Piece]:
+def flat_pieces(kind: Kind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
     """The parameters' parts of a flat tensor, without padding."""
     for place in bucket.places:
         info = place.member.info
@@ -63,7 +54,7 @@ def flat_pieces(kind: Kind, bucket: Bucket, flat: Tensor) -> Iterator[Piece]:
 
 
 def pieces(
-    replicas: Mapping[int, StageReplica], optimizer: FlatAdamW, mesh: Mesh, running: Mapping[str, Tensor]
+    replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
 ) -> Iterator[Piece]:
     """What this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the way.
 
@@ -80,25 +71,27 @@ def pieces(
             if mesh.at.dp_rank == 0 and kind_of(member).owns(mesh.at.tp_rank):
                 yield Piece(Kind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
-            exp_avg, exp_avg_sq, _ = optimizer.moments(index)
+            states, _ = optimizer.states(index)
             index += 1
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
-            shards = {Kind.EXP_AVG: exp_avg, Kind.EXP_AVG_SQ: exp_avg_sq}
+            shards = {Kind(name): state for name, state in states.items()}
             if not bucket.same_dtype:
                 shards[Kind.MASTER] = bucket.master
+            weights = bucket.whole_weights()
             if mesh.at.dp_rank == 0:
-                yield from flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)
+                yield from flat_pieces(Kind.WEIGHTS, bucket, weights)
+            del weights
             for kind, shard in shards.items():
-                flat = whole(bucket, shard)
+                flat = bucket.whole(shard)
                 if mesh.at.dp_rank == 0:
                     yield from flat_pieces(kind, bucket, flat)
 
 
 def restore(
     checkpoint: Checkpoint,
-    replicas: Mapping[int, StageReplica],
-    optimizer: FlatAdamW,
+    replicas: Mapping[int, Replica],
+    optimizer: FlatOptimizer,
     optimizer_steps: int,
     running: Mapping[str, Tensor],
 ) -> None:
@@ -119,15 +112,14 @@ def restore(
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
-                bucket.flat.copy_(_read_bucket(checkpoint, Kind.WEIGHTS, bucket, bucket.flat))
-                if not bucket.same_dtype:
-                    bucket.master.copy_(_read_bucket(checkpoint, Kind.MASTER, bucket, bucket.master)[start:stop])
+                master = None if bucket.same_dtype else _read_bucket(checkpoint, Kind.MASTER, bucket)
+                bucket.load(_read_bucket(checkpoint, Kind.WEIGHTS, bucket), master)
             if optimizer_steps:
-                moments = [
-                    _read_bucket(checkpoint, kind, bucket, bucket.master)[start:stop].clone()
-                    for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-                ]
-                optimizer.restore(index, moments[0], moments[1], optimizer_steps)
+                states = {
+                    name: _read_bucket(checkpoint, Kind(name), bucket)[start:stop].clone()
+                    for name in optimizer.state_names
+                }
+                optimizer.restore(index, states, optimizer_steps)
             index += 1
 
 
@@ -141,8 +133,9 @@ def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype
     return found
 
 
-def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Bucket, like: Tensor) -> Tensor:
-    """One kind of tensor for all parameters of a bucket, flat, of the dtype of ``like``; padding zero."""
+def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Sharded) -> Tensor:
+    """One kind of tensor for all parameters of a bucket, flat, in the optimizer's dtype; padding zero."""
+    like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
     for place in bucket.places:
         flat[place.start : place.stop] = _read(checkpoint, kind, place.member, like.dtype).to(like.device).reshape(-1)

@@ -10,7 +10,7 @@ import torch
 from framework.blueprint import batch_numbers
 from framework.build import Parts, StepFeed, validation_batches
 from framework.data_parallel.replica import sum_ties
-from framework.optimizer.adamw import clip_factor
+from framework.optimizer.flat import clip_factor
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.executor import Result
 from framework.watch.nonfinite import refuse
@@ -72,7 +72,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
     """
     config, mesh = parts.config, parts.mesh
-    sum_ties(parts.replicas.values())
+    sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
     loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if speaks else zero

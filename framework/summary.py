@@ -10,6 +10,7 @@ import torch
 from framework.blueprint import DTYPES, Blueprint, batch_numbers
 from framework.config import RunConfig, reduces_each, shard_factor
 from framework.mesh.view import draw
+from framework.optimizer.flat import states_of
 from framework.schedule.draw import text as schedule_text
 from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
 
@@ -24,10 +25,11 @@ class RankShare(NamedTuple):
     num_parameters: int
     """In memory, padding included."""
     weight_bytes: int
+    """With ZeRO-3 a shard, in the optimizer's dtype; a layer or two are gathered besides it."""
     gradient_bytes: int
-    """Kept over a step; with ZeRO-2 a backward holds two buckets more, until they are summed."""
+    """Kept over a step; with ZeRO-2 a backward holds some buckets more until they are summed, with ZeRO-3 a layer."""
     optimizer_bytes: int
-    """Moments and, under bfloat16, master weights; of the ZeRO shard."""
+    """Its states and, under bfloat16, master weights; of the ZeRO shard."""
     peak_activations: int
     """Micro-batches in flight."""
 
@@ -37,8 +39,10 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     config = blueprint.config
     dtype = DTYPES[config.train.dtype]
     accumulate_bytes = 8 if dtype == torch.float64 else 4
-    per_element = 2 * accumulate_bytes + (0 if dtype.itemsize == accumulate_bytes else accumulate_bytes)
     shards = shard_factor(config)
+    cuts_weights = config.parallel.zero == 3 and shards > 1
+    is_master = cuts_weights or dtype.itemsize == accumulate_bytes
+    per_element = (len(states_of(config.optimizer)) + (not is_master)) * accumulate_bytes
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -53,7 +57,9 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 count,
-                count * dtype.itemsize,
+                trained * accumulate_bytes // shards + (count - trained) * dtype.itemsize
+                if cuts_weights
+                else count * dtype.itemsize,
                 _gradient_bytes(config, trained * accumulate_bytes),
                 trained * per_element // shards,
                 peaks[blueprint.schedule.rank_of(stage)],
@@ -122,15 +128,21 @@ def _price(blueprint: Blueprint) -> list[str]:
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
-    kept = max(share.gradient_bytes for share in rank_shares(blueprint))
-    if not reduces_each(config):
-        whole = kept * shards // (shards + 1)
-        return [
-            f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank, as with ZeRO-1"
+    chunks, shares = batch_numbers(config).chunks, rank_shares(blueprint)
+    kept = max(share.gradient_bytes for share in shares)
+    whole = kept * shards // (1 if reduces_each(config) else shards + 1)
+    lines = []
+    if config.parallel.zero == 3:
+        item = DTYPES[config.train.dtype].itemsize
+        sent = memory(whole * item // (8 if config.train.dtype == "float64" else 4) * (shards - 1) // shards)
+        lines = [
+            f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x 2 x {sent} in a step"
         ]
-    whole = kept * shards
-    sent = f"{batch_numbers(config).chunks} x {memory(whole - kept)}"
+    if not reduces_each(config):
+        return [*lines, f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank"]
+    sent = f"{chunks} x {memory(whole - kept)}"
     return [
+        *lines,
         f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {sent} in a step",
         f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
     ]

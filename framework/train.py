@@ -27,6 +27,7 @@ from framework.errors import CheckpointError, ConfigError, DriftError, NonFinite
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
+from framework.optimizer.flat import states_of
 from framework.process import GiveUp, end_process
 from framework.resume import resume
 from framework.saving import Saver
@@ -63,7 +64,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     open_feeds(config)
     check_space(
         make_directory(config),
-        checkpoint_bytes(saved_weights(blueprint)),
+        checkpoint_bytes(saved_weights(blueprint), len(states_of(config.optimizer))),
         keep_last=config.checkpoint.keep_last,
         steps=config.train.steps,
         warn=to_stderr if environment_rank()[0] == 0 else _keep_quiet,

@@ -76,6 +76,10 @@ PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "fra
 PURE += ("framework.errors", "framework.config", "framework.scheduling")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
+FSDP_DOOR = "framework.data_parallel.fully_sharded"
+"""It may say what torch's fully_shard is made of; collectives go by our groups there too."""
+FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+
 MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
 
 
@@ -125,7 +129,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     package, room, found = module.split(".")[0], room_of(module), []
     for name in sorted(set(imports(ast.parse(source), module, is_package))):
         other = room_of(name)
-        if below(name, "torch.distributed") and not below(module, "framework.mesh", "launch"):
+        at_door = module == FSDP_DOOR and below(name, *FSDP)
+        if below(name, "torch.distributed") and not at_door and not below(module, "framework.mesh", "launch"):
             found.append(f"{module} says {name}: only framework/mesh may")
         if below(name, "torch") and below(module, *PURE):
             found.append(f"{module} imports {name}: it is pure, and must run where there is no torch")

@@ -24,12 +24,17 @@ OPTIONS = {"vocab_size": 64, "width": 16, "depth": 3}
         ("dp4,zero2,shard2", "float64", 8 / 2, 16 / 2),
         ("dp4,zero2,step", "bfloat16", 4 + 4 / 4, 12 / 4),
         ("dp4,zero2,shard1", "float32", 4.0, 8.0),
+        ("dp4,zero3", "bfloat16", 4 / 4, 8 / 4),
+        ("dp4,zero3,step,shard2", "float32", 4 + 4 / 2, 8 / 2),
     ],
 )
 def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimizer: float) -> None:
     config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
     [share] = rank_shares(draw_blueprint(config))
     assert share.num_parameters == ELEMENTS
+    kept = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    weights = (max(kept, 4) / (config.parallel.shard_factor or 4)) if config.parallel.zero == 3 else kept
+    assert share.weight_bytes == pytest.approx(weights * ELEMENTS, abs=1)
     assert share.gradient_bytes == pytest.approx(gradients * ELEMENTS, abs=1)
     assert share.optimizer_bytes == pytest.approx(optimizer * ELEMENTS, abs=1)
 
@@ -43,7 +48,12 @@ def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimi
             "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n"
             '           (parallel.reduce = "step": once, and it keeps all 11.4 KiB until then)',
         ),
-        ("dp4,zero2,step", "summed once in a step, and kept whole until then: 11.4 KiB on a rank, as with ZeRO-1"),
+        (
+            "dp4,zero3",
+            "weights    gathered layer by layer, forward and backward: a rank sends 2 x 2 x 8.6 KiB in a step\n"
+            "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n",
+        ),
+        ("dp4,zero2,step", "summed once in a step, and kept whole until then: 11.4 KiB on a rank"),
     ],
 )
 def test_what_sharding_costs_is_said(layout: str, line: str) -> None:

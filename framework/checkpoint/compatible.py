@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framework.checkpoint.manifest import Manifest
+from framework.config.keys import KEYS
 from framework.errors import CheckpointError
 
 REFUSED = {
@@ -18,6 +19,7 @@ REFUSED = {
     "batch.global_batch": "a step would be another number of samples, as the learning rate's schedule does not expect; "
     "change micro_batch_size or chunks so that it stays, on any number of ranks",
     "run.seed": "samples and dropout would be drawn anew",
+    "optimizer.name": "the checkpoint has the states of another optimizer",
     "train.dtype": "the numbers would be rounded otherwise than before",
 }
 """Fields, or sections, that are the run itself; and what would be wrong with a change."""
@@ -34,7 +36,7 @@ def compatible(
     saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
     problems, differences = [], []
     for path in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(path, _ABSENT), now.get(path, _ABSENT)
+        before, after = saved[path] if path in saved else _default(path), now.get(path, _ABSENT)
         if before == after:
             continue
         reason = next((why for field, why in REFUSED.items() if path == field or path.startswith(f"{field}.")), None)
@@ -70,6 +72,16 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _default(path: str) -> Any:
+    """Of a key that the run which saved did not know yet: it was as if it had said this."""
+    field = KEYS.get((path.split(".")[0], path.split(".")[1])) if path.count(".") == 1 else None
+    return (
+        _ABSENT
+        if field is None or field.is_required()
+        else json.loads(json.dumps(field.get_default(call_default_factory=True)))
+    )
 
 
 def _show(value: Any) -> str:

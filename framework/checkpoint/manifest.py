@@ -36,6 +36,7 @@ class Kind(StrEnum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM = "momentum"
 
     def of(self, parameter: str) -> str:
         """Name of the tensor in manifest and shards."""

@@ -3,6 +3,7 @@
     bfloat16   weights 2 + master 4 + exp_avg 4 + exp_avg_sq 4 = 14 bytes for each parameter
     float32    weights 4            + exp_avg 4 + exp_avg_sq 4 = 12
     float64    weights 8            + exp_avg 8 + exp_avg_sq 8 = 24
+    with SGD   momentum in place of the two moments
     frozen     weights alone; so for buffers that forward changes
 
 The headers of the files and the manifest come on top, about a kilobyte for each tensor. What the file system says is
@@ -36,14 +37,14 @@ class Weight(NamedTuple):
     trained: bool
 
 
-def checkpoint_bytes(weights: Iterable[Weight]) -> int:
-    """What one checkpoint of them takes, on any layout."""
+def checkpoint_bytes(weights: Iterable[Weight], num_states: int) -> int:
+    """What one checkpoint of them takes, on any layout. ``num_states``: what the optimizer keeps of each element."""
     total = 0
     for shape, dtype, trained in weights:
         numel, itemsize, tensors = math.prod(shape), dtype.itemsize, 1
         if trained:
             summed = max(itemsize, 4)  # gradients, moments and master weights are float32, or float64
-            copies = 2 if itemsize == summed else 3
+            copies = num_states + (itemsize != summed)
             itemsize, tensors = itemsize + copies * summed, tensors + copies
         total += numel * itemsize + tensors * BYTES_PER_TENSOR
     return total

@@ -1,8 +1,9 @@
 """Names that people bring along from Megatron-LM, torchtitan, nanotron and DeepSpeed, and what they are called here.
 
-Only ever used in the error for an unknown key: nothing is accepted under a second name. Case, dashes and underscores do
-not count, so one line serves ``--tensor-model-parallel-size`` and ``tensor_model_parallel_size``. A name with dots is
-looked up whole first, then without its leading sections, so ``model.hidden_size`` is found under ``hidden_size``.
+Only ever used in the error for an unknown key: nothing is accepted under a second name, but for FSDP's four words of
+what is sharded. Case, dashes and underscores do not count, so one line serves ``--tensor-model-parallel-size`` and
+``tensor_model_parallel_size``. A name with dots is looked up whole first, then without its leading sections, so
+``model.hidden_size`` is found under ``hidden_size``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _NAMES = {
     "use_distributed_optimizer": "parallel.zero = 1",
     "zero_stage": "parallel.zero",
     "zero_optimization.stage": "parallel.zero",
+    "sharding_strategy": "parallel.zero",
+    "fsdp_sharding_strategy": "parallel.zero",
+    "reshard_after_forward": "parallel.zero = 3",
+    "hsdp_shard_size": "parallel.shard_factor",
     "num_distributed_optimizer_instances": "parallel.shard_factor (parallel.dp divided by so many)",
     "mics_shard_size": "parallel.shard_factor",
     "zero_hpz_partition_size": "parallel.shard_factor",
@@ -202,6 +207,10 @@ _VALUES = {
     "onefoneb": "1f1b",
     "warmupstabledecay": "wsd",
 }
+
+
+SHARDING = MappingProxyType({"noshard": 0, "shardgradop": 2, "fullshard": 3, "hybridshard": 3})
+"""FSDP's names, folded, for ``parallel.zero``: the one place where another's words are taken, and it is told."""
 
 
 def fold(name: str) -> str:

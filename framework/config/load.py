@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from framework.config.familiar import FAMILIAR, fold, here
+from framework.config.familiar import FAMILIAR, SHARDING, fold, here
 from framework.config.given import Bare, Given, Source, leaves, read_file, read_overrides
 from framework.config.keys import (
     KEYS,
@@ -39,6 +39,7 @@ from framework.config.rules import RULES
 from framework.config.schema import RunConfig
 from framework.config.secret import names_a_secret, said_of, secrets_in
 from framework.errors import ConfigError
+from framework.stderr import tell
 
 
 class _Arranged(NamedTuple):
@@ -49,6 +50,8 @@ class _Arranged(NamedTuple):
     where: dict[Path, Given]
     """Key -> the last that gave it."""
     problems: list[str]
+    notes: list[str]
+    """What was taken under another's name."""
     silent: set[Path]
     """Keys of which nothing follows any more: their value cannot be used, or an unknown key meant them."""
 
@@ -108,7 +111,7 @@ def _misspelled(given: Given) -> Path | None:
 
 
 def _arrange(all_given: Sequence[Given]) -> _Arranged:
-    to = _Arranged({section: {} for section in SECTIONS}, {}, [], set())
+    to = _Arranged({section: {} for section in SECTIONS}, {}, [], [], set())
     known: dict[Path, Given] = {}  # in the order of their taking effect
     told: set[tuple[str, str]] = set()
     for given in all_given:
@@ -133,6 +136,9 @@ def _arrange(all_given: Sequence[Given]) -> _Arranged:
             known[path] = given
     for path, given in known.items():
         _take(to, path, given)
+    zero = known.get(("parallel", "zero"))
+    if zero is not None and fold(str(zero.value)) == "hybridshard" and ("parallel", "shard_factor") not in known:
+        to.problems.append(_line(zero, " needs parallel.shard_factor: the replicas in a node, which are to share"))
     return to
 
 
@@ -147,6 +153,9 @@ def _take(to: _Arranged, path: Path, given: Given) -> None:
         return
     if value is Bare.FLAG and takes(key, bool):
         value = True
+    if key == ("parallel", "zero") and isinstance(value, str) and fold(value) in SHARDING:
+        to.notes.append(_line(given, f" is zero = {SHARDING[fold(value)]} here"))
+        value = SHARDING[fold(value)]
     if value is Bare.FLAG:
         said = f" needs a value: {allowed(key)}"
     elif isinstance(value, bool) and len(path) == 2 and not takes(key, bool):
@@ -229,6 +238,8 @@ def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConf
     problems = [*file.problems, *words.problems, *arranged.problems, *between]
     if problems:
         raise ConfigError(problems)
+    for note in arranged.notes:
+        tell(f"config: {note}")
     return config
 
 

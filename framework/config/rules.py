@@ -138,7 +138,7 @@ def _shard_factor(config: RunConfig) -> str | None:
 
 
 def _reduce(config: RunConfig) -> str | None:
-    if config.parallel.reduce != "microbatch" or config.parallel.zero == 2:
+    if config.parallel.reduce != "microbatch" or config.parallel.zero >= 2:
         return None
     return (
         f'parallel.reduce = "microbatch" saves nothing with parallel.zero = {config.parallel.zero}, which keeps the '

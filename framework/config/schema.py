@@ -84,15 +84,15 @@ class Parallel(Section):
     tp: Count = 1
     sequence: bool = False
     """Sequence parallelism: activations between tensor-parallel regions are split along the sequence over tp."""
-    zero: Literal[0, 1, 2] = 1
+    zero: Literal[0, 1, 2, 3] = 1
     """0: plain all-reduce, every replica steps all weights. 1: optimizer state and step sharded over dp. 2: gradients
-    too."""
+    too. 3: weights too, gathered layer by layer as they are needed."""
     shard_factor: Count | None = None
     """Over how many neighbouring replicas these are sharded; each group of so many holds all of them. It divides dp.
     Left out: all of dp. Fewer: less traffic between nodes, more memory (hybrid sharding)."""
     reduce: Literal["microbatch", "step"] | None = None
     """When gradients are summed over the replicas: ``"step"``, once, and until then each rank keeps the whole gradient;
-    ``"microbatch"``, after each, and it keeps its shard. Left out: ``"microbatch"`` for zero = 2, else ``"step"``."""
+    ``"microbatch"``, after each, and it keeps its shard. Left out: ``"microbatch"`` from zero = 2 on."""
     bucket_bytes: PositiveInt = 25 * 2**20
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
@@ -121,8 +121,9 @@ class Pipeline(Section):
 
 
 class Optimizer(Section):
-    """AdamW, gradient clipping and the learning rate as a function of the step."""
+    """What steps the weights, gradient clipping and the learning rate as a function of the step."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: float = Field(default=0.0, ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -130,7 +131,10 @@ class Optimizer(Section):
     decay_steps: int = Field(default=0, ge=0)
     """Only for wsd: the number of last steps in which the learning rate falls."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """Of AdamW, as is eps."""
     eps: PositiveFloat = 1e-8
+    momentum: Share = 0.9
+    """Of SGD; 0: it keeps nothing."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Only on matrices: parameters of one dimension (biases, norms) are never decayed."""
     clip_norm: float = Field(default=1.0, ge=0)

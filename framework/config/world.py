@@ -77,7 +77,7 @@ def shard_factor(config: RunConfig) -> int:
 
 def reduces_each(config: RunConfig) -> bool:
     """Whether gradients are summed over the replicas after each micro-batch, not once in a step."""
-    return config.parallel.zero == 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
+    return config.parallel.zero >= 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
 
 
 def default_world_size(config: RunConfig, num_devices: int) -> int:

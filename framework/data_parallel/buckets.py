@@ -42,6 +42,11 @@ class Sharding(NamedTuple):
         """dp."""
         return self.shard.size * self.copies.size
 
+    def range_of(self, numel: int) -> tuple[int, int]:
+        """My elements of so many, which the shards divide."""
+        per_shard = numel // self.shard.size
+        return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
+
 
 class Tie(NamedTuple):
     """What a copy of a weight that several stages hold must know of the others."""
@@ -125,61 +130,187 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Bucket:
+class Sharded:
+    """Parameters of one kind, in flat tensors of which this replica's optimizer steps a shard: what the rest of the
+    framework knows of them, however they are kept."""
+
+    flat: Tensor | None = None
+    """The whole weights, flat, where they are kept."""
+    keeps_gradient: bool = False
+    """Whether the whole gradient of this rank is there from one step to the next."""
+
+    def __init__(
+        self,
+        kind: BucketKind,
+        sharding: Sharding,
+        places: Sequence[Place],
+        numel: int,
+        *,
+        master: Tensor,
+        shard_gradient: Tensor,
+        same_dtype: bool,
+    ) -> None:
+        self.kind = kind
+        self.sharding = sharding
+        self.places = list(places)
+        self.numel = numel
+        """Padding included."""
+        self.shards_gradient = sharding.shard.size > 1
+        self.shard_range = sharding.range_of(numel)
+        self.master = master
+        """What the optimizer steps."""
+        self.shard_gradient = shard_gradient
+        self.same_dtype = same_dtype
+        """True: the optimizer steps the parameters themselves; False: fp32 master weights, copied back rounded."""
+        self.pending: Handle | None = None
+
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+        raise NotImplementedError
+
+    def whole(self, shard: Tensor) -> Tensor:
+        """The flat tensor out of the neighbours' shards. Every dp rank calls it."""
+        if not self.shards_gradient:
+            return shard
+        flat = torch.empty(self.numel, dtype=shard.dtype, device=shard.device)
+        self.sharding.shard.all_gather(flat, shard.contiguous()).wait()
+        return flat
+
+    def whole_weights(self) -> Tensor:
+        """What is computed with, flat. Every dp rank calls it."""
+        raise NotImplementedError
+
+    def load(self, weights: Tensor, master: Tensor | None) -> None:
+        """Take over flat, whole tensors; None: the weights are the master."""
+        raise NotImplementedError
+
+    def local_weights(self, place: Place) -> Tensor:
+        """What this rank holds of a parameter's weights."""
+        raise NotImplementedError
+
+    def leaf(self, place: Place) -> Tensor:
+        """What autograd knows as the parameter."""
+        raise NotImplementedError
+
+    def gradient_view(self, place: Place) -> Tensor:
+        """The gradient of one parameter, in its shape, as accumulated on this rank."""
+        raise NotImplementedError
+
+    def local_gradient(self, first: int, stop: int) -> Tensor | None:
+        """What this rank holds of the gradient after a step: elements [first, stop), which lie in one shard."""
+        start, end = self.shard_range
+        return self.shard_gradient[first - start : stop - start] if start <= first and stop <= end else None
+
+    def forget_local_gradient(self) -> None:
+        """Before gradients are looked at as they are made."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Block until whatever was posted last for this bucket is done."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+def sum_over_tp(buckets: Sequence[Sharded], tp: Group) -> None:
+    """After the replicas' sums, which may be under way: for parameters that saw only a part of the tokens or heads, on
+    the shard alone, so that it costs a shard of the bucket only. Blocks."""
+    for bucket in buckets:
+        bucket.wait()
+        if bucket.kind.sum_over_tp:
+            bucket.pending = tp.all_reduce(bucket.shard_gradient)
+    for bucket in buckets:
+        bucket.wait()
+
+
+class Bucket(Sharded):
     """Some parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
+
+    flat: Tensor
 
     def __init__(
         self, kind: BucketKind, members: Sequence[Member], sharding: Sharding, *, keeps_gradient: bool = True
     ) -> None:
-        self.kind = kind
-        self.sharding = sharding
         first = members[0].parameter
-        self.places: list[Place] = []
+        places: list[Place] = []
         end = 0
         for member in members:
-            self.places.append(Place(member, end, end + member.parameter.numel()))
+            places.append(Place(member, end, end + member.parameter.numel()))
             end = _round_up(end + member.parameter.numel(), ALIGNED_ELEMENTS)
-        num_shards, shard_index = sharding.shard.size, sharding.shard.rank
-        self.numel = _round_up(end, ALIGNED_ELEMENTS * num_shards)
-        per_shard = self.numel // num_shards
-        self.shard_range = (shard_index * per_shard, (shard_index + 1) * per_shard)
+        numel = _round_up(end, ALIGNED_ELEMENTS * sharding.shard.size)
+        start, stop = sharding.range_of(numel)
         gradient_dtype = accumulation_dtype(first.dtype)
-        self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        for place in self.places:
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        for place in places:
             view = self.flat[place.start : place.stop].view(place.member.parameter.shape)
             view.copy_(place.member.parameter.detach())
             place.member.parameter.data = view
-        self.shards_gradient = num_shards > 1
-        self.keeps_gradient = keeps_gradient or not self.shards_gradient
+        self.keeps_gradient = keeps_gradient or sharding.shard.size == 1
         """False: the whole gradient goes when it is reduced, and my shard has memory of its own."""
         self.flat_gradient: Tensor | None = None
         self.gradient_views: list[Tensor] = []
         """Of each place, while there is a whole gradient."""
-        start, stop = self.shard_range
-        if self.keeps_gradient:
-            self.shard_gradient = self.open_gradient(gradient_dtype)[start:stop]
-        else:
-            self.shard_gradient = torch.zeros(per_shard, dtype=gradient_dtype, device=first.device)
         self._has_sum = False
         self._part: Tensor | None = None
         """What comes besides the sum that my shard has already."""
-        self.same_dtype = first.dtype == gradient_dtype
-        """True: the optimizer steps the parameters themselves; False: fp32 master weights, copied back rounded."""
-        shard = self.flat[start:stop]
-        self.master = shard if self.same_dtype else shard.to(gradient_dtype)
-        self.pending: Handle | None = None
+        kept = torch.zeros(numel if self.keeps_gradient else stop - start, dtype=gradient_dtype, device=first.device)
+        same_dtype, shard = first.dtype == gradient_dtype, self.flat[start:stop]
+        super().__init__(
+            kind,
+            sharding,
+            places,
+            numel,
+            master=shard if same_dtype else shard.to(gradient_dtype),
+            shard_gradient=kept[start:stop] if self.keeps_gradient else kept,
+            same_dtype=same_dtype,
+        )
+        if self.keeps_gradient:
+            self._set_gradient(kept)
 
-    def open_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+    def _set_gradient(self, flat_gradient: Tensor) -> None:
+        self.flat_gradient = flat_gradient
+        self.gradient_views = [
+            flat_gradient[place.start : place.stop].view(place.member.parameter.shape) for place in self.places
+        ]
+
+    def open_gradient(self) -> Tensor:
         """The whole gradient as accumulated on this rank; zero where there was none."""
         if self.flat_gradient is None:
-            dtype = self.shard_gradient.dtype if dtype is None else dtype
-            self.flat_gradient = torch.zeros(self.numel, dtype=dtype, device=self.flat.device)
-            self.gradient_views = [self.gradient_view(place) for place in self.places]
+            shard = self.shard_gradient
+            self._set_gradient(torch.zeros(self.numel, dtype=shard.dtype, device=shard.device))
+        assert self.flat_gradient is not None
         return self.flat_gradient
 
     def gradient_view(self, place: Place) -> Tensor:
         """The gradient of one parameter, in its shape, as accumulated on this rank."""
         return self.open_gradient()[place.start : place.stop].view(place.member.parameter.shape)
+
+    def whole_weights(self) -> Tensor:
+        """They are here."""
+        return self.flat
+
+    def load(self, weights: Tensor, master: Tensor | None) -> None:
+        """Take over flat, whole tensors."""
+        start, stop = self.shard_range
+        self.flat.copy_(weights)
+        if master is not None:
+            self.master.copy_(master[start:stop])
+
+    def local_weights(self, place: Place) -> Tensor:
+        """The whole parameter."""
+        return place.member.parameter.detach()
+
+    def leaf(self, place: Place) -> Tensor:
+        """The parameter."""
+        return place.member.parameter
+
+    def local_gradient(self, first: int, stop: int) -> Tensor | None:
+        """Mine, and what I gave to the others' sums where the whole is kept."""
+        return self.open_gradient()[first:stop] if self.keeps_gradient else super().local_gradient(first, stop)
+
+    def forget_local_gradient(self) -> None:
+        """The whole of it."""
+        self.open_gradient().zero_()
 
     def begin_step(self) -> None:
         """Forget the sum over the replicas."""
@@ -218,9 +349,7 @@ class Bucket:
 
     def wait(self) -> None:
         """Block until whatever was posted last for this bucket is done."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        super().wait()
         if self._part is not None:
             self.shard_gradient.add_(self._part)
             self._part = None

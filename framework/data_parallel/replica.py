@@ -14,11 +14,47 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from framework.data_parallel.buckets import Bucket, Member, Sharding, plan_buckets
+from framework.data_parallel.buckets import Bucket, Member, Sharded, Sharding, plan_buckets, sum_over_tp
 from framework.mesh.comm import Group
+
+
+class Replica(Protocol):
+    """What the rest of the framework knows of a stage on one replica."""
+
+    @property
+    def buckets(self) -> Sequence[Sharded]:
+        """All that is trained."""
+
+    @property
+    def frozen(self) -> Sequence[Member]:
+        """Parameters that are not trained: no gradient, no optimizer; the same on every replica."""
+
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+
+    def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
+        """Sum what the next backward of this stage completes: the step's last, or each one where the whole gradient is
+        not kept. ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
+        """
+
+    def end_reducing(self) -> None:
+        """That backward is done: sum what it has not reached, too."""
+
+    def finish_reduce(self) -> None:
+        """Block until every shard holds the gradient of the whole global batch, but for what ties owe each other."""
+
+    def gather(self) -> None:
+        """The optimizer has stepped the shards. Does not block."""
+
+    def ready(self, layer: str) -> None:
+        """Block until a layer may be computed with."""
+
+    def ready_all(self) -> None:
+        """Block until all may."""
 
 
 class StageReplica:
@@ -103,11 +139,7 @@ class StageReplica:
         self._reducing = False
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
-        """From here on reduce each bucket as soon as the next backward of this stage has completed it: the step's last,
-        or each one where the whole gradient is not kept.
-
-        ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
-        """
+        """From here on reduce each bucket as soon as the backward has completed it."""
         self._missing = [
             sum(awaited is None or place.member.parameter in awaited for place in bucket.places)
             for bucket in self.buckets
@@ -142,18 +174,12 @@ class StageReplica:
     def finish_reduce(self) -> None:
         """Block until every shard holds the gradient of the whole global batch.
 
-        Then the sum over tp for parameters that saw only a part of the tokens or heads, on the shard alone, so that it
-        costs a shard of the bucket only. What tied weights owe each other is the matter of :func:`sum_ties`.
+        What tied weights owe each other is the matter of :func:`sum_ties`.
         """
         self.end_reducing()
         for bucket in self.buckets:
             bucket.reduce_across()
-        for bucket in self.buckets:
-            bucket.wait()
-            if bucket.kind.sum_over_tp:
-                bucket.pending = self.tp.all_reduce(bucket.shard_gradient)
-        for bucket in self.buckets:
-            bucket.wait()
+        sum_over_tp(self.buckets, self.tp)
 
     def gather(self) -> None:
         """Post the all-gathers of the stepped shards, first layer first. Does not block: see :meth:`ready`."""
@@ -179,18 +205,17 @@ def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index
         alive._accumulated(parameter, index=index, number=number)
 
 
-def sum_ties(replicas: Iterable[StageReplica]) -> None:
+def sum_ties(buckets: Iterable[Sharded]) -> None:
     """Give all copies of each tied weight the sum of their gradients, when all stages are reduced. Blocks.
 
     Every rank that holds a tied weight calls it at the end of its row, not in a stage's REDUCE: the stages are done at
     different times, and one that waited for the other there could keep it from what it has yet to send. Copies of one
     rank are summed here, those of several by an all-reduce of the shard; by name, the same order on all ranks.
     """
-    copies: dict[str, list[Bucket]] = defaultdict(list)
-    for replica in replicas:
-        for bucket in replica.buckets:
-            if bucket.kind.tied is not None:
-                copies[bucket.kind.tied.name].append(bucket)
+    copies: dict[str, list[Sharded]] = defaultdict(list)
+    for bucket in buckets:
+        if bucket.kind.tied is not None:
+            copies[bucket.kind.tied.name].append(bucket)
     for name in sorted(copies):
         first, *others = copies[name]
         assert first.kind.tied is not None

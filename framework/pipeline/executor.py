@@ -151,7 +151,8 @@ class Executor:
     on_microbatch: Callable[[Tensor], None] | None = None
     """Called before each forward with the global indices of its samples (the dropouts' draw); None: nobody asks."""
     begin_reducing: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
-    """Called before the last B or W of a stage in the step, with the parameters that get gradients in it; None: all."""
+    """Called before the last B or W of a stage in the step, or before each of them, with the parameters that get
+    gradients in it; None: all."""
     end_reducing: Callable[[int], None] | None = None
     """Given: the other Bs and Ws are reduced too, and this is called after each."""
     reduce: Callable[[int], None] = lambda stage: None

@@ -143,9 +143,15 @@ class Stage:
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
         run: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
-        if name in self.recompute:
-            return recomputed(run, self.recompute[name], value)
-        return run(value)
+        try:
+            return recomputed(run, self.recompute[name], value) if name in self.recompute else run(value)
+        except RuntimeError as error:
+            if "modified inplace" not in str(error) or "RegisterPostBackward" not in str(error):
+                raise
+            raise ModelError(
+                f"layer {name} changes what it is handed in place: with parallel.zero = 3 torch has to know when its "
+                f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2"
+            ) from error
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Backward of one micro-batch; weight gradients accumulate where they lie.

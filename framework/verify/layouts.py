@@ -13,7 +13,7 @@ from framework.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (
-    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, shardN (shard_factor), "
+    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
     "step (parallel.reduce), sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
@@ -70,7 +70,7 @@ def parse_layout(text: str) -> Layout:
         if found:
             key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
             value = int(found[2])
-            if (value < 1 and key != "zero") or (key == "zero" and value > 2):
+            if (value < 1 and key != "zero") or (key == "zero" and value > 3):
                 raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
@@ -94,6 +94,9 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
             f"{layout.micro_batch_size} x dp {layout.dp}"
         )
+    if layout.shard and layout.dp % layout.shard:
+        divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
+        raise ConfigError(f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}")
     balance = config.pipeline.balance
     pipeline = config.pipeline.model_copy(
         update={
@@ -163,7 +166,7 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
             micro,
             config.pipeline.interleave or 0,
             config.pipeline.recompute,
-            own.shard_factor or 0,
+            own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
             own.reduce == "step",
         ),
         Layout(),

@@ -18,6 +18,7 @@ from framework.config import RunConfig
 from framework.data.example import example
 from framework.feeds import Source
 from framework.model import PlainModel, build_model
+from framework.optimizer.flat import made
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
 from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
@@ -90,16 +91,11 @@ def run_reference(
     cast_running(layers, running, dtype)
     cast_statistics(layers, dtype)
     parameters = {model.canonical(name): p for name, p in layers.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
-            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=config.optimizer.learning_rate,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        foreach=False,
-    )
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = made(groups, config.optimizer, fused=False)
     findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
     findings.initial.update(widened(running_values(layers, running)))
     for step in range(steps):

@@ -21,7 +21,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.model import build_model
 from framework.parameters import ParameterInfo
-from framework.state import flat_pieces, whole
+from framework.state import flat_pieces
 from framework.step import take_step
 from framework.verify.compare import BARS, Report, Row, compare, worst
 from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_sample
@@ -116,8 +116,9 @@ def _weights(parts: Parts) -> list[tuple[ParameterInfo, Any]]:
     for replica in parts.replicas.values():
         replica.ready_all()
         for bucket in replica.buckets:
+            weights = bucket.whole_weights()
             if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
-                found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, bucket.flat)]
+                found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, weights)]
     if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
         found += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
@@ -129,7 +130,7 @@ def _gradients(parts: Parts, factor: float) -> list[tuple[ParameterInfo, Any]]:
     found = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = whole(bucket, bucket.shard_gradient) * factor
+            flat = bucket.whole(bucket.shard_gradient) * factor
             if bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0:
                 found += [(p.info, _copy(p.tensor)) for p in flat_pieces(Kind.WEIGHTS, bucket, flat)]
     return found

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.data_parallel.buckets import Bucket, Tie, kind_of
+from framework.data_parallel.buckets import Sharded, Tie, kind_of
 from framework.errors import DriftError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
@@ -75,13 +75,15 @@ def held(parts: Parts) -> Iterator[Held]:
     for replica in parts.replicas.values():
         replica.ready_all()
         for bucket in replica.buckets:
-            first, second, steps = parts.optimizer.moments(index)
+            states, steps = parts.optimizer.states(index)
             index += 1
-            yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
-            stepped = {} if bucket.same_dtype else {"master": bucket.master}
-            stepped |= {"moment exp_avg": first, "moment exp_avg_sq": second} if steps else {}
+            stepped = {f"{_called(name)} of ": state for name, state in states.items()} if steps else {}
+            if bucket.flat is not None:
+                yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
+            if bucket.flat is None or not bucket.same_dtype:
+                stepped["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in stepped.items():
-                yield _of_bucket(f"the {what} of ", bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
+                yield _of_bucket(what, bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
         for member in replica.frozen:
             kind, parameter = kind_of(member), member.parameter.detach()
             named = ((member.info.name, parameter),)
@@ -90,7 +92,11 @@ def held(parts: Parts) -> Iterator[Held]:
         yield Held("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
 
-def _of_bucket(what: str, bucket: Bucket, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
+def _called(name: str) -> str:
+    return "the momentum" if name == "momentum" else f"the moment {name}"
+
+
+def _of_bucket(what: str, bucket: Sharded, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
     """``tensor``: flat, the whole bucket or my shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []

@@ -4,7 +4,8 @@ A healthy step costs next to nothing: the sums that every step reduces over all 
 step; copies of a gradient that the norm does not count are looked at by ranks that would wait meanwhile.
 
     1. what is left of the step                     weights; losses; gradients, where they are a rank's own: with ZeRO-1
-                                                    outside of its own shard, into which the others' were summed
+                                                    outside of its own shard, into which the others' were summed; with
+                                                    ZeRO-2 and -3 nowhere
     2. the step once more (on_nonfinite = "stop")   the same samples, and dropout is a function of sample and layer: the
                                                     same numbers. No sums over replicas, no optimizer. Each module's
                                                     output and each gradient is looked at as it is made
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from framework.data_parallel.buckets import Bucket, Place
-from framework.data_parallel.replica import StageReplica
+from framework.data_parallel.buckets import Place, Sharded
+from framework.data_parallel.replica import Replica
 from framework.errors import NonFiniteError
 from framework.mesh.grid import Axis, Grid
 from framework.pipeline.executor import Result
@@ -53,11 +54,11 @@ def _replica_ranks(parts: Parts) -> tuple[int, ...]:
     return tuple(rank for rank in range(grid.size) if grid.coordinates(rank).dp_rank == dp_rank)
 
 
-def _weights(parts: Parts, index: int, replica: StageReplica, positions: dict[int, int]) -> list[Evidence]:
-    members = [place.member for bucket in replica.buckets for place in bucket.places] + replica.frozen
+def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, int]) -> list[Evidence]:
+    own = [(place.member, bucket.local_weights(place)) for bucket in replica.buckets for place in bucket.places]
     found = []
-    for member in members:
-        wrong = broken(member.parameter.detach())
+    for member, weights in own + [(member, member.parameter.detach()) for member in replica.frozen]:
+        wrong = broken(weights)
         if wrong is not None:
             position = positions[id(member.parameter)]
             at = parts.mesh.at.dp_rank
@@ -65,22 +66,18 @@ def _weights(parts: Parts, index: int, replica: StageReplica, positions: dict[in
     return sorted(found, key=lambda each: each.position)
 
 
-def _pieces(bucket: Bucket) -> Iterator[tuple[Place, int, Tensor]]:
-    """Each parameter's gradient, cut where the shards are: (place, shard, numbers). Mine only, if that is all."""
+def _pieces(bucket: Sharded) -> Iterator[tuple[Place, int, Tensor]]:
+    """Each parameter's gradient, cut where the shards are: (place, shard, numbers), as far as this rank holds it."""
     start, stop = bucket.shard_range
     size = max(1, stop - start)
     for place in bucket.places:
         for shard in range(place.start // size, -(-place.stop // size)):
-            first, end = max(place.start, shard * size), min(place.stop, (shard + 1) * size)
-            if bucket.keeps_gradient:
-                yield place, shard, bucket.open_gradient()[first:end]
-            elif shard == bucket.sharding.shard.rank:
-                yield place, shard, bucket.shard_gradient[first - start : end - start]
+            gradient = bucket.local_gradient(max(place.start, shard * size), min(place.stop, (shard + 1) * size))
+            if gradient is not None:
+                yield place, shard, gradient
 
 
-def _gradients(
-    parts: Parts, index: int, replica: StageReplica, positions: dict[int, int], feed: StepFeed
-) -> list[Evidence]:
+def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: StepFeed) -> list[Evidence]:
     """Of the whole step, piece by piece: a rank's own, or a sum that ranks have in common."""
     mesh, found = parts.mesh, []
     samples = tuple(
@@ -97,8 +94,9 @@ def _gradients(
             if shard == mine:
                 axes = [Axis.TP] * (bucket.kind.sum_over_tp and mesh.tp.size > 1)
                 axes += [Axis.PP] * (bucket.kind.tied is not None)
-                # what the others gave to my shard lies with them: if it was finite there, it was not here
-                axes += [Axis.DP] * (summed_over_dp and (bucket.sharding.copies.size > 1 or bool(axes)))
+                # what the others gave to my shard lies with them, where they keep it: finite there, it was not here
+                with_them = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
+                axes += [Axis.DP] * (summed_over_dp and not with_them)
             of = Of.SUM if axes or (shard == mine and summed_over_dp) else Of.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:
@@ -114,7 +112,7 @@ def _gradients(
                     wrong,
                     mesh.at.dp_rank,
                     None,
-                    samples,
+                    () if Axis.DP in axes else samples,
                     (mesh.at.tp_rank, shard),
                 )
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from framework.data_parallel.buckets import Bucket, Place
+from framework.data_parallel.buckets import Place, Sharded
 from framework.pipeline.executor import Result
 from framework.pipeline.stage import LossPart, Stage
 from framework.schedule.action import Kind
@@ -105,10 +105,10 @@ class _Look:
             if module is not self.stage.layers:  # its children are called, it is not
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
-            bucket.open_gradient().zero_()
+            bucket.forget_local_gradient()
             for place in bucket.places:
                 hook = self._gradient_hook(bucket, place)
-                handles.append(place.member.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handles.append(bucket.leaf(place).register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.replica.begin_step()
         with contextlib.ExitStack() as within:
             for name in ("backward", "backward_input", "backward_weight"):
@@ -174,7 +174,7 @@ class _Look:
             self.outputs[microbatch] = self._evidence(of, position, name, str(broken(leaf)), microbatch, samples)
             return
 
-    def _gradient_hook(self, bucket: Bucket, place: Place) -> Any:
+    def _gradient_hook(self, bucket: Sharded, place: Place) -> Any:
         position = self._positions[id(place.member.parameter)]
 
         def hook(parameter: Tensor) -> None:  # after the replica's own, which has put the gradient into the bucket

@@ -52,6 +52,16 @@ def test_the_same_run_goes_on_without_a_word(manifest: Manifest) -> None:
     assert compatible(manifest, CONFIG.model_dump(), PRINT) == []  # tuples for lists: the same configuration
 
 
+def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> None:
+    """A checkpoint written before there was a choice of optimizers."""
+    config: dict[str, Any] = {section: dict(keys) for section, keys in manifest.config.items()}  # type: ignore[union-attr, arg-type]
+    del config["optimizer"]["name"], config["parallel"]["shard_factor"]
+    old = manifest.model_copy(update={"config": config})
+    assert compatible(old, CONFIG.model_dump(mode="json"), PRINT) == []
+    with pytest.raises(CheckpointError, match=r'optimizer\.name was "adamw" and is "sgd"'):
+        compatible(old, changed("optimizer.name", "sgd"), PRINT)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [

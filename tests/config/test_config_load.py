@@ -71,8 +71,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         ("[parallel]\npp = 2.0", "run.toml: parallel.pp = 2.0 is not allowed: a whole number, at least 1"),
         ("[parallel]\npp = 0", "run.toml: parallel.pp = 0 is not allowed: a whole number, at least 1"),
         ("[parallel]\npp = true", "run.toml: parallel.pp = true is not allowed: a whole number, at least 1"),
-        ("[parallel]\nzero = true", "run.toml: parallel.zero = true is not allowed: 0, 1 or 2"),
-        ("[parallel]\nzero = 3", "run.toml: parallel.zero = 3 is not allowed: 0, 1 or 2"),
+        ("[parallel]\nzero = true", "run.toml: parallel.zero = true is not allowed: 0, 1, 2 or 3"),
+        ("[parallel]\nzero = 4", "run.toml: parallel.zero = 4 is not allowed: 0, 1, 2 or 3"),
         (
             "[parallel]\ndp = 0",
             'run.toml: parallel.dp = 0 is not allowed: a whole number, at least 1 and at most 1000000; or "auto" or -1',
@@ -179,6 +179,18 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
 def test_a_key_that_there_is_not(write: Write, text: str, line: str) -> None:
     found = the_problem(write(SOUND + text))
     assert found.startswith(line) and ("did you mean" in found) == ("did you mean" in line)
+
+
+def test_fsdp_s_words_are_taken_and_told(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, zero in (("no_shard", 0), ("SHARD_GRAD_OP", 2), ("full_shard", 3)):
+        assert load(write(SOUND + f'[parallel]\nzero = "{word}"')).parallel.zero == zero
+        assert f'run.toml: parallel.zero = "{word}" is zero = {zero} here' in capsys.readouterr().err
+    of_a_node = load(write(SOUND + '[parallel]\nzero = "hybrid_shard"\nshard_factor = 2'))
+    assert (of_a_node.parallel.zero, of_a_node.parallel.shard_factor) == (3, 2)
+    assert the_problem(write(SOUND + '[parallel]\nzero = "hybrid_shard"')) == (
+        'run.toml: parallel.zero = "hybrid_shard" needs parallel.shard_factor: the replicas in a node, which are to '
+        "share"
+    )
 
 
 def test_a_key_outside_of_the_sections(write: Write) -> None:

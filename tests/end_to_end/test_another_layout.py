@@ -46,6 +46,8 @@ BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
         ("gpt2", "dp2,zero0", "dp2,zero1", "bfloat16"),
         ("gpt2", "dp4,zero2,shard2", "dp2,tp2,zero1", "bfloat16"),
         LATER("gpt2", "dp2,pp2,zero2", "dp4,zero1,shard2", "float64"),
+        ("gpt2", "dp4,zero3,shard2", "dp2,pp2,zero2", "bfloat16"),
+        LATER("gpt2", "pp2,tp2", "dp3,zero3", "float64"),
         LATER("llama", "pp2,tp2", "dp4,zero1", "float64"),
         ("llama", "dp2,zero1", "pp3,tp2,sequence", "float64"),
         ("gpt2", "pp2,tp2", "dp2,pp4", "float32"),
@@ -81,11 +83,11 @@ def test_a_run_may_change_its_layout_at_every_step(corpus: Path, tmp_path: Path,
     """Through the door that users take, each time with one step more; metrics.jsonl is whole at the end."""
     settings: dict[str, Any] = {"optimizer": {"schedule": "constant"}, "model": MODELS["gpt2"]}
     plain = run_config(
-        corpus, tmp_path / "plain", parallel=layout(""), train={"steps": 6, "dtype": "float64"}, **settings
+        corpus, tmp_path / "plain", parallel=layout(""), train={"steps": 7, "dtype": "float64"}, **settings
     )
     train(pool, plain)
     for steps, text in enumerate(
-        ["dp2,pp2,tp2", "pp4", "dp4,zero2,shard2", "tp2,sequence", "dp4,zero0", "dp2,zero1"], start=1
+        ["dp2,pp2,tp2", "pp4", "dp4,zero2,shard2", "dp2,pp2,zero3", "tp2,sequence", "dp4,zero0", "dp2,zero1"], start=1
     ):
         moving = run_config(
             corpus,
@@ -97,7 +99,7 @@ def test_a_run_may_change_its_layout_at_every_step(corpus: Path, tmp_path: Path,
         )
         said = train(pool, moving)
         assert ("changed: parallel." in said) == (steps > 1)
-    assert list(exact_losses(moving)) == [1, 2, 3, 4, 5, 6]
+    assert list(exact_losses(moving)) == [1, 2, 3, 4, 5, 6, 7]
     for name in ("train/loss", "train/grad_norm"):
         for line, expected in zip(lines(moving), lines(plain), strict=True):
             assert math.isclose(line[name], expected[name], rel_tol=1e-10), (name, line, expected)

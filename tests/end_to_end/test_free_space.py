@@ -22,7 +22,7 @@ from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, 
 
 
 def needed(config: RunConfig) -> int:
-    return checkpoint_bytes(saved_weights(draw_blueprint(resolve(config, size(config)))))
+    return checkpoint_bytes(saved_weights(draw_blueprint(resolve(config, size(config)))), 2)
 
 
 def taken(run: Path) -> int:

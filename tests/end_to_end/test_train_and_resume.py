@@ -11,7 +11,7 @@ import pytest
 from framework.checkpoint import find
 from framework.config import RunConfig
 from framework.train import run_directory
-from launch.pool import RankPool
+from launch.pool import RankError, RankPool
 from tests.end_to_end.driving import (
     LLAMA,
     changed,
@@ -48,6 +48,7 @@ def stop_half_way(config: RunConfig) -> None:
         (LAYOUTS[1], "bfloat16"),
         pytest.param(LAYOUTS[7], "bfloat16", marks=TORTURE),
         ("dp4,zero2,shard2", "float32"),
+        ("dp2,pp2,zero3", "bfloat16"),
         pytest.param("dp2,pp2,tp2,zero2", "bfloat16", marks=TORTURE),
     ],
 )
@@ -77,6 +78,22 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     expected = tensors(run_directory(uninterrupted))
     assert not differing(tensors(run_directory(stopped)), expected)
     assert any(name.startswith("master/") for name in expected) == (dtype == "bfloat16")
+
+
+def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Its momentum is in the checkpoint, and nothing else of AdamW's."""
+    sections: dict[str, Any] = {"parallel": layout("dp2,zero2"), "optimizer": {"name": "sgd", "learning_rate": 0.1}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
+    for config in (uninterrupted, stopped):
+        train(pool, config)
+    stop_half_way(stopped)
+    with pytest.raises(RankError, match=r"optimizer\.name was \"sgd\" and is \"adamw\""):
+        train(pool, changed(stopped, optimizer={"name": "adamw"}))
+    train(pool, stopped)
+    found = tensors(run_directory(stopped))
+    assert not differing(found, tensors(run_directory(uninterrupted)))
+    assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
 
 
 @pytest.mark.torture

@@ -63,13 +63,13 @@ class Stepped(NamedTuple):
 
 
 def restored_optimizer(config: RunConfig) -> Stepped:
-    """Two steps, then two more; and those two once more, from what ``moments`` and the weights said between."""
+    """Two steps, then two more; and those two once more, from what ``states`` and the weights said between."""
     parts = parts_of(config)
     for _ in range(2):
         take_step(parts)
     optimizer = parts.optimizer
-    kept = [optimizer.moments(i) for i in range(len(optimizer.shards))]
-    moments = [(first.clone(), second.clone()) for first, second, _ in kept]
+    kept = [optimizer.states(i) for i in range(len(optimizer.shards))]
+    moments = [{name: state.clone() for name, state in states.items()} for states, _ in kept]
     weights = [(bucket.flat.clone(), bucket.master.clone()) for r in parts.replicas.values() for bucket in r.buckets]
     state = parts.state.step, parts.state.samples_seen
     losses = [take_step(parts).loss for _ in range(2)]
@@ -78,12 +78,12 @@ def restored_optimizer(config: RunConfig) -> Stepped:
     for i, bucket in enumerate(buckets):
         bucket.flat.copy_(weights[i][0])
         bucket.master.copy_(weights[i][1])
-        optimizer.restore(i, *moments[i], kept[i][2])
-    states = list(optimizer.adamw.state.values())
+        optimizer.restore(i, moments[i], kept[i][1])
+    states = list(optimizer.inner.state.values())
     return Stepped(
-        all(group["fused"] for group in optimizer.adamw.param_groups),
+        all(group["fused"] for group in optimizer.inner.param_groups),
         all(value.device == parts.mesh.device for state in states for value in state.values()),
-        kept[0][2],
+        kept[0][1],
         losses,
         [take_step(parts).loss for _ in range(2)],
     )

@@ -174,16 +174,16 @@ def other_choices() -> list[Layout]:
     ]
 
 
-def sharded_choices() -> list[Layout]:
-    """What a pairwise selection of the ways to shard over replicas is made of: on all schedules, beside all else."""
+def sharded_choices(schedules: Sequence[str]) -> list[Layout]:
+    """What a pairwise selection of the ways to shard over replicas is made of, beside all else."""
     return [
         Layout(dp, pp, tp, schedule, zero, sequence, recompute=recompute, shard=shard, reduces_once=reduces_once)
         for dp, pp, tp in itertools.product((2, 4), (1, 2), (1, 2))
         if dp * pp * tp <= 8
-        for schedule in ("1f1b", "gpipe", *LATER_SCHEDULES)
-        for zero in (1, 2)
+        for schedule in schedules
+        for zero in (1, 2, 3)
         for shard in ((0, 1, 2) if dp == 4 else (0,))
-        for reduces_once in ((False, True) if zero == 2 else (False,))
+        for reduces_once in ((False, True) if zero >= 2 else (False,))
         for sequence in ((False, True) if tp > 1 else (False,))
         for recompute in ("none", "full")
         if Layout(dp, pp, tp, schedule).num_stages <= 8

@@ -11,7 +11,7 @@ import torch
 from framework.blueprint import draw_blueprint
 from framework.config import RunConfig, parse
 from framework.errors import ConfigError, ModelError
-from framework.verify import layout_config, parse_layout
+from framework.verify import Layout, default_layouts, layout_config, parse_layout, traits_of
 from framework.verify.run import merge, run_layout
 from launch.pool import RankPool
 from tests.verify.cases import LATER, References, Size, config_of, model_config, prove
@@ -171,6 +171,19 @@ def test_more_stages_than_layers() -> None:
 def test_a_batch_that_dp_does_not_divide() -> None:
     said = refused(model_config("gpt2", SMALL), "dp2,mbs2", 6)
     assert "global_batch 6 is no multiple of micro_batch_size 2 x dp 2" in said
+
+
+def test_shards_that_dp_does_not_divide_into() -> None:
+    said = refused(model_config("gpt2", SMALL), "dp4,shard3", 4)
+    assert "shard3 does not divide dp 4: choose of 1, 2, 4" in said
+
+
+def test_a_shard_factor_is_left_out_where_dp_is_what_the_ranks_allow() -> None:
+    """The configuration's own layout is proven with one replica."""
+    config = model_config("gpt2", SMALL)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard_factor": 4})})
+    layouts = default_layouts(config, traits_of(config), 8)
+    assert {layout.shard for layout in layouts if layout.dp == 1} == {0} and Layout(dp=4, zero=2, shard=2) in layouts
 
 
 def test_a_batch_smaller_than_dp() -> None:

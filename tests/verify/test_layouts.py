@@ -13,6 +13,7 @@ from framework.verify import parse_layout
 from launch.pool import RankPool
 from tests.verify.cases import (
     DECODERS,
+    LATER,
     MODELS,
     Case,
     References,
@@ -30,7 +31,14 @@ from tests.verify.cases import (
 
 FLOAT64 = [Case(model, layout) for layout in every_layout() for model in MODELS if suits(model, layout)]
 OTHER_SCHEDULES = [Case(model, layout) for layout in every_other_schedule() for model in MODELS if suits(model, layout)]
-SHARDED = [Case(model, layout) for layout in sharded_choices() for model in DECODERS]
+SHARDED = [
+    Case(model, layout)
+    for layout in sharded_choices(("1f1b", "interleaved_1f1b", "zb_h1", "zb_v"))
+    for model in DECODERS
+]
+SHARDED_LATER = [
+    Case(model, layout) for layout in sharded_choices(("gpipe", "zb_h2", "v_half", "v_min")) for model in DECODERS
+]
 CHOICES = [Case(model, layout) for layout in other_choices() for model in DECODERS]
 USUAL_DEGREES = {1, 2, 3, 4, 8}
 """Five, six and seven of a kind are left to ``make verify-all``."""
@@ -85,7 +93,7 @@ def test_the_other_schedules_do_with_recomputation_too(case: Case, pool: RankPoo
     check(case, 2, pool, references, twice=False)
 
 
-@pytest.mark.parametrize("case", SHARDED_SELECTION, ids=str)
+@pytest.mark.parametrize("case", [*SHARDED_SELECTION, *map(LATER, pairwise(SHARDED_LATER))], ids=str)
 def test_whatever_is_sharded_over_the_replicas(case: Case, pool: RankPool, references: References) -> None:
     check(case, 2, pool, references, twice=False)
 
@@ -93,6 +101,16 @@ def test_whatever_is_sharded_over_the_replicas(case: Case, pool: RankPool, refer
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references: References) -> None:
     check(case, 2, pool, references)
+
+
+@pytest.mark.parametrize("layout", ["dp2,pp2,zero2", "dp2,tp2,zero3"])
+def test_sgd_gives_them_too(layout: str, pool: RankPool, references: References) -> None:
+    size = size_for(parse_layout(layout))
+    config = model_config("gpt2", size)
+    sgd = config.optimizer.model_copy(update={"name": "sgd", "learning_rate": 0.1})
+    config = config.model_copy(update={"optimizer": sgd})
+    row = prove(config, parse_layout(layout), pool, references, global_batch=size.global_batch, steps=3, twice=False)
+    assert row.passed, "\n".join(row.problems)
 
 
 @pytest.mark.all_layouts

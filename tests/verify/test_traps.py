@@ -26,7 +26,7 @@ from framework.data_parallel.buckets import Bucket, BucketKind
 from framework.data_parallel.replica import StageReplica
 from framework.mesh.comm import Group, Handle
 from framework.model import PlainModel
-from framework.optimizer.adamw import FlatAdamW, Shard
+from framework.optimizer.flat import FlatOptimizer, Shard
 from framework.parameters import ParameterInfo
 from framework.pipeline.executor import Executor
 from framework.pipeline.stage import LossPart, Stage
@@ -117,8 +117,8 @@ def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:
     """The first stage's gradients are not counted."""
-    square_norm = FlatAdamW.square_norm
-    patch.setattr(FlatAdamW, "square_norm", lambda optimizer: square_norm(optimizer) * (my_rank() > 0))
+    square_norm = FlatOptimizer.square_norm
+    patch.setattr(FlatOptimizer, "square_norm", lambda optimizer: square_norm(optimizer) * (my_rank() > 0))
 
 
 # ------------------------------------------------------------------------------------------------ sums over the axes

@@ -173,6 +173,19 @@ def test_sharded_gradients_are_said_after_each_micro_batch(pool: RankPool) -> No
             assert found.own["dp", "all_gather"][1] == pytest.approx(message / 2, rel=1e-12)
 
 
+def test_sharded_weights_are_said_twice_for_each_micro_batch(pool: RankPool) -> None:
+    """3 chunks M (d-1)/d, or with sums once in a step (2 chunks + 1) M (d-1)/d; M with rows up to a multiple of d."""
+    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    rows = [(61, 16)] + 3 * [(16, 16), (16, 1)] + [(61, 16), (61, 1)]
+    for text, times in (("dp2,zero3", SIZE.global_batch // 2), ("dp2,zero3,step", 1)):
+        for found in measured(config, text, pool):
+            message = sum(found.bucket_bytes)
+            assert message == FLOAT * sum((number + number % 2) * size for number, size in rows)
+            chunks = SIZE.global_batch // 2
+            assert found.own["dp", "all_gather"][1] == pytest.approx(2 * chunks * message / 2, rel=1e-12)
+            assert found.own["dp", "reduce_scatter"][1] == pytest.approx(times * message / 2, rel=1e-12)
+
+
 def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:
     """M (d-1)/d of gradients, and half of that of weights."""
     for found in measured(config_of("tests.builders:plain", {"vocab_size": 16}, S), "dp2", pool, "bfloat16"):

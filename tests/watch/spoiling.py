@@ -79,10 +79,10 @@ def spoil(parts: Parts, spec: Spoil) -> Callable[[], None]:
         if place.member.info.name == spec.name
     )
     if spec.what == "gradient":
-        return _spoil_gradient(parts, spec, place.member.parameter)
+        return _spoil_gradient(parts, spec, bucket.leaf(place))
     for replica in parts.replicas.values():
         replica.ready_all()
-    element = bucket.flat[place.start]
+    element = (bucket.master if bucket.flat is None else bucket.flat)[place.start]
     before = element.clone()
     element.fill_(spec.value)
 
@@ -110,7 +110,7 @@ def _spoil_output(parts: Parts, spec: Spoil) -> Callable[[], None]:
     return next(found[spec.name] for found in modules if spec.name in found).register_forward_hook(hook).remove
 
 
-def _spoil_gradient(parts: Parts, spec: Spoil, parameter: nn.Parameter) -> Callable[[], None]:
+def _spoil_gradient(parts: Parts, spec: Spoil, parameter: Tensor) -> Callable[[], None]:
     size = parts.config.batch.micro_batch_size
     assert size is not None
     chunks = parts.blueprint.schedule.chunks
@@ -138,9 +138,11 @@ def held(parts: Parts) -> list[Tensor]:
     for replica in parts.replicas.values():
         replica.ready_all()
         for bucket in replica.buckets:
-            first, second, _ = parts.optimizer.moments(index)
+            states, _ = parts.optimizer.states(index)
             index += 1
-            found += [bucket.flat, bucket.master, first, second]
+            found += [bucket.master, *states.values()]
+            if bucket.flat is not None:
+                found.append(bucket.flat)
     return [tensor.clone() for tensor in found]
 
 

@@ -69,7 +69,7 @@ def find(parts: Parts, flip: Flip) -> Tensor:
             for place in bucket.places:
                 if place.member.info.name == flip.name:
                     flat = {"weight": bucket.flat, "master": bucket.master}.get(flip.what)
-                    flat = parts.optimizer.moments(index)[0] if flat is None else flat
+                    flat = parts.optimizer.states(index)[0][flip.what] if flat is None else flat
                     return flat[place.start : place.stop]
             index += 1
     raise AssertionError(f"rank {parts.mesh.rank} does not hold {flip.name}")
@@ -174,6 +174,22 @@ CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
             (
                 Flip(3, "master", "block0.mlp.up.weight"),
                 "the master of block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) and rank 3",
+            ),
+        ],
+    ),
+    (
+        "dp4,zero3,shard2",
+        "bfloat16",
+        "",
+        [
+            (
+                Flip(3, "master", "block0.mlp.up.weight"),
+                "block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) and rank 3",
+            ),
+            (
+                Flip(0, "exp_avg", "block0.mlp.up.weight"),
+                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 tp0) and "
+                f"rank 2 (pp0 dp2 tp0){UNDECIDED}",
             ),
         ],
     ),

@@ -148,6 +148,27 @@ CASES: list[tuple[str, str, str, list[tuple[Spoil, str]]]] = [
         [
             (Spoil("gradient", 3, "norm.weight", 2), "rank 3 (pp0 dp3 tp0): the gradient of norm.weight .* sample"),
             (Spoil("weight", 1, "block1.mlp.down.weight"), "rank 1 (pp0 dp1 tp0): the weight block1.mlp.down.weight "),
+            (  # nobody has kept what it gave
+                Spoil("gradient", 2, "norm.weight", 4, times=1),
+                f"{ONCE}ranks 0-3 (pp0 dp0-3 tp0)",
+            ),
+        ],
+    ),
+    (
+        "dp4,zero3,shard2",
+        "float32",
+        "",
+        [
+            (Spoil("gradient", 3, "norm.weight", 2), "rank 3 (pp0 dp3 tp0): the gradient of norm.weight .* sample"),
+            (
+                Spoil("output", 2, "block0.attention.qkv", 4),
+                "rank 2 (pp0 dp2 tp0): the output of block0.attention.qkv ",
+            ),
+            (Spoil("weight", 1, "block1.mlp.down.weight"), "rank 1 (pp0 dp1 tp0): the weight block1.mlp.down.weight "),
+            (  # nobody has kept what it gave
+                Spoil("gradient", 2, "norm.weight", 4, times=1),
+                f"{ONCE}ranks 0-3 (pp0 dp0-3 tp0)",
+            ),
         ],
     ),
     (

@@ -1,9 +1,9 @@
-"""AdamW over flat shards (torch's own, fused), and clipping by the whole gradient's norm."""
+"""torch's own optimizers, fused, over flat shards; and clipping by the whole gradient's norm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,26 +26,32 @@ class Shard(NamedTuple):
     """True on the one rank that counts these elements in the gradient norm."""
 
 
-class FlatAdamW:
-    """torch.optim.AdamW with one parameter per shard: decayed shards in one group, the others in another."""
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+"""What an optimizer keeps of each element, by the names that checkpoints give it."""
+_IN_TORCH = {"momentum": "momentum_buffer"}
+
+
+def states_of(config: Optimizer) -> tuple[str, ...]:
+    """The names of its states."""
+    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
+
+
+class FlatOptimizer:
+    """torch's own optimizer with one parameter per shard: decayed shards in one group, the others in another."""
 
     def __init__(self, shards: Sequence[Shard], config: Optimizer) -> None:
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
+        self.state_names = states_of(config)
+        self._num_steps = 0
         groups = [
             {
                 "params": [p for p, shard in zip(self.parameters, self.shards, strict=True) if shard.decays is decays],
                 "weight_decay": config.weight_decay if decays else 0.0,
             }
             for decays in (True, False)
-        ]
-        self.adamw = torch.optim.AdamW(
-            groups,  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        ]  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
+        self.inner = made(groups, config, fused=True)
 
     def square_norm(self) -> Tensor:
         """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
@@ -70,32 +76,40 @@ class FlatAdamW:
         return torch.stack(list(norms)).double().square().sum()
 
     def step(self, learning_rate: float, gradient_factor: float) -> None:
-        """One AdamW step at this learning rate, with every gradient multiplied by ``gradient_factor`` first."""
+        """One step at this learning rate, with every gradient multiplied by ``gradient_factor`` first."""
         gradients = [shard.gradient for shard in self.shards]
         if gradients and gradient_factor != 1.0:
             torch._foreach_mul_(gradients, gradient_factor)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group in self.adamw.param_groups:
+        for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
+        self.inner.step()
+        self._num_steps += 1
 
-    def moments(self, index: int) -> tuple[Tensor, Tensor, int]:
-        """(exp_avg, exp_avg_sq, steps taken) of shard ``index``; zeros before the first step."""
-        state = self.adamw.state.get(self.parameters[index], {})
-        if not state:
-            zero = torch.zeros_like(self.shards[index].weights)
-            return zero, zero.clone(), 0
-        return state["exp_avg"], state["exp_avg_sq"], int(state["step"].item())
-
-    def restore(self, index: int, exp_avg: Tensor, exp_avg_sq: Tensor, steps: int) -> None:
-        """Inverse of :meth:`moments`; the tensors are kept, not copied."""
+    def states(self, index: int) -> tuple[dict[str, Tensor], int]:
+        """(what is kept of shard ``index``, by name; steps taken). Zeros before the first step."""
+        kept = self.inner.state.get(self.parameters[index], {})
+        found = {name: kept.get(_IN_TORCH.get(name, name)) for name in self.state_names}
         weights = self.shards[index].weights
-        self.adamw.state[self.parameters[index]] = {
-            "step": torch.tensor(float(steps), dtype=torch.float32, device=weights.device),
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-        }
+        return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
+
+    def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
+        """Inverse of :meth:`states`; the tensors are kept, not copied."""
+        self._num_steps = steps
+        kept = {_IN_TORCH.get(name, name): states[name] for name in self.state_names}
+        if "exp_avg" in kept:
+            device = self.shards[index].weights.device
+            kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
+        self.inner.state[self.parameters[index]] = kept
+
+
+def made(groups: list[dict[str, Any]], config: Optimizer, *, fused: bool) -> torch.optim.Optimizer:
+    """torch's optimizer that the configuration names. Not fused, it is the plain one, parameter by parameter."""
+    how: dict[str, Any] = {"lr": config.learning_rate, **({"fused": True} if fused else {"foreach": False})}
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, momentum=config.momentum, **how)
+    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, **how)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

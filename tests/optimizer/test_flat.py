@@ -1,4 +1,4 @@
-"""AdamW on flat shards against torch's own on the parameters, and clipping against torch's clip_grad_norm_."""
+"""AdamW and SGD on flat shards against torch's own on the parameters, and clipping against torch's clip_grad_norm_."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.schema import Optimizer
-from framework.optimizer.adamw import FlatAdamW, Shard, clip_factor
+from framework.optimizer.flat import STATES, FlatOptimizer, Shard, clip_factor
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
@@ -29,7 +29,7 @@ def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None
     vectors = [nn.Parameter(drawn(3, seed=2)), nn.Parameter(drawn(4, seed=3))]
     weights, biases = flat(*matrices), flat(*vectors)
     gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
-    ours = FlatAdamW(
+    ours = FlatOptimizer(
         [
             Shard(weights[:7], gradients[0][:7], True, True),
             Shard(weights[7:], gradients[0][7:], True, True),
@@ -58,30 +58,56 @@ def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None
         torch.testing.assert_close(biases, flat(*vectors), rtol=1e-13, atol=1e-14)
 
 
-def test_moments_go_out_and_come_back() -> None:
+SGD = CONFIG.model_copy(update={"name": "sgd", "momentum": 0.8})
+
+
+@pytest.mark.parametrize("config", [SGD, SGD.model_copy(update={"momentum": 0.0})], ids=["momentum", "plain"])
+def test_sgd_is_torch_s(config: Optimizer) -> None:
+    weights, biases = drawn(12, seed=0), drawn(3, seed=1)
+    theirs = [nn.Parameter(weights.clone()), nn.Parameter(biases.clone())]
+    gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
+    ours = FlatOptimizer([Shard(weights, gradients[0], True, True), Shard(biases, gradients[1], False, True)], config)
+    sgd = torch.optim.SGD(
+        [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}],
+        lr=1e-2,
+        momentum=config.momentum,
+        foreach=False,
+    )
+    for step in range(4):
+        for i, (parameter, gradient) in enumerate(zip(theirs, gradients, strict=True)):
+            parameter.grad = drawn(*parameter.shape, seed=10 * step + i)
+            gradient.copy_(parameter.grad)
+        sgd.step()
+        ours.step(1e-2, 1.0)
+        torch.testing.assert_close(flat(weights, biases), flat(*theirs), rtol=1e-13, atol=1e-14)
+    assert list(ours.states(0)[0]) == (["momentum"] if config.momentum else [])
+
+
+@pytest.mark.parametrize("config", [CONFIG, SGD], ids=["adamw", "sgd"])
+def test_states_go_out_and_come_back(config: Optimizer) -> None:
     """Saved after three steps and restored into a new optimizer, the fourth step gives the same bits."""
 
-    def fresh(weights: Tensor) -> tuple[FlatAdamW, Tensor]:
+    def fresh(weights: Tensor) -> tuple[FlatOptimizer, Tensor]:
         gradient = torch.zeros_like(weights)
-        return FlatAdamW([Shard(weights, gradient, True, True)], CONFIG), gradient
+        return FlatOptimizer([Shard(weights, gradient, True, True)], config), gradient
 
     weights = drawn(11, seed=0)
     first, gradient = fresh(weights)
-    exp_avg, exp_avg_sq, steps = first.moments(0)
-    assert steps == 0 and not exp_avg.any() and not exp_avg_sq.any()
+    states, steps = first.states(0)
+    assert steps == 0 and tuple(states) == STATES[config.name] and not any(state.any() for state in states.values())
     for step in range(3):
         gradient.copy_(drawn(11, seed=step))
         first.step(1e-2, 1.0)
-    exp_avg, exp_avg_sq, steps = first.moments(0)
-    assert steps == 3
+    states, steps = first.states(0)
+    assert steps == 3 and all(state.all() for state in states.values())
     copied = weights.clone()
     second, other_gradient = fresh(copied)
-    second.restore(0, exp_avg.clone(), exp_avg_sq.clone(), steps)
+    second.restore(0, {name: state.clone() for name, state in states.items()}, steps)
     for optimizer, found in ((first, gradient), (second, other_gradient)):
         found.copy_(drawn(11, seed=3))
         optimizer.step(1e-2, 1.0)
     assert torch.equal(weights, copied)
-    assert second.moments(0)[2] == 4
+    assert second.states(0)[1] == 4
 
 
 def test_the_norm_is_of_what_is_counted_here() -> None:
@@ -92,7 +118,7 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
         Shard(torch.zeros_like(gradient), gradient, True, count)
         for gradient, count in zip(gradients, counted, strict=True)
     ]
-    found = FlatAdamW(shards, CONFIG).square_norm()
+    found = FlatOptimizer(shards, CONFIG).square_norm()
     assert found.dtype == torch.float64 and found.dim() == 0
     assert float(found) == pytest.approx(float(gradients[0].double().square().sum()), rel=1e-6)
 
@@ -100,13 +126,13 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_shows_in_the_norm(value: float) -> None:
     gradient = torch.tensor([1.0, value, 2.0])
-    found = FlatAdamW([Shard(torch.zeros(3), gradient, True, True)], CONFIG).square_norm()
+    found = FlatOptimizer([Shard(torch.zeros(3), gradient, True, True)], CONFIG).square_norm()
     assert not math.isfinite(float(found))
 
 
 def test_nothing_to_step() -> None:
     """A stage of activations alone."""
-    optimizer = FlatAdamW([], CONFIG)
+    optimizer = FlatOptimizer([], CONFIG)
     assert float(optimizer.square_norm()) == 0.0
     optimizer.step(1e-2, 0.5)
 

@@ -1,0 +1,417 @@
+"""What replicas share, and what that costs: every ZeRO stage and shard factor, against formulas and torch's own.
+
+    python benchmarks/zero_family.py [--only memory|wire|time|limit] [--repeats 5] [--steps 3] [--out FILE]
+
+    memory  live bytes of a rank at rest, by category, counted in storages, against the formula, in bfloat16 (P: the
+            parameters of the rank, N: the shard factor):
+
+                      weights   gradients   optimizer                   the ZeRO paper, with gradients of two bytes
+            ZeRO-0    2 P       4 P         12 P                        16 P
+            ZeRO-1    2 P       4 P         12 P / N                    4 P + 12 P / N
+            ZeRO-2    2 P       4 P / N     12 P / N                    2 P + 14 P / N
+            ZeRO-3    4 P / N   4 P / N     8 P / N                     16 P / N
+
+            Gradients are summed in float32, whatever the model's dtype. The highest point of a step is told besides.
+    wire    bytes of a step over the replicas, in float32: by formula, by our own count and seen from below
+    time    on dp=8, in turns: against DDP with replicated AdamW, and against bare FSDP2
+    limit   a model under a limit of memory for each process, which stops DDP and lets ZeRO-3 go on
+
+Exit code 1: a category is off by more than 2 %, bytes on the wire differ, losses differ, a bar of time is missed, or
+the limit stops another one than DDP.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import resource
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, Ours, TorchLoop, ddp, fsdp2
+from measure import race
+from observe import Observer
+from report import Pair, conclude, contender_row, environment, ratio_row
+from rich.console import Console
+from rich.table import Table
+from task import BUILDER, SEED, Feed, adamw, model_options, run_config
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import framework.tensor_parallel.core
+import models.gpt2
+from framework.build import Parts, build
+from framework.config import RunConfig
+from framework.errors import UserError
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import Mesh, open_mesh
+from framework.model import build_model
+from framework.step import take_step
+from launch.pool import RankError, RankPool
+
+TIMEOUT_S = 1800.0
+SAME_BYTES = 0.02
+"""Relative: padding of buckets and of rows."""
+PARTS = ("memory", "wire", "time", "limit")
+CATEGORIES = ("weights", "gradients", "optimizer")
+
+
+class Layout(NamedTuple):
+    """The degrees, and what is shared."""
+
+    dp: int
+    pp: int
+    tp: int
+    zero: int
+    factor: int
+    """parallel.shard_factor."""
+    reduce: str | None = None
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{axis}={n}" for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if n > 1)
+        shared = f", in groups of {self.factor}" if self.zero and self.factor < self.dp else ""
+        return f"{axes}: ZeRO-{self.zero}{shared}{', reduced once' if self.reduce else ''}"
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Into how many a state is cut."""
+        return self.factor if self.zero else 1
+
+
+def family(dp: int, pp: int, tp: int) -> list[Layout]:
+    """All stages and factors of one mesh."""
+    factors = [factor for factor in (dp, dp // 2, 2) if factor > 1]
+    found = [Layout(dp, pp, tp, 0, 1)]
+    found += [Layout(dp, pp, tp, zero, factor) for zero in (1, 2, 3) for factor in dict.fromkeys(factors)]
+    return found
+
+
+MESHES = ((8, 1, 1), (4, 2, 1), (4, 1, 2))
+LAYOUTS = [layout for mesh in MESHES for layout in family(*mesh)]
+
+
+def config_for(layout: Layout, dtype: str) -> RunConfig:
+    """The task of all benchmarks, laid out so."""
+    config = run_config(layout.dp, layout.pp, layout.tp, zero=layout.zero)
+    parallel = {"shard_factor": layout.factor if layout.zero else None, "reduce": layout.reduce}
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update={"dtype": dtype}),
+        }
+    )
+
+
+class Held(NamedTuple):
+    """Of one rank."""
+
+    parameters: int
+    measured: dict[str, int]
+    """Bytes by category, at rest."""
+    at_rest: int
+    """All live bytes then."""
+    peak: int
+    """The most in a step."""
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Where each storage is -> its bytes; views share one."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def held_bytes(parts: Parts) -> dict[str, int]:
+    """Bytes of each category, counted in storages: whatever is a view of something is counted once."""
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    optimizer: list[Tensor] = []
+    for stage in parts.executor.stages.values():
+        for parameter in stage.layers.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            weights.append(local.detach())
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            gradients.append(bucket.shard_gradient)
+            optimizer.append(bucket.master)
+    for state in parts.optimizer.inner.state.values():
+        optimizer += [tensor for tensor in state.values() if tensor.dim() > 0]
+    own = storages(weights)
+    found = {"weights": own, "gradients": storages(gradients), "optimizer": storages(optimizer)}
+    found["optimizer"] = {at: size for at, size in found["optimizer"].items() if at not in own}
+    return {category: sum(sizes.values()) for category, sizes in found.items()}
+
+
+def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
+    """After two steps, and in a third."""
+    with Observer() as observer:
+        config = config_for(layout, "bfloat16")
+        parts = build(config, open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu"), (Feed(), None))
+        for _ in range(2):
+            _step(parts)
+        at_rest = observer.live_bytes()
+        observer.restart()
+        _step(parts)
+    number = sum(place.stop - place.start for r in parts.replicas.values() for b in r.buckets for place in b.places)
+    return Held(number, held_bytes(parts), at_rest, observer.peak_bytes)
+
+
+def _step(parts: Parts) -> None:
+    take_step(parts)
+    for replica in parts.replicas.values():
+        replica.ready_all()
+
+
+def formula(layout: Layout, parameters: int) -> dict[str, float]:
+    """Bytes by category in bfloat16, padding left out."""
+    p, n = float(parameters), layout.shards
+    if layout.zero == 3:
+        return {"weights": 4 * p / n, "gradients": 4 * p / n, "optimizer": 8 * p / n}
+    return {"weights": 2 * p, "gradients": 4 * p / (n if layout.zero == 2 else 1), "optimizer": 12 * p / n}
+
+
+def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every layout: the rank that is farthest off."""
+    table = Table("bytes a rank holds at rest, bfloat16", *CATEGORIES, "formula", "all", "off", "highest in a step")
+    rows, problems = [], []
+    for layout in LAYOUTS:
+        found: list[Held] = pool.run(look_at_memory, layout.size, layout, timeout_s=TIMEOUT_S)
+        worst = max(found, key=lambda held: _off(layout, held))
+        expected, off = formula(layout, worst.parameters), _off(layout, worst)
+        rows.append({"layout": str(layout), "formula": expected, "off": off, **worst._asdict()})
+        total = sum(worst.measured.values())
+        table.add_row(
+            str(layout),
+            *(f"{worst.measured[category]:,}" for category in CATEGORIES),
+            f"{sum(expected.values()):,.0f}",
+            f"{total:,}",
+            f"{off:.2%}",
+            f"{max(held.peak for held in found):,}",
+        )
+        if off > SAME_BYTES:
+            problems.append(f"{layout}: a category is {off:.1%} off its formula: {worst.measured}, not {expected}")
+    console.print(table)
+    return rows, problems
+
+
+def _off(layout: Layout, held: Held) -> float:
+    expected = formula(layout, held.parameters)
+    return max(abs(held.measured[category] / expected[category] - 1) for category in CATEGORIES)
+
+
+# ------------------------------------------------------------------------------------------------------------- the wire
+
+
+def look_at_wire(rank: int, world_size: int, layout: Layout) -> tuple[list[int], dict[str, float], float, float]:
+    """(elements of each bucket, counted by axis, counted in all, seen from below in all) of one step."""
+    with Observer() as observer:
+        mesh = open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu")
+        parts = build(config_for(layout, "float32"), mesh, (Feed(), None))
+        _step(parts)
+        mesh.traffic.reset()
+        observer.restart()
+        _step(parts)
+    counted: dict[str, float] = {}
+    for (name, _), (_, wire_bytes) in mesh.traffic.counts.items():
+        counted[name] = counted.get(name, 0.0) + wire_bytes
+    buckets = [bucket.numel for replica in parts.replicas.values() for bucket in replica.buckets]
+    return buckets, counted, sum(counted.values()), sum(observer.wire_bytes.values())
+
+
+def formula_of_wire(layout: Layout, elements: int, chunks: int) -> float:
+    """Bytes that a rank says over its replicas in a step, M: bytes of its gradients in float32, n shards, r copies.
+
+    ZeRO-0 2 M (r-1)/r; sharded: M (n-1)/n for each sum among neighbours and each gathering of weights, and once in a
+    step 2 M/n (r-1)/r across the groups.
+    """
+    m, n, r = 4.0 * elements, layout.shards, layout.dp // layout.shards
+    sums = chunks if layout.zero >= 2 and layout.reduce is None else 1
+    gatherings = 2 * chunks if layout.zero == 3 else 1
+    if n == 1:
+        return 2 * m * (r - 1) / r
+    return (sums + gatherings) * m * (n - 1) / n + 2 * m / n * (r - 1) / r
+
+
+def wire(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every layout, summed over the ranks."""
+    table = Table("bytes on the wire over the replicas, all ranks, one step", "by formula", "counted by us", "")
+    rows, problems = [], []
+    layouts = [*LAYOUTS, *(Layout(*mesh, zero, mesh[0], "step") for mesh in MESHES for zero in (2, 3))]
+    for layout in layouts:
+        found = pool.run(look_at_wire, layout.size, layout, timeout_s=TIMEOUT_S)
+        batch = config_for(layout, "float32").batch
+        assert batch.chunks is not None
+        expected = sum(formula_of_wire(layout, sum(buckets), batch.chunks) for buckets, *_ in found)
+        counted = sum(size for _, by_axis, _, _ in found for name, size in by_axis.items() if name.startswith("dp"))
+        from_below = all(abs(own - seen) < 1.0 for *_, own, seen in found)
+        equal = abs(counted - expected) < 1.0 and from_below
+        rows.append({"layout": str(layout), "formula": expected, "counted": counted, "from_below": from_below})
+        table.add_row(str(layout), f"{expected:,.0f}", f"{counted:,.0f}", "equal" if equal else "DIFFERENT")
+        if not equal:
+            problems.append(f"{layout}: bytes on the wire: formula {expected}, counted {counted}, below {from_below}")
+    console.print(table)
+    return rows, problems
+
+
+# ------------------------------------------------------------------------------------------------------------- the time
+
+CONTENDERS: dict[str, Any] = {
+    "DDP": ddp,
+    "FSDP2": fsdp2,
+    **{f"ours, ZeRO-{zero}": partial(Ours, 8, 1, 1, zero=zero) for zero in (0, 1, 2, 3)},
+}
+PAIRS = [
+    Pair("ours, ZeRO-1", "DDP", bar=1.0),
+    Pair("ours, ZeRO-3", "FSDP2", bar=1.0),
+    *(Pair(f"ours, ZeRO-{zero}", "DDP") for zero in (0, 2, 3)),
+    Pair("ours, ZeRO-2", "FSDP2"),
+]
+
+
+def times(pool: RankPool, console: Console, repeats: int, steps: int) -> tuple[dict[str, Any], list[str]]:
+    """All in turns."""
+    ranks = pool.run(race, 8, CONTENDERS, repeats, steps, timeout_s=TIMEOUT_S)
+    table = Table("dp=8, median [least .. most]", "throughput (higher: better)", "CPU s (lower: better)", "bar")
+    rows, problems = [ratio_row(ranks, pair) for pair in PAIRS], []
+    for row in rows:
+        bar = "" if row["bar"] is None else f"<= {row['bar']:.2f} {'met' if row['bar_met'] else 'MISSED'}"
+        table.add_row(f"{row['ours']} / {row['theirs']}", str(row["throughput_ratio"]), str(row["cpu_ratio"]), bar)
+        if row["bar_met"] is False:
+            problems.append(f"{row['ours']} / {row['theirs']}: CPU {row['cpu_ratio']} is above {row['bar']}")
+    console.print(table)
+    losses = {name: contender_row(ranks, [_NOTHING], name)["losses"] for name in CONTENDERS}
+    for name, found in losses.items():
+        if max(abs(a / b - 1) for a, b in zip(found, losses["DDP"], strict=True)) > 2e-6:
+            problems.append(f"{name} computes another loss than DDP: {found}, {losses['DDP']}")
+    return {"ratios": rows, "losses": losses}, problems
+
+
+class _Nothing(NamedTuple):
+    peak_bytes: int = 0
+    wire_bytes: dict[Any, float] = {}
+
+
+_NOTHING: Any = _Nothing()
+
+# ------------------------------------------------------------------------------------------------------------ the limit
+
+LARGE = {"hidden_size": 512, "num_layers": 8}
+"""27 million parameters: 16 bytes of each are 430 MB, an eighth of that is 54 MB."""
+ALLOWED = 480 * 2**20
+"""Bytes of memory that a process may take on top of what it had before the model."""
+CASES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def under_a_limit(rank: int, world_size: int, who: str) -> list[float] | str:
+    """The losses of three steps, or why there are none. All ranks end as one: a rank that waits for another is told."""
+    mesh = open_mesh(Grid(1, world_size, 1), "cpu")
+    mesh.world.barrier()
+    before = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (before + ALLOWED, hard))
+    try:
+        contender = large_ddp() if who == "DDP" else LargeOurs(mesh, world_size, int(who[-1]))
+        return [contender.step().loss for _ in range(3)]
+    except (RuntimeError, MemoryError, UserError) as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+class LargeOurs(Ours):
+    """The large model."""
+
+    def __init__(self, mesh: Mesh, dp: int, zero: int) -> None:
+        config = run_config(dp, zero=zero)
+        model = config.model.model_copy(update={"options": {**model_options(tied=True), **LARGE}})
+        self.mesh = mesh
+        self.parts = build(config.model_copy(update={"model": model}), mesh, (Feed(), None))
+
+
+def large_ddp() -> Contender:
+    """The large model, whole on each rank."""
+    options: dict[str, Any] = {**model_options(tied=True), **LARGE}
+    layers, weights = models.gpt2.build(**options), build_model(BUILDER, options, SEED)
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            parameter.copy_(weights.initial(name))
+    model = DistributedDataParallel(layers)
+    return TorchLoop(model, adamw(model.parameters()), dist.get_rank(), dist.get_world_size())
+
+
+def limit(console: Console) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each in ranks of its own: what ended under the limit has left others waiting."""
+    table = Table(f"a model under a limit of {ALLOWED / 2**20:.0f} MiB for each of 8 processes", "")
+    rows, problems = [], []
+    for who in CASES:
+        with RankPool(8) as pool:
+            try:
+                found: list[list[float] | str] = pool.run(under_a_limit, 8, who, timeout_s=TIMEOUT_S)
+            except RankError as error:  # a rank was ended from outside
+                found = [str(error).splitlines()[0]]
+        stopped = next((answer for answer in found if isinstance(answer, str) and "memory" in answer), None)
+        stopped = stopped or next((answer for answer in found if isinstance(answer, str)), None)
+        losses = [statistics.fmean(step) for step in zip(*found, strict=True)] if stopped is None else None
+        rows.append({"who": who, "stopped": stopped, "losses": losses})
+        table.add_row(who, stopped or f"trains: losses {', '.join(f'{loss:.4f}' for loss in losses or ())}")
+    console.print(table)
+    if rows[0]["stopped"] is None or "memory" not in str(rows[0]["stopped"]):
+        problems.append(f"DDP was not stopped by the limit: {rows[0]}")
+    if rows[-1]["losses"] is None:
+        problems.append(f"ZeRO-3 did not train under the limit: {rows[-1]}")
+    return rows, problems
+
+
+def main() -> int:
+    """Run, show, write; 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="may be given several times")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (default 5)")
+    parser.add_argument("--steps", type=int, default=3, help="steps in one turn (default 3)")
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-zero-family.json)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    framework.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    console = Console(width=150)
+    report: dict[str, Any] = {
+        "environment": environment(shlex.join(["python", "benchmarks/zero_family.py", *sys.argv[1:]])),
+        "task": {"builder": BUILDER, "options": model_options(tied=True), "large": LARGE, "allowed": ALLOWED},
+    }
+    where = report["environment"]
+    console.print(f"torch {where['torch']}, {where['cpu']}, {where['cores']} cores, {where['date']}", highlight=False)
+    wanted = arguments.only or PARTS
+    problems: list[str] = []
+    with RankPool(8) as pool:
+        parts: dict[str, Any] = {
+            "memory": partial(memory, pool, console),
+            "wire": partial(wire, pool, console),
+            "time": partial(times, pool, console, arguments.repeats, arguments.steps),
+        }
+        for name in [name for name in PARTS if name in wanted and name in parts]:
+            report[name], found = parts[name]()
+            problems += found
+    if "limit" in wanted:
+        report["limit"], found = limit(console)
+        problems += found
+    report["problems"] = problems
+    return conclude("zero-family", arguments.out, report, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
