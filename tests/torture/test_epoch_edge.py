@@ -24,7 +24,7 @@ from launch.pool import RankPool
 from tests.end_to_end.driving import Recording, layout, run_config, save, size
 
 RESUMES = 20
-LAYOUTS = ["", "dp2", "dp4", "dp2,pp2", "pp2", "dp2,tp2", "tp2"]
+LAYOUTS = ["", "dp2", "dp4,zero2,shard2", "dp2,pp2,zero3", "pp2", "dp2,tp2", "tp2"]
 
 
 @pytest.fixture(scope="module")

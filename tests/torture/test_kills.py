@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -31,7 +32,7 @@ from tests.end_to_end.driving import (
 )
 
 KILLS = 50
-"""Of each of the four runs."""
+"""Of each run."""
 LIMIT_S = 240.0
 
 
@@ -74,8 +75,13 @@ def newest_step(config: RunConfig) -> int:
 
 
 @pytest.mark.torture(row="SIGKILL of all or one rank at random moments around saves, then resume")
-@pytest.mark.parametrize("text", ["dp2", "pp2,tp2"])
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "blocking"])
+@pytest.mark.parametrize(
+    ("text", "asynchronous"),
+    [
+        pytest.param(text, asynchronous, id=f"{text}-{'behind' if asynchronous else 'blocking'}")
+        for text, asynchronous in (*itertools.product(["dp2", "pp2,tp2"], [True, False]), ("dp2,zero3", True))
+    ],
+)
 def test_no_kill_loses_a_run(
     text: str, asynchronous: bool, corpus: Path, tmp_path: Path, seed: int, record_property: Callable[[str, Any], None]
 ) -> None:
