@@ -13,7 +13,8 @@
 `pp0-tp0` is a shard: what one rank wrote. Readers take file names from the manifest and see no meaning in them.
 The name of a tensor is `<kind>/<parameter>`: `weights/block0.norm.weight`, `master/...` (float32 weights under bfloat16
 ones), `exp_avg/...` and `exp_avg_sq/...` (AdamW's moments) or `momentum/...` (SGD's). A tensor cut over tensor
-parallelism has one piece per cut; put each piece at its offset and the global tensor is whole. Padding is never written. To read one without this package:
+parallelism has one piece per cut; put each piece at its offset and the global tensor is whole. Padding is never
+written. To read one without this package:
 
     manifest = json.load(open("manifest.json"))
     entry = manifest["tensors"]["weights/embedding.weight"]
