@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,9 @@ from framework.checkpoint import Behind
 from framework.config import RunConfig, reduces_each, shard_factor
 from framework.data.samples import Feed, validation_steps
 from framework.data.span_corruption import SpanCorruptionFeed
-from framework.data_parallel.buckets import Member, Sharding
+from framework.data_parallel.fully_sharded import FullyShardedStage
 from framework.data_parallel.replica import Replica, StageReplica
+from framework.data_parallel.sharded import Sharding
 from framework.errors import MeshError, ModelError
 from framework.feeds import AnyFeed, Source, open_feeds
 from framework.materialise import materialise, stage_members, tied_groups
@@ -164,15 +165,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        by_torch = config.parallel.zero == 3 and sharding.shard.size > 1
-        layers = materialise(blueprint, index, torch.device("cpu") if by_torch else mesh.device)
-        members = stage_members(blueprint, index, layers, tied)
-        if by_torch and any(member.parameter.requires_grad for member in members):
-            replicas[index] = _fully_sharded(members, sharding, mesh, layers, DTYPES[config.train.dtype])
-        else:
-            bucket_bytes, keeps = config.parallel.bucket_bytes, config.parallel.zero < 2
-            layers = layers.to(mesh.device)
-            replicas[index] = StageReplica(members, sharding, mesh.tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps)
+        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied)
         if config.train.compile:
             for layer in layers:
                 layer.compile()
@@ -222,12 +215,20 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
 
 
-def _fully_sharded(
-    members: list[Member], sharding: Sharding, mesh: Mesh, layers: nn.Sequential, dtype: torch.dtype
-) -> Replica:
-    from framework.data_parallel.fully_sharded import FullyShardedStage  # half a second of imports for who wants it
-
-    return FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device)
+def _replica(
+    blueprint: Blueprint, stage: int, mesh: Mesh, sharding: Sharding, tied: Mapping[str, Group]
+) -> tuple[nn.Sequential, Replica]:
+    """The layers of a stage with their weights, and who shares these with the other replicas, as the config says."""
+    parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
+    trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
+    if parallel.zero == 3 and sharding.shard.size > 1 and trains:
+        layers = materialise(blueprint, stage, torch.device("cpu"))
+        members = stage_members(blueprint, stage, layers, tied)
+        return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device)
+    layers = materialise(blueprint, stage, mesh.device)
+    members = stage_members(blueprint, stage, layers, tied)
+    keeps = parallel.zero < 2
+    return layers, StageReplica(members, sharding, mesh.tp, bucket_bytes=parallel.bucket_bytes, keeps_gradient=keeps)
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

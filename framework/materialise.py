@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from framework.blueprint import DTYPES, Blueprint
-from framework.data_parallel.buckets import Member, Tie
 from framework.data_parallel.replica import members_of
+from framework.data_parallel.sharded import Member, Tie
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
 

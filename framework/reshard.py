@@ -37,7 +37,8 @@ from framework.checkpoint.shard import MAX_FILE_BYTES
 from framework.config import RunConfig, change, default_world_size, keep, parse, resolve
 from framework.config.given import read_overrides
 from framework.config.keys import KEYS
-from framework.data_parallel.buckets import Member, accumulation_dtype, kind_of, plan_buckets
+from framework.data_parallel.buckets import plan_buckets
+from framework.data_parallel.sharded import Member, accumulation_dtype, kind_of
 from framework.errors import CheckpointError, ConfigError
 from framework.materialise import stage_members
 from framework.mesh.comm import Group

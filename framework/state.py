@@ -11,8 +11,8 @@ from torch import Tensor
 from framework.blueprint import Blueprint
 from framework.checkpoint import Checkpoint, Kind, Piece
 from framework.checkpoint.space import Weight
-from framework.data_parallel.buckets import Member, Sharded, kind_of
 from framework.data_parallel.replica import Replica
+from framework.data_parallel.sharded import Member, Sharded, kind_of
 from framework.errors import CheckpointError
 from framework.mesh.mesh import Mesh
 from framework.optimizer.flat import FlatOptimizer

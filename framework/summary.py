@@ -47,11 +47,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     shares = []
     for stage, layers in enumerate(blueprint.stages):
         names = list(dict(blueprint.stage_layers(stage).named_children()))
-        count = trained = 0
-        for name, parameter in blueprint.stage_layers(stage).named_parameters():
-            numel = torch.Size(blueprint.infos[blueprint.model.canonical(name)].local_shape).numel()
-            count += numel
-            trained += numel if parameter.requires_grad else 0
+        count, trained = _elements(blueprint, stage)
         shares.append(
             RankShare(
                 stage,
@@ -66,6 +62,16 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
             )
         )
     return shares
+
+
+def _elements(blueprint: Blueprint, stage: int) -> tuple[int, int]:
+    """Of a rank's parameters: (all, those that are trained)."""
+    count = trained = 0
+    for name, parameter in blueprint.stage_layers(stage).named_parameters():
+        numel = torch.Size(blueprint.infos[blueprint.model.canonical(name)].local_shape).numel()
+        count += numel
+        trained += numel if parameter.requires_grad else 0
+    return count, trained
 
 
 def _gradient_bytes(config: RunConfig, whole: int) -> int:
@@ -124,26 +130,27 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
 
 
 def _price(blueprint: Blueprint) -> list[str]:
-    """What sharding the gradients costs: nothing to say of less."""
+    """What sharding gradients and weights costs, at the stage that has most; of less there is nothing to say."""
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
-    chunks, shares = batch_numbers(config).chunks, rank_shares(blueprint)
-    kept = max(share.gradient_bytes for share in shares)
-    whole = kept * shards // (1 if reduces_each(config) else shards + 1)
+    trained = max(_elements(blueprint, stage)[1] for stage in range(len(blueprint.stages)))
+    dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config).chunks
+    whole = trained * (8 if dtype == torch.float64 else 4)
+
+    def sent(num_bytes: int) -> str:
+        return memory(num_bytes * (shards - 1) // shards)
+
     lines = []
     if config.parallel.zero == 3:
-        item = DTYPES[config.train.dtype].itemsize
-        sent = memory(whole * item // (8 if config.train.dtype == "float64" else 4) * (shards - 1) // shards)
-        lines = [
-            f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x 2 x {sent} in a step"
-        ]
+        gathered = f"{chunks} x 2 x {sent(trained * dtype.itemsize)}"
+        lines.append(f"weights    gathered layer by layer, forward and backward: a rank sends {gathered} in a step")
     if not reduces_each(config):
         return [*lines, f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank"]
-    sent = f"{chunks} x {memory(whole - kept)}"
+    summed = f"{chunks} x {sent(whole)}"
     return [
         *lines,
-        f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {sent} in a step",
+        f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
         f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
     ]
 

@@ -36,7 +36,8 @@ def compatible(
     saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
     problems, differences = [], []
     for path in sorted(saved.keys() | now.keys()):
-        before, after = saved[path] if path in saved else _default(path), now.get(path, _ABSENT)
+        before = saved[path] if path in saved else _default(path)
+        after = now.get(path, _ABSENT)
         if before == after:
             continue
         reason = next((why for field, why in REFUSED.items() if path == field or path.startswith(f"{field}.")), None)

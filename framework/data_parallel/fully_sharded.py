@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.data_parallel.buckets import Member, Place, Sharded, Sharding, accumulation_dtype, kind_of, sum_over_tp
+from framework.data_parallel.sharded import Member, Place, Sharded, Sharding, accumulation_dtype, kind_of, sum_over_tp
 from framework.errors import ModelError
 from framework.mesh.comm import Group
 

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from framework.data_parallel.buckets import Bucket, Member, Sharded, Sharding, plan_buckets, sum_over_tp
+from framework.data_parallel.buckets import Bucket, plan_buckets
+from framework.data_parallel.sharded import Member, Sharded, Sharding, sum_over_tp
 from framework.mesh.comm import Group
 
 
@@ -116,8 +117,8 @@ class StageReplica:
     def _post_ready(self) -> None:
         """Post reductions of complete buckets, in bucket order only: every replica must post in the same order.
 
-        Where the whole gradient is not kept, the one before is waited for: a second one is being filled meanwhile, and
-        there is memory for no third.
+        Where the whole gradient is not kept, the one before is waited for: of one stage no more than one is under way,
+        besides those that are being filled.
         """
         while self._next_to_reduce < len(self.buckets) and self._missing[self._next_to_reduce] <= 0:
             bucket = self.buckets[self._next_to_reduce]

@@ -51,7 +51,7 @@ class FlatOptimizer:
             }
             for decays in (True, False)
         ]  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
-        self.inner = made(groups, config, fused=True)
+        self.inner = _made(groups, config)
 
     def square_norm(self) -> Tensor:
         """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
@@ -104,12 +104,11 @@ class FlatOptimizer:
         self.inner.state[self.parameters[index]] = kept
 
 
-def made(groups: list[dict[str, Any]], config: Optimizer, *, fused: bool) -> torch.optim.Optimizer:
-    """torch's optimizer that the configuration names. Not fused, it is the plain one, parameter by parameter."""
-    how: dict[str, Any] = {"lr": config.learning_rate, **({"fused": True} if fused else {"foreach": False})}
+def _made(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+    """torch's optimizer that the configuration names."""
     if config.name == "sgd":
-        return torch.optim.SGD(groups, momentum=config.momentum, **how)
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, **how)
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -18,7 +18,6 @@ from framework.config import RunConfig
 from framework.data.example import example
 from framework.feeds import Source
 from framework.model import PlainModel, build_model
-from framework.optimizer.flat import made
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
 from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
@@ -95,7 +94,12 @@ def run_reference(
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = made(groups, config.optimizer, fused=False)
+    named = config.optimizer
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        groups, lr=named.learning_rate, betas=named.betas, eps=named.eps, foreach=False
+    )
+    if named.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=named.learning_rate, momentum=named.momentum, foreach=False)
     findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
     findings.initial.update(widened(running_values(layers, running)))
     for step in range(steps):

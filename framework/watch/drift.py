@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.data_parallel.buckets import Sharded, Tie, kind_of
+from framework.data_parallel.sharded import Sharded, Tie, kind_of
 from framework.errors import DriftError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Grid

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from framework.data_parallel.buckets import Place, Sharded
 from framework.data_parallel.replica import Replica
+from framework.data_parallel.sharded import Place, Sharded
 from framework.errors import NonFiniteError
 from framework.mesh.grid import Axis, Grid
 from framework.pipeline.executor import Result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from framework.data_parallel.buckets import Place, Sharded
+from framework.data_parallel.sharded import Place, Sharded
 from framework.pipeline.executor import Result
 from framework.pipeline.stage import LossPart, Stage
 from framework.schedule.action import Kind

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.data_parallel.buckets import Bucket, Member, Sharding, Tie, accumulation_dtype, plan_buckets
+from framework.data_parallel.buckets import Bucket, plan_buckets
+from framework.data_parallel.sharded import Member, Sharding, Tie, accumulation_dtype
 from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 

@@ -22,8 +22,9 @@ import framework.step
 import framework.tensor_parallel.cross_entropy
 import framework.tensor_parallel.plan
 from framework.build import Again
-from framework.data_parallel.buckets import Bucket, BucketKind
+from framework.data_parallel.buckets import Bucket
 from framework.data_parallel.replica import StageReplica
+from framework.data_parallel.sharded import BucketKind
 from framework.mesh.comm import Group, Handle
 from framework.model import PlainModel
 from framework.optimizer.flat import FlatOptimizer, Shard
