@@ -34,9 +34,10 @@ from torch import Tensor, nn
 
 from framework.build import build
 from framework.config import RunConfig, resolve
+from framework.errors import ModelError
+from framework.imports import find_function
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
-from framework.model import find_builder
 from framework.step import take_step
 from framework.throughput import peak_flops
 
@@ -134,7 +135,8 @@ class Plain:
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         torch.manual_seed(1234)
-        model: nn.Module = find_builder(job.builder)(**job.options).to(device)
+        builder = find_function(job.builder, "builder", "a function that returns an nn.Sequential", ModelError)
+        model: nn.Module = builder(**job.options).to(device)
         self.job, self.device, self.tokens, self.samples_seen = job, device, Tokens(job), 0
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(

@@ -90,8 +90,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 storage = leaf.untyped_storage()
-                self._storages.setdefault(storage._cdata, weakref.ref(storage))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+                known = self._storages.get(storage._cdata)
+                if known is None or known() is None:  # an address is used again when its storage is gone
+                    self._storages[storage._cdata] = weakref.ref(storage)
+        if self._listening:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return results
 
     def _listen(self, name: str, arguments: tuple[Any, ...]) -> None:

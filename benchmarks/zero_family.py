@@ -11,6 +11,7 @@
             ZeRO-2    2 P       4 P / N     12 P / N                    2 P + 14 P / N
             ZeRO-3    4 P / N   4 P / N     8 P / N                     16 P / N
 
+            With offload the optimizer's are the host's, 12 P / N; with ZeRO-3 all are, 16 P / N.
             Gradients are summed in float32, whatever the model's dtype. The highest point of a step is told besides.
     wire    bytes of a step over the replicas, in float32: by formula, by our own count and seen from below
     time    on dp=8, in turns: against DDP with replicated AdamW, and against bare FSDP2
@@ -32,6 +33,7 @@ import resource
 import shlex
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -62,8 +64,12 @@ from launch.pool import RankError, RankPool
 TIMEOUT_S = 1800.0
 SAME_BYTES = 0.02
 """Relative: padding of buckets and of rows."""
+SHORT = 32
+"""Tokens of a sequence where memory is looked at."""
 PARTS = ("memory", "wire", "time", "limit")
-CATEGORIES = ("weights", "gradients", "optimizer")
+CATEGORIES = ("weights", "gradients", "optimizer", "host")
+BUCKET_BYTES = 2**20
+"""Where memory is looked at: a larger model has dozens of buckets, this one would have one of the default's size."""
 
 
 class Layout(NamedTuple):
@@ -76,11 +82,13 @@ class Layout(NamedTuple):
     factor: int
     """parallel.shard_factor."""
     reduce: str | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
         axes = " x ".join(f"{axis}={n}" for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if n > 1)
         shared = f", in groups of {self.factor}" if self.zero and self.factor < self.dp else ""
-        return f"{axes}: ZeRO-{self.zero}{shared}{', reduced once' if self.reduce else ''}"
+        once, offload = ", reduced once" if self.reduce else "", ", offload" if self.offload else ""
+        return f"{axes}: ZeRO-{self.zero}{shared}{once}{offload}"
 
     @property
     def size(self) -> int:
@@ -98,7 +106,7 @@ def family(dp: int, pp: int, tp: int) -> list[Layout]:
     factors = [factor for factor in (dp, dp // 2, 2) if factor > 1]
     found = [Layout(dp, pp, tp, 0, 1)]
     found += [Layout(dp, pp, tp, zero, factor) for zero in (1, 2, 3) for factor in dict.fromkeys(factors)]
-    return found
+    return [*found, *(Layout(dp, pp, tp, zero, dp, offload=True) for zero in (1, 3))]
 
 
 MESHES = ((8, 1, 1), (4, 2, 1), (4, 1, 2))
@@ -108,7 +116,8 @@ LAYOUTS = [layout for mesh in MESHES for layout in family(*mesh)]
 def config_for(layout: Layout, dtype: str) -> RunConfig:
     """The task of all benchmarks, laid out so."""
     config = run_config(layout.dp, layout.pp, layout.tp, zero=layout.zero)
-    parallel = {"shard_factor": layout.factor if layout.zero else None, "reduce": layout.reduce}
+    factor = layout.factor if layout.zero else None
+    parallel = {"shard_factor": factor, "reduce": layout.reduce, "offload": layout.offload}
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=parallel),
@@ -155,14 +164,31 @@ def held_bytes(parts: Parts) -> dict[str, int]:
     own = storages(weights)
     found = {"weights": own, "gradients": storages(gradients), "optimizer": storages(optimizer)}
     found["optimizer"] = {at: size for at, size in found["optimizer"].items() if at not in own}
-    return {category: sum(sizes.values()) for category, sizes in found.items()}
+    held = {category: sum(sizes.values()) for category, sizes in found.items()} | {"host": 0}
+    parallel = parts.config.parallel
+    for category in CATEGORIES[0 if parallel.zero == 3 else 2 : 3] if parallel.offload else ():
+        held["host"] += held[category]
+        held[category] = 0
+    return held
+
+
+class ShortFeed(Feed):
+    """Fewer tokens: what lies there at rest does not know of them, and bfloat16 is slow on a CPU."""
+
+    def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels), both (count, SHORT)."""
+        tokens, labels = super().rows(first, count)
+        return tokens[:, :SHORT].contiguous(), labels[:, :SHORT].contiguous()
 
 
 def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
     """After two steps, and in a third."""
     with Observer() as observer:
         config = config_for(layout, "bfloat16")
-        parts = build(config, open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu"), (Feed(), None))
+        data = config.data.model_copy(update={"sequence_length": SHORT})
+        parallel = config.parallel.model_copy(update={"bucket_bytes": BUCKET_BYTES})
+        config = config.model_copy(update={"data": data, "parallel": parallel})
+        parts = build(config, open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu"), (ShortFeed(), None))
         for _ in range(2):
             _step(parts)
         at_rest = observer.live_bytes()
@@ -182,8 +208,10 @@ def formula(layout: Layout, parameters: int) -> dict[str, float]:
     """Bytes by category in bfloat16, padding left out."""
     p, n = float(parameters), layout.shards
     if layout.zero == 3:
-        return {"weights": 4 * p / n, "gradients": 4 * p / n, "optimizer": 8 * p / n}
-    return {"weights": 2 * p, "gradients": 4 * p / (n if layout.zero == 2 else 1), "optimizer": 12 * p / n}
+        held = (4 * p / n, 4 * p / n, 8 * p / n, 0.0)
+        return dict(zip(CATEGORIES, (0.0, 0.0, 0.0, 16 * p / n) if layout.offload else held, strict=True))
+    optimizer = (0.0, 12 * p / n) if layout.offload else (12 * p / n, 0.0)
+    return dict(zip(CATEGORIES, (2 * p, 4 * p / (n if layout.zero == 2 else 1), *optimizer), strict=True))
 
 
 def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
@@ -212,14 +240,31 @@ def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list
 
 def _off(layout: Layout, held: Held) -> float:
     expected = formula(layout, held.parameters)
-    return max(abs(held.measured[category] / expected[category] - 1) for category in CATEGORIES)
+    return max(
+        abs(held.measured[category] - expected[category]) / (expected[category] or 1.0) for category in CATEGORIES
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the wire
 
 
-def look_at_wire(rank: int, world_size: int, layout: Layout) -> tuple[list[int], dict[str, float], float, float]:
-    """(elements of each bucket, counted by axis, counted in all, seen from below in all) of one step."""
+class Said(NamedTuple):
+    """Of one rank in one step."""
+
+    elements: int
+    """Of its buckets."""
+    shared: int
+    """Those of them that several layers of its stage share: ZeRO-3 gathers them once for forward and backward."""
+    over_replicas: float
+    """Counted by us."""
+    by_us: float
+    """In all."""
+    from_below: float
+    """In all, as seen by the observer."""
+
+
+def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
+    """After a step that warms up."""
     with Observer() as observer:
         mesh = open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu")
         parts = build(config_for(layout, "float32"), mesh, (Feed(), None))
@@ -227,39 +272,50 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> tuple[list[int],
         mesh.traffic.reset()
         observer.restart()
         _step(parts)
-    counted: dict[str, float] = {}
-    for (name, _), (_, wire_bytes) in mesh.traffic.counts.items():
-        counted[name] = counted.get(name, 0.0) + wire_bytes
-    buckets = [bucket.numel for replica in parts.replicas.values() for bucket in replica.buckets]
-    return buckets, counted, sum(counted.values()), sum(observer.wire_bytes.values())
+    counted = {key: wire_bytes for key, (_, wire_bytes) in mesh.traffic.counts.items()}
+    buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
+    uses = Counter(
+        id(parameter)
+        for stage in parts.executor.stages.values()
+        for _, parameter in stage.layers.named_parameters(remove_duplicate=False)
+    )
+    return Said(
+        sum(bucket.numel for bucket in buckets),
+        sum(b.numel for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.places)),
+        sum(wire_bytes for (name, _), wire_bytes in counted.items() if name.startswith("dp")),
+        sum(counted.values()),
+        sum(observer.wire_bytes.values()),
+    )
 
 
-def formula_of_wire(layout: Layout, elements: int, chunks: int) -> float:
+def formula_of_wire(layout: Layout, said: Said, chunks: int) -> float:
     """Bytes that a rank says over its replicas in a step, M: bytes of its gradients in float32, n shards, r copies.
 
     ZeRO-0 2 M (r-1)/r; sharded: M (n-1)/n for each sum among neighbours and each gathering of weights, and once in a
     step 2 M/n (r-1)/r across the groups.
     """
-    m, n, r = 4.0 * elements, layout.shards, layout.dp // layout.shards
+    m, n, r = 4.0 * said.elements, layout.shards, layout.dp // layout.shards
     sums = chunks if layout.zero >= 2 and layout.reduce is None else 1
     gatherings = 2 * chunks if layout.zero == 3 else 1
     if n == 1:
         return 2 * m * (r - 1) / r
-    return (sums + gatherings) * m * (n - 1) / n + 2 * m / n * (r - 1) / r
+    once = chunks * 4.0 * said.shared if layout.zero == 3 else 0.0
+    return ((sums + gatherings) * m - once) * (n - 1) / n + 2 * m / n * (r - 1) / r
 
 
 def wire(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
     """Every layout, summed over the ranks."""
     table = Table("bytes on the wire over the replicas, all ranks, one step", "by formula", "counted by us", "")
     rows, problems = [], []
-    layouts = [*LAYOUTS, *(Layout(*mesh, zero, mesh[0], "step") for mesh in MESHES for zero in (2, 3))]
+    layouts = [layout for layout in LAYOUTS if not layout.offload]
+    layouts += (Layout(*mesh, zero, mesh[0], "step") for mesh in MESHES for zero in (2, 3))
     for layout in layouts:
-        found = pool.run(look_at_wire, layout.size, layout, timeout_s=TIMEOUT_S)
+        found: list[Said] = pool.run(look_at_wire, layout.size, layout, timeout_s=TIMEOUT_S)
         batch = config_for(layout, "float32").batch
         assert batch.chunks is not None
-        expected = sum(formula_of_wire(layout, sum(buckets), batch.chunks) for buckets, *_ in found)
-        counted = sum(size for _, by_axis, _, _ in found for name, size in by_axis.items() if name.startswith("dp"))
-        from_below = all(abs(own - seen) < 1.0 for *_, own, seen in found)
+        expected = sum(formula_of_wire(layout, said, batch.chunks) for said in found)
+        counted = sum(said.over_replicas for said in found)
+        from_below = all(abs(said.by_us - said.from_below) < 1.0 for said in found)
         equal = abs(counted - expected) < 1.0 and from_below
         rows.append({"layout": str(layout), "formula": expected, "counted": counted, "from_below": from_below})
         table.add_row(str(layout), f"{expected:,.0f}", f"{counted:,.0f}", "equal" if equal else "DIFFERENT")

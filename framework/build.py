@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from framework.data_parallel.replica import Replica, StageReplica
 from framework.data_parallel.sharded import Sharding
 from framework.errors import MeshError, ModelError
 from framework.feeds import AnyFeed, Source, open_feeds
+from framework.host_memory import HostMemory
 from framework.materialise import materialise, stage_members, tied_groups
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
@@ -162,10 +164,11 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
     last = len(blueprint.stages) - 1
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
+    host = host_memory(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied)
+        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied, host)
         if config.train.compile:
             for layer in layers:
                 layer.compile()
@@ -184,6 +187,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
             running=frozenset(blueprint.running),
         )
         again.stage = stages[index]
+    buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     optimizer = FlatOptimizer(
         [
             Shard(
@@ -191,11 +195,14 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
                 bucket.shard_gradient,
                 bucket.kind.decays,
                 bucket.kind.owns(mesh.at.tp_rank) and sharding.copies.rank == 0,
+                bucket.bring_gradient,
+                bucket.gather,
             )
-            for replica in replicas.values()
-            for bucket in replica.buckets
+            for bucket in buckets
         ],
         config.optimizer,
+        order=[buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)],
+        host=host,
     )
     draw = blueprint.model.draw
 
@@ -216,7 +223,12 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
 
 
 def _replica(
-    blueprint: Blueprint, stage: int, mesh: Mesh, sharding: Sharding, tied: Mapping[str, Group]
+    blueprint: Blueprint,
+    stage: int,
+    mesh: Mesh,
+    sharding: Sharding,
+    tied: Mapping[str, Group],
+    host: HostMemory | None,
 ) -> tuple[nn.Sequential, Replica]:
     """The layers of a stage with their weights, and who shares these with the other replicas, as the config says."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
@@ -224,11 +236,21 @@ def _replica(
     if parallel.zero == 3 and sharding.shard.size > 1 and trains:
         layers = materialise(blueprint, stage, torch.device("cpu"))
         members = stage_members(blueprint, stage, layers, tied)
-        return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device)
+        offload = host is not None
+        return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device, offload=offload)
     layers = materialise(blueprint, stage, mesh.device)
     members = stage_members(blueprint, stage, layers, tied)
-    keeps = parallel.zero < 2
-    return layers, StageReplica(members, sharding, mesh.tp, bucket_bytes=parallel.bucket_bytes, keeps_gradient=keeps)
+    bucket_bytes, keeps = parallel.bucket_bytes, parallel.zero < 2
+    replica = StageReplica(members, sharding, mesh.tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps, host=host)
+    return layers, replica
+
+
+def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
+    """Where the optimizer steps, if not on the device."""
+    if not config.parallel.offload:
+        return None
+    directory = config.parallel.offload_directory
+    return HostMemory(device, None if directory is None else Path(directory))
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

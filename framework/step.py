@@ -66,7 +66,7 @@ def take_step(parts: Parts) -> StepStats:
 
 
 def _optimizer_step(parts: Parts, result: Result) -> StepStats:
-    """STEP of the schedule: one small reduction over all ranks, then AdamW on my shards, then weights on their way.
+    """STEP of the schedule: one small reduction over all ranks, then my shards are stepped and on their way to others.
 
     The buckets hold the gradient of loss_sum / expected tokens; the mean over the labels that counted needs the factor
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
@@ -81,7 +81,8 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     spare = parts.optimizer.spare_square_norm() * 0.0  # not finite where another rank's copy may well be
     notes = [parts.asked.requested(), parts.behind.failed()]
     own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)
-    shared = torch.cat([torch.stack([loss_sum, num_tokens, parts.optimizer.square_norm() + spare]), own])
+    norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
+    shared = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
     mesh.world.all_reduce(shared).wait()
     loss_sum_, counted, square_norm, busy, passed, stop, not_written = shared.tolist()
     counted = max(counted, 1.0)
@@ -96,8 +97,6 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     if not (math.isfinite(loss_sum_) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
         return stats._replace(skipped=True)
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
-    for replica in parts.replicas.values():
-        replica.gather()
     return stats
 
 

@@ -30,19 +30,14 @@ class RankShare(NamedTuple):
     """Kept over a step; with ZeRO-2 a backward holds some buckets more until they are summed, with ZeRO-3 a layer."""
     optimizer_bytes: int
     """Its states and, under bfloat16, master weights; of the ZeRO shard."""
+    host_bytes: int
+    """Of these three, what ``parallel.offload`` puts into the host's memory instead."""
     peak_activations: int
     """Micro-batches in flight."""
 
 
 def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     """Parameters and bytes of a rank of each stage. Flat buckets may add padding of a few elements per bucket."""
-    config = blueprint.config
-    dtype = DTYPES[config.train.dtype]
-    accumulate_bytes = 8 if dtype == torch.float64 else 4
-    shards = shard_factor(config)
-    cuts_weights = config.parallel.zero == 3 and shards > 1
-    is_master = cuts_weights or dtype.itemsize == accumulate_bytes
-    per_element = (len(states_of(config.optimizer)) + (not is_master)) * accumulate_bytes
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -53,15 +48,29 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 count,
-                trained * accumulate_bytes // shards + (count - trained) * dtype.itemsize
-                if cuts_weights
-                else count * dtype.itemsize,
-                _gradient_bytes(config, trained * accumulate_bytes),
-                trained * per_element // shards,
+                *_held(blueprint.config, trained, count - trained),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
     return shares
+
+
+def _held(config: RunConfig, trained: int, frozen: int) -> tuple[int, int, int, int]:
+    """Of so many elements that are trained and that are not: bytes of weights, of gradients and of the optimizer on the
+    device, and on the host."""
+    dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
+    wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
+    shard = trained // shards * wide
+    states = len(states_of(config.optimizer)) * shard
+    gradients = _gradient_bytes(config, trained * wide)
+    if config.parallel.zero == 3 and shards > 1:
+        if offload:
+            return frozen * dtype.itemsize, gradients - shard, 0, 2 * shard + states
+        return shard + frozen * dtype.itemsize, gradients, states, 0
+    weights = (trained + frozen) * dtype.itemsize
+    if offload:
+        return weights, gradients, 0, shard + states
+    return weights, gradients, states + (shard if dtype.itemsize < wide else 0), 0
 
 
 def _elements(blueprint: Blueprint, stage: int) -> tuple[int, int]:
@@ -119,6 +128,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             f"batch      {of_samples}",
             f"           {of_tokens}",
             *_price(blueprint),
+            *_offload(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
             *_rows(timeline, width),
@@ -153,6 +163,16 @@ def _price(blueprint: Blueprint) -> list[str]:
         f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
         f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
     ]
+
+
+def _offload(blueprint: Blueprint) -> list[str]:
+    """What is on the host, at the stage that has most."""
+    parallel = blueprint.config.parallel
+    if not parallel.offload:
+        return []
+    most = max(share.host_bytes for share in rank_shares(blueprint))
+    files = f", in files in {parallel.offload_directory}" if parallel.offload_directory else ""
+    return [f"offload    the optimizer steps on the host: {memory(most)} of a rank are there{files}"]
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:

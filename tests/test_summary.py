@@ -40,9 +40,29 @@ def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimi
 
 
 @pytest.mark.parametrize(
+    ("layout", "dtype", "weights", "gradients", "host"),
+    [
+        ("dp4,zero1,offload", "bfloat16", 2, 4.0, 12 / 4),
+        ("dp4,zero1,offload", "float32", 4, 4.0, 12 / 4),
+        ("dp4,zero2,shard2,offload", "bfloat16", 2, 4 / 2, 12 / 2),
+        ("dp4,zero3,offload", "bfloat16", 0, 0, 16 / 4),
+        ("dp4,zero3,step,offload", "float32", 0, 4, 16 / 4),
+    ],
+)
+def test_bytes_of_each_element_with_offload(
+    layout: str, dtype: str, weights: float, gradients: float, host: float
+) -> None:
+    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
+    [share] = rank_shares(draw_blueprint(config))
+    found = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, share.host_bytes)
+    assert found == tuple(pytest.approx(each * ELEMENTS, abs=1) for each in (weights, gradients, 0, host))
+
+
+@pytest.mark.parametrize(
     ("layout", "line"),
     [
         ("dp4,zero1,shard2", "float32, ZeRO-1 in 2 groups of 2"),
+        ("dp4,zero1,offload", "offload    the optimizer steps on the host: 8.6 KiB of a rank are there"),
         (
             "dp4,zero2",
             "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n"

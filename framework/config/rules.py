@@ -146,6 +146,15 @@ def _reduce(config: RunConfig) -> str | None:
     )
 
 
+def _offload(config: RunConfig) -> str | None:
+    if config.parallel.offload_directory is None or config.parallel.offload:
+        return None
+    return (
+        f"parallel.offload_directory = {shown(config.parallel.offload_directory)} has no effect without "
+        f"parallel.offload = true: set it, or leave the directory out"
+    )
+
+
 def _across_nodes(config: RunConfig) -> str | None:
     if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
         return None
@@ -270,6 +279,7 @@ RULES = (
     _rule(_sequence, "parallel.sequence", "parallel.tp"),
     _rule(_shard_factor, "parallel.shard_factor", "parallel.zero"),
     _rule(_reduce, "parallel.reduce", "parallel.zero"),
+    _rule(_offload, "parallel.offload_directory", "parallel.offload"),
     _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
     _rule(_balance, "pipeline.balance", "parallel.pp"),
     _rule(_corpus, "data.train", "data.builder"),

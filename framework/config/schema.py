@@ -93,6 +93,11 @@ class Parallel(Section):
     reduce: Literal["microbatch", "step"] | None = None
     """When gradients are summed over the replicas: ``"step"``, once, and until then each rank keeps the whole gradient;
     ``"microbatch"``, after each, and it keeps its shard. Left out: ``"microbatch"`` from zero = 2 on."""
+    offload: bool = False
+    """What the optimizer keeps (its states, float32 weights) lies in the host's memory, and it steps there; with
+    zero = 3 the shards of weights and gradients do, too."""
+    offload_directory: str | None = Field(default=None, description="the path of a folder on a fast disk")
+    """That memory is mapped to files here, so that it may be more than there is."""
     bucket_bytes: PositiveInt = 25 * 2**20
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""

@@ -12,12 +12,13 @@ is not, or what is counted in the gradient norm once with what stands on every t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from framework.data_parallel.sharded import BucketKind, Member, Place, Sharded, Sharding, accumulation_dtype, kind_of
+from framework.host_memory import HostMemory
 
 ALIGNED_ELEMENTS = 8
 """Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's
@@ -58,8 +59,15 @@ class Bucket(Sharded):
     flat: Tensor
 
     def __init__(
-        self, kind: BucketKind, members: Sequence[Member], sharding: Sharding, *, keeps_gradient: bool = True
+        self,
+        kind: BucketKind,
+        members: Sequence[Member],
+        sharding: Sharding,
+        *,
+        keeps_gradient: bool = True,
+        host: HostMemory | None = None,
     ) -> None:
+        """``host``: the optimizer steps there."""
         first = members[0].parameter
         places: list[Place] = []
         end = 0
@@ -83,16 +91,28 @@ class Bucket(Sharded):
         self._part: Tensor | None = None
         """What comes besides the sum that my shard has already."""
         kept = torch.zeros(numel if self.keeps_gradient else stop - start, dtype=gradient_dtype, device=first.device)
-        same_dtype, shard = first.dtype == gradient_dtype, self.flat[start:stop]
+        same_dtype, master = first.dtype == gradient_dtype, self.flat[start:stop]
+        if host is not None:
+            master = host.room(stop - start, gradient_dtype).copy_(master)
+        elif not same_dtype:
+            master = master.to(gradient_dtype)
         super().__init__(
             kind,
             sharding,
             places,
             numel,
-            master=shard if same_dtype else shard.to(gradient_dtype),
+            master=master,
             shard_gradient=kept[start:stop] if self.keeps_gradient else kept,
             same_dtype=same_dtype,
+            device=self.flat.device,
         )
+        self._host = host
+        self._host_gradient = self._host_weights = None
+        self._brought: Callable[[], None] | None = None
+        """Blocks until the copy of my gradient that was posted in this step is there."""
+        if host is not None and not self.flat.is_cpu:
+            self._host_gradient = host.staging(stop - start, gradient_dtype)
+            self._host_weights = None if same_dtype else host.staging(stop - start, first.dtype)
         if self.keeps_gradient:
             self._set_gradient(kept)
 
@@ -122,8 +142,7 @@ class Bucket(Sharded):
         """Take over flat, whole tensors."""
         start, stop = self.shard_range
         self.flat.copy_(weights)
-        if master is not None:
-            self.master.copy_(master[start:stop])
+        self.master.copy_((weights if master is None else master)[start:stop])
 
     def local_weights(self, place: Place) -> Tensor:
         """The whole parameter."""
@@ -144,6 +163,7 @@ class Bucket(Sharded):
     def begin_step(self) -> None:
         """Forget the sum over the replicas."""
         self._has_sum = False
+        self._brought = None
         if not self.keeps_gradient:
             self._close_gradient()
 
@@ -161,12 +181,15 @@ class Bucket(Sharded):
         gradient = self.open_gradient()
         if not self.shards_gradient:
             self.pending = self.sharding.copies.all_reduce(gradient)
+            self._bring_early()
             return
         part = self.shard_gradient
         if self._has_sum and not self.keeps_gradient:
             part = self._part = torch.empty_like(part)
         self._has_sum = True
         self.pending = self.sharding.shard.reduce_scatter(part, gradient)
+        if self.keeps_gradient and self.sharding.copies.size == 1:
+            self._bring_early()
         if not self.keeps_gradient:
             self._close_gradient()  # the message keeps it
 
@@ -183,11 +206,30 @@ class Bucket(Sharded):
             self.shard_gradient.add_(self._part)
             self._part = None
 
+    def _bring_early(self) -> None:
+        """Post the copy of my gradient to the host behind the sum that has just been posted, unless more will be
+        added: it runs beside the rest of the backward."""
+        kind = self.kind
+        if self._host is None or self._host_gradient is None or kind.sum_over_tp or kind.tied is not None:
+            return
+        self._brought = self._host.bring(self._host_gradient, self.shard_gradient, self.pending)
+
+    def bring_gradient(self) -> Tensor:
+        """In the host's memory, where the optimizer steps there."""
+        if self._host is None or self._host_gradient is None:
+            return self.shard_gradient
+        if self._brought is None:
+            self._brought = self._host.bring(self._host_gradient, self.shard_gradient)
+        self._brought()
+        return self._host_gradient
+
     def gather(self) -> None:
         """After the optimizer: round the master weights back, post the all-gather of the shards. Does not block."""
         start, stop = self.shard_range
         shard = self.flat[start:stop]
-        if not self.same_dtype:
-            shard.copy_(self.master)
+        if self._host_weights is not None:
+            shard.copy_(self._host_weights.copy_(self.master), non_blocking=True)
+        elif self._host is not None or not self.same_dtype:
+            shard.copy_(self.master, non_blocking=True)
         if self.shards_gradient:
             self.pending = self.sharding.shard.all_gather(self.flat, shard)

@@ -19,13 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.data_parallel.sharded import Member, Place, Sharded, Sharding, accumulation_dtype, kind_of, sum_over_tp
+from framework.data_parallel.sharded import (
+    Member,
+    Place,
+    Sharded,
+    Sharding,
+    accumulation_dtype,
+    all_reduce,
+    kind_of,
+    sum_over_tp,
+)
 from framework.errors import ModelError
 from framework.mesh.comm import Group
+
+_SUMMED_TOGETHER = 2**24
+"""Elements of the gradient that go across the groups in one message, and on the device when they lie on the host."""
 
 
 class _Doors:
@@ -59,9 +71,15 @@ class RowShards(Sharded):
     """One parameter of which each neighbour has some rows, as a bucket."""
 
     def __init__(
-        self, member: Member, sharding: Sharding, of_torch: Any, shard_gradient: Tensor, dtype: torch.dtype
+        self,
+        member: Member,
+        sharding: Sharding,
+        of_torch: Any,
+        shard_gradient: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """``of_torch``: what FSDP knows of the parameter. ``dtype``: of the computation."""
+        """``of_torch``: what FSDP knows of the parameter. ``dtype`` and ``device``: of the computation."""
         self._of_torch = of_torch
         self.dtype = dtype
         weights: DTensor = of_torch.sharded_param
@@ -74,6 +92,7 @@ class RowShards(Sharded):
             master=padded,
             shard_gradient=shard_gradient,
             same_dtype=dtype == local.dtype,
+            device=device,
         )
         assert weights.numel() <= self.numel, member.info.name
         weights.grad = DTensor.from_local(  # torch adds to the gradient that is there: mine
@@ -88,6 +107,9 @@ class RowShards(Sharded):
     def begin_step(self) -> None:
         """My rows' gradient is zeroed for all together."""
         self.forget_local_gradient()
+
+    def gather(self) -> None:
+        """Nothing: forward does it, layer by layer."""
 
     def whole_weights(self) -> Tensor:
         """Gathered."""
@@ -161,9 +183,12 @@ class FullyShardedStage:
         layers: nn.Sequential,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        offload: bool = False,
     ) -> None:
         """Cuts the parameters of ``layers``, which are on the CPU, and moves the shards to the device, unit by unit: it
-        never holds the whole stage. ``dtype``: of the computation; kept is float32 (float64 of float64)."""
+        never holds the whole stage. ``dtype``: of the computation; kept is float32 (float64 of float64). ``offload``:
+        the shards stay on the host, and are copied to the device to be gathered."""
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Whole everywhere: there is no gradient and no optimizer's state of them."""
@@ -184,7 +209,7 @@ class FullyShardedStage:
         self._layers = layers
         for member in self.frozen:
             member.parameter.data = member.parameter.data.to(device)
-        self._shard(sharding.shard, dtype, kept, device)
+        self._shard(sharding.shard, dtype, kept, device, offload)
         units = list(self._units())
         shards = [padded_rows(of_torch) for unit in units for of_torch in unit.fsdp_params]
         self._gradient = torch.zeros(sum(map(Tensor.numel, shards)), dtype=kept, device=shards[0].device)
@@ -196,22 +221,28 @@ class FullyShardedStage:
             for of_torch in unit.fsdp_params:
                 place = of_torch._module_info
                 member = places[id(place.module), place.param_name]
-                rows.append(RowShards(member, sharding, of_torch, next(gradients), dtype))
-            unit.post_backward = _settled(unit, rows, unit.post_backward)
+                rows.append(RowShards(member, sharding, of_torch, next(gradients), dtype, device))
+            unit.post_backward = self._settled(unit, rows, unit.post_backward)
             self.buckets += rows
         assert len(self.buckets) == len(trained)
+        for state in self._state._state_ctx.all_states:
+            state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
+        self._ends = False
         self._sharding = sharding
+        self._device = device
         self._in_halves = False
 
-    def _shard(self, shard: Group, dtype: torch.dtype, kept: torch.dtype, device: torch.device) -> None:
+    def _shard(self, shard: Group, dtype: torch.dtype, kept: torch.dtype, device: torch.device, offload: bool) -> None:
         """A unit is gathered as a whole: a layer, without the modules that share a weight with another; and all of
-        these together."""
+        these together. They stay from their forward to their backward: the last of them, most often the head, needs
+        them where a stage holds most anyway."""
         assert shard.process_group is not None
         options: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(shard.process_group, device.type),
-            "reshard_after_forward": True,
             "ignored_params": {member.parameter for member in self.frozen},
         }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if dtype != kept:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
         for modules in [*_sharing(self._layers), *([layer] for layer in self._layers)]:
@@ -220,7 +251,8 @@ class FullyShardedStage:
             for parameter in whole:
                 parameter.data = parameter.data.to(kept)
             if own and not isinstance(modules[0], FSDPModule):
-                fully_shard(modules if len(modules) > 1 else modules[0], **options)
+                shares = len(modules) > 1
+                fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
                 for parameter in whole:  # somebody may hold the object
                     parameter.data = parameter.data.new_empty(0)
         root = fully_shard(self._layers, **options)
@@ -238,7 +270,8 @@ class FullyShardedStage:
                 # micro-batch's first layer another one's last
                 module.set_modules_to_backward_prefetch([module])
         sharded = [layer for layer in self._layers if isinstance(layer, FSDPModule)]
-        for before, after in itertools.pairwise(sharded):
+        alone = [layer for layer in sharded if len(layer._get_fsdp_state()._modules) == 1]  # others come by twice
+        for before, after in itertools.pairwise(alone):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
         for layer in sharded:
@@ -286,30 +319,42 @@ class FullyShardedStage:
         self.end_reducing()
         self._root.set_is_last_backward(True)
         self._state._root_post_backward_final_callback()  # waits for what is under way
-        self._sharding.copies.all_reduce(self._gradient).wait()
+        for part in torch.split(self._gradient, _SUMMED_TOGETHER):
+            all_reduce(self._sharding.copies, part, self._device).wait()
         sum_over_tp(self.buckets, self.tp)
 
-    def gather(self) -> None:
-        """Nothing: forward does it, layer by layer."""
+    def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:
+        """What torch calls when a backward is through the whole stage, so that units know."""
+
+        def run() -> None:
+            self._ends = True
+            try:
+                final_callback()
+            finally:
+                self._ends = False
+
+        return run
+
+    def _settled(self, unit: Any, rows: Sequence[RowShards], post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Before torch sums a unit's gradients: all of its parameters have one, on every replica, of one dtype. A unit
+        that several layers share has it when the backward is through."""
+
+        def run(*unused: Any) -> None:
+            if len(unit.modules) > 1 and not self._ends:
+                return
+            if unit.reduce_grads and all(row.was_gathered for row in rows):
+                accumulated = any(row.has_accumulated for row in rows)
+                for row in rows:
+                    row.settle(accumulated=accumulated)
+            post_backward(*unused)
+
+        return run
 
     def ready(self, layer: str) -> None:
         """Nothing to wait for."""
 
     def ready_all(self) -> None:
         """Nothing to wait for."""
-
-
-def _settled(unit: Any, rows: Sequence[RowShards], post_backward: Callable[..., None]) -> Callable[..., None]:
-    """Before torch sums a unit's gradients: all of its parameters have one, on every replica, of one dtype."""
-
-    def run(*unused: Any) -> None:
-        if unit.reduce_grads and all(row.was_gathered for row in rows):
-            accumulated = any(row.has_accumulated for row in rows)
-            for row in rows:
-                row.settle(accumulated=accumulated)
-        post_backward(*unused)
-
-    return run
 
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # we see to that:

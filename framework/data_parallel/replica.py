@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from framework.data_parallel.buckets import Bucket, plan_buckets
 from framework.data_parallel.sharded import Member, Sharded, Sharding, sum_over_tp
+from framework.host_memory import HostMemory
 from framework.mesh.comm import Group
 
 
@@ -48,9 +49,6 @@ class Replica(Protocol):
     def finish_reduce(self) -> None:
         """Block until every shard holds the gradient of the whole global batch, but for what ties owe each other."""
 
-    def gather(self) -> None:
-        """The optimizer has stepped the shards. Does not block."""
-
     def ready(self, layer: str) -> None:
         """Block until a layer may be computed with."""
 
@@ -69,13 +67,14 @@ class StageReplica:
         *,
         bucket_bytes: int,
         keeps_gradient: bool = True,
+        host: HostMemory | None = None,
     ) -> None:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, no gradient, no optimizer; the same on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
         self.buckets = [
-            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient)
+            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host)
             for kind, group in plan_buckets(trained, bucket_bytes)
         ]
         self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)
@@ -182,11 +181,6 @@ class StageReplica:
             bucket.reduce_across()
         sum_over_tp(self.buckets, self.tp)
 
-    def gather(self) -> None:
-        """Post the all-gathers of the stepped shards, first layer first. Does not block: see :meth:`ready`."""
-        for bucket in reversed(self.buckets):
-            bucket.gather()
-
     def ready(self, layer: str) -> None:
         """Block until the weights of one layer are whole again. Free when nothing is pending."""
         for bucket in self._bucket_of_layer[layer]:
@@ -222,7 +216,7 @@ def sum_ties(buckets: Iterable[Sharded]) -> None:
         assert first.kind.tied is not None
         for other in others:
             first.shard_gradient.add_(other.shard_gradient)
-        first.pending = first.kind.tied.ranks.all_reduce(first.shard_gradient)
+        first.sum_shard(first.kind.tied.ranks)
     for first, *others in copies.values():
         first.wait()
         for other in others:

@@ -110,6 +110,7 @@ class Sharded(ABC):
         master: Tensor,
         shard_gradient: Tensor,
         same_dtype: bool,
+        device: torch.device,
     ) -> None:
         self.kind = kind
         self.sharding = sharding
@@ -122,19 +123,34 @@ class Sharded(ABC):
         """What the optimizer steps."""
         self.shard_gradient = shard_gradient
         self.same_dtype = same_dtype
-        """True: the optimizer steps the parameters themselves; False: fp32 master weights, copied back rounded."""
+        """False: the optimizer steps master weights of more bits, copied back rounded."""
+        self.device = device
+        """Where it is computed, and where messages begin and end."""
         self.pending: Handle | None = None
 
     @abstractmethod
     def begin_step(self) -> None:
         """Forget the gradients."""
 
+    def bring_gradient(self) -> Tensor:
+        """My shard of it where the master is. Blocks until it is there."""
+        return self.shard_gradient
+
+    @abstractmethod
+    def gather(self) -> None:
+        """After the optimizer: post what must go to others before the next forward. Does not block."""
+
+    def sum_shard(self, group: Group) -> None:
+        """Post the sum of my shard's gradient over a group. Does not block."""
+        self.pending = all_reduce(group, self.shard_gradient, self.device)
+
     def whole(self, shard: Tensor) -> Tensor:
         """The flat tensor out of the neighbours' shards. Every dp rank calls it."""
         if not self.shards_gradient:
             return shard
-        flat = torch.empty(self.numel, dtype=shard.dtype, device=shard.device)
-        self.sharding.shard.all_gather(flat, shard.contiguous()).wait()
+        shard = shard.to(self.device).contiguous()
+        flat = torch.empty(self.numel, dtype=shard.dtype, device=self.device)
+        self.sharding.shard.all_gather(flat, shard).wait()
         return flat
 
     @abstractmethod
@@ -173,12 +189,20 @@ class Sharded(ABC):
             self.pending = None
 
 
+def all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
+    """The sum in place; of a tensor on the host by way of the device, which has the network. Does not block."""
+    if group.size == 1 or tensor.device.type == device.type:
+        return group.all_reduce(tensor)
+    there = tensor.to(device)
+    return group.all_reduce(there, finish=lambda: tensor.copy_(there))
+
+
 def sum_over_tp(buckets: Sequence[Sharded], tp: Group) -> None:
     """After the replicas' sums, which may be under way: for parameters that saw only a part of the tokens or heads, on
     the shard alone, so that it costs a shard of the bucket only. Blocks."""
     for bucket in buckets:
         bucket.wait()
         if bucket.kind.sum_over_tp:
-            bucket.pending = tp.all_reduce(bucket.shard_gradient)
+            bucket.sum_shard(tp)
     for bucket in buckets:
         bucket.wait()

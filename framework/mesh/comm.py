@@ -111,6 +111,11 @@ class Handle:
             self._finish = None
         self._works = self._keep = ()
 
+    def join(self) -> None:
+        """Make the current CUDA stream wait, besides the one that will call ``wait``."""
+        for work in self._works:
+            work.wait()
+
     def done(self) -> bool:
         """True when ``wait`` would not block."""
         return all(work.is_completed() for work in self._works)
@@ -209,14 +214,14 @@ class Group:
     ) -> Handle:
         return Handle([work], what, keep, finish, self, number=self.activity.posts(self._key))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Reduce in place, everyone gets the result. Does not block: wait on the handle."""
+    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
+        """Reduce in place, everyone gets the result. Does not block: wait on the handle, and ``finish`` is called."""
         if self.size == 1:
             return Handle([], "")
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
         self._count("all_reduce", tensor_bytes(tensor))
         work = dist.all_reduce(tensor, REDUCTIONS[op], group=self.process_group, async_op=True)
-        return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor])
+        return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor], finish)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Handle:
         """``out`` (n x part, flat along dim 0) = everyone's ``part`` in group order. Does not block."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from framework.config.schema import Optimizer
+from framework.host_memory import HostMemory
 
 NORM_PIECE = 2**16
 """Elements whose squares are summed in float32; the pieces' sums are added in float64. torch's CPU kernel loses 1e-3 of
@@ -24,6 +25,10 @@ class Shard(NamedTuple):
     decays: bool
     counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
+    bring: Callable[[], Tensor]
+    """The gradient where the weights are, which may be another place; blocks until it is there."""
+    done: Callable[[], None]
+    """The weights are stepped: send them on. Does not block."""
 
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
@@ -37,9 +42,20 @@ def states_of(config: Optimizer) -> tuple[str, ...]:
 
 
 class FlatOptimizer:
-    """torch's own optimizer with one parameter per shard: decayed shards in one group, the others in another."""
+    """torch's own optimizer with one parameter per shard: decayed shards in one group, the others in another.
 
-    def __init__(self, shards: Sequence[Shard], config: Optimizer) -> None:
+    On the host, shards are stepped one after the other: what is done is on its way to the device meanwhile.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        config: Optimizer,
+        *,
+        order: Sequence[int] | None = None,
+        host: HostMemory | None = None,
+    ) -> None:
+        """``order``: in which shards are stepped and sent on. ``host``: where their weights are, and states will be."""
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = states_of(config)
@@ -52,6 +68,11 @@ class FlatOptimizer:
             for decays in (True, False)
         ]  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
         self.inner = _made(groups, config)
+        self._host = host
+        self._order = list(range(len(self.shards)) if order is None else order)
+        if host is not None and self.state_names:
+            for index, shard in enumerate(self.shards):
+                self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
 
     def square_norm(self) -> Tensor:
         """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
@@ -77,14 +98,18 @@ class FlatOptimizer:
 
     def step(self, learning_rate: float, gradient_factor: float) -> None:
         """One step at this learning rate, with every gradient multiplied by ``gradient_factor`` first."""
-        gradients = [shard.gradient for shard in self.shards]
-        if gradients and gradient_factor != 1.0:
-            torch._foreach_mul_(gradients, gradient_factor)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        self.inner.step()
+        for together in [self._order] if self._host is None else [[index] for index in self._order]:
+            gradients = [self.shards[index].bring() for index in together]
+            if gradients and gradient_factor != 1.0:
+                torch._foreach_mul_(gradients, gradient_factor)
+            for index, gradient in zip(together, gradients, strict=True):
+                self.parameters[index].grad = gradient
+            self.inner.step()
+            for index in together:
+                self.parameters[index].grad = None  # who has none is not stepped
+                self.shards[index].done()
         self._num_steps += 1
 
     def states(self, index: int) -> tuple[dict[str, Tensor], int]:
@@ -95,13 +120,20 @@ class FlatOptimizer:
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-        """Inverse of :meth:`states`; the tensors are kept, not copied."""
+        """Inverse of :meth:`states`; the tensors are kept, or copied to the host."""
         self._num_steps = steps
-        kept = {_IN_TORCH.get(name, name): states[name] for name in self.state_names}
+        kept = {_IN_TORCH.get(name, name): self._placed(index, name, states[name]) for name in self.state_names}
         if "exp_avg" in kept:
             device = self.shards[index].weights.device
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
         self.inner.state[self.parameters[index]] = kept
+
+    def _placed(self, index: int, name: str, state: Tensor) -> Tensor:
+        if self._host is None:
+            return state
+        there = self.inner.state.get(self.parameters[index], {}).get(_IN_TORCH.get(name, name))
+        weights = self.shards[index].weights
+        return (self._host.room(weights.numel(), weights.dtype) if there is None else there).copy_(state)
 
 
 def _made(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:

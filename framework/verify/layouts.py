@@ -14,7 +14,7 @@ from framework.verify.traits import Traits
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
-    "step (parallel.reduce), sequence, selective or full (recompute), "
+    "step (parallel.reduce), offload, sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
 )
@@ -39,6 +39,7 @@ class Layout(NamedTuple):
     """parallel.shard_factor; 0: all of dp."""
     reduces_once: bool = False
     """parallel.reduce = "step"."""
+    offload: bool = False
 
     @property
     def size(self) -> int:
@@ -59,6 +60,7 @@ class Layout(NamedTuple):
         words += [self.recompute] if self.recompute != "none" else []
         words += [f"shard{self.shard}"] if self.shard else []
         words += ["step"] if self.reduces_once else []
+        words += ["offload"] if self.offload else []
         return ",".join([*words, f"mbs{self.micro_batch_size}"])
 
 
@@ -79,8 +81,8 @@ def parse_layout(text: str) -> Layout:
             layout = layout._replace(schedule=word)
         elif word == "step":
             layout = layout._replace(reduces_once=True)
-        elif word == "sequence":
-            layout = layout._replace(sequence=True)
+        elif word in ("sequence", "offload"):
+            layout = Layout(**{**layout._asdict(), word: True})
         else:
             raise ConfigError(f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
     return layout
@@ -123,6 +125,8 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
                     "shard_factor": layout.shard or None,
                     "reduce": "step" if layout.reduces_once else None,
                     "sequence": layout.sequence,
+                    "offload": layout.offload,
+                    "offload_directory": config.parallel.offload_directory if layout.offload else None,
                 }
             ),
             "pipeline": pipeline.model_copy(update={"balance": balance}),
@@ -168,6 +172,7 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
             config.pipeline.recompute,
             own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
             own.reduce == "step",
+            own.offload,
         ),
         Layout(),
         Layout(dp=2, zero=0),

@@ -302,7 +302,8 @@ def weights_on_their_way(rank: int, dp: int, bucket_bytes: int) -> list[bool]:
     replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=bucket_bytes)
     for bucket in replica.buckets:
         bucket.master.add_(1)
-    replica.gather()
+    for bucket in reversed(replica.buckets):
+        bucket.gather()
     found = []
     for layer in "abc":
         replica.ready(layer)

@@ -86,11 +86,11 @@ def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 
 def layout(text: str) -> dict[str, Any]:
-    """``dp2,pp2,sequence,zero0,shard2`` -> the keys of ``[parallel]``."""
+    """``dp2,pp2,sequence,zero0,shard2,offload`` -> the keys of ``[parallel]``."""
     keys: dict[str, Any] = {"dp": 1, "pp": 1, "tp": 1}
     for word in text.split(","):
-        if word == "sequence":
-            keys["sequence"] = True
+        if word in ("sequence", "offload"):
+            keys[word] = True
         elif word.startswith("shard"):
             keys["shard_factor"] = int(word[-1])
         elif word.startswith("zero"):

@@ -75,6 +75,18 @@ def test_one_gpu_gives_the_numbers_of_one_plain_process_on_cpu(
     assert row.initial_equal and row.samples_equal
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_offload_too(dtype: str, on_device: Callable[..., Any], references: References) -> None:
+    """The optimizer steps on the host: copies there and back beside the computation."""
+    layout = "zero1,offload,mbs2"
+    size = size_for(parse_layout(layout))
+    expected, rounding = references.expected(model_config("gpt2", size), size.global_batch, STEPS, dtype)
+    config = config_for("gpt2", layout, dtype=dtype)
+    found = merge([on_device(run_layout, 0, 1, config.model_dump_json(), STEPS, True)])
+    row = compare("cuda", found, found, expected, BARS[dtype], rounding)
+    assert row.passed, row.problems
+
+
 @pytest.mark.parametrize("shard", [None, (1, 1, 2), (-1, 2, 3)])
 @pytest.mark.parametrize("shape", [(4, 12, 6), (33,), (3, 64, 64)])
 def test_dropout_masks_are_those_of_the_cpu(
@@ -173,6 +185,10 @@ def skip_below(num_devices: int) -> None:
         "tp2",
         "tp2,sequence",
         "dp2,pp2",
+        "dp2,zero2,offload",
+        "dp2,zero3",
+        "dp2,zero3,offload",
+        "dp4,zero3,shard2,offload",
         "pp4",
         "dp2,tp2,sequence",
         "pp2,tp2",

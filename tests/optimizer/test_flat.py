@@ -18,6 +18,10 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool) -> Shard:
+    return Shard(weights, gradient, decays, counted, bring=lambda: gradient, done=lambda: None)
+
+
 def flat(*tensors: Tensor) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
@@ -31,9 +35,9 @@ def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None
     gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
     ours = FlatOptimizer(
         [
-            Shard(weights[:7], gradients[0][:7], True, True),
-            Shard(weights[7:], gradients[0][7:], True, True),
-            Shard(biases, gradients[1], False, True),
+            shard(weights[:7], gradients[0][:7], True, True),
+            shard(weights[7:], gradients[0][7:], True, True),
+            shard(biases, gradients[1], False, True),
         ],
         CONFIG,
     )
@@ -66,7 +70,7 @@ def test_sgd_is_torch_s(config: Optimizer) -> None:
     weights, biases = drawn(12, seed=0), drawn(3, seed=1)
     theirs = [nn.Parameter(weights.clone()), nn.Parameter(biases.clone())]
     gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
-    ours = FlatOptimizer([Shard(weights, gradients[0], True, True), Shard(biases, gradients[1], False, True)], config)
+    ours = FlatOptimizer([shard(weights, gradients[0], True, True), shard(biases, gradients[1], False, True)], config)
     sgd = torch.optim.SGD(
         [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}],
         lr=1e-2,
@@ -89,7 +93,7 @@ def test_states_go_out_and_come_back(config: Optimizer) -> None:
 
     def fresh(weights: Tensor) -> tuple[FlatOptimizer, Tensor]:
         gradient = torch.zeros_like(weights)
-        return FlatOptimizer([Shard(weights, gradient, True, True)], config), gradient
+        return FlatOptimizer([shard(weights, gradient, True, True)], config), gradient
 
     weights = drawn(11, seed=0)
     first, gradient = fresh(weights)
@@ -115,7 +119,7 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
     gradients = [drawn(5, seed=0).float(), drawn(7, seed=1).float(), drawn(0, seed=2).float()]
     counted = [True, False, True]
     shards = [
-        Shard(torch.zeros_like(gradient), gradient, True, count)
+        shard(torch.zeros_like(gradient), gradient, True, count)
         for gradient, count in zip(gradients, counted, strict=True)
     ]
     found = FlatOptimizer(shards, CONFIG).square_norm()
@@ -126,7 +130,7 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_shows_in_the_norm(value: float) -> None:
     gradient = torch.tensor([1.0, value, 2.0])
-    found = FlatOptimizer([Shard(torch.zeros(3), gradient, True, True)], CONFIG).square_norm()
+    found = FlatOptimizer([shard(torch.zeros(3), gradient, True, True)], CONFIG).square_norm()
     assert not math.isfinite(float(found))
 
 

@@ -13,7 +13,7 @@ from framework.train import run_directory
 from launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, LoadedRank, differing, layout, load_rank, run_config, size, tensors, train
 
-LAYOUTS = ["", "dp2", "pp2", "tp2", "dp2,pp2,zero3", "dp4,tp2,zero2,shard2", "pp4,tp2", "dp2,pp2,tp2"]
+LAYOUTS = ["", "dp2", "pp2", "tp2", "dp2,pp2,zero3", "dp4,tp2,zero2,shard2,offload", "pp4,tp2", "dp2,pp2,tp2"]
 STEPS = 20
 BARS = {"float64": 1e-9, "float32": 1e-4}
 """Relative, of each loss: what weights may differ by after ten steps, which the losses then follow."""

@@ -113,7 +113,7 @@ def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-0: every replica counts the gradient that all of them have."""
-    patch.setattr(framework.build, "Shard", lambda weights, gradient, decays, _: Shard(weights, gradient, decays, True))
+    patch.setattr(framework.build, "Shard", lambda *fields: Shard(*fields)._replace(counted=True))
 
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:

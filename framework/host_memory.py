@@ -1,0 +1,81 @@
+"""Memory of the host for what the optimizer keeps (ZeRO-Offload), and copies that run beside what the device computes.
+
+device    backward ....| reduce | copy |....           forward ......
+host                            | gradient | update 0 | update 1 | ...
+                                                  | copy 0 | copy 1 |   to the device, while the next one is updated
+
+The memory is pinned where there is a CUDA device: only then do copies run beside it. With a directory it is files that
+are mapped into memory, deleted as soon as they are open: the kernel writes out what it has no room for.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from framework.errors import ConfigError
+from framework.mesh.comm import Handle
+
+
+class HostMemory:
+    """One rank's."""
+
+    def __init__(self, device: torch.device, directory: Path | None = None) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._directory = directory
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """So many zeros that stay for the whole run: in files where there is a directory.
+
+        Raises:
+            ConfigError: the directory has no room for them.
+        """
+        return self.staging(numel, dtype) if self._directory is None else _mapped(self._directory, numel, dtype)
+
+    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """So many zeros that the device copies from and to."""
+        return torch.zeros(numel, dtype=dtype, pin_memory=self._is_cuda)
+
+    def bring(self, target: Tensor, source: Tensor, message: Handle | None = None) -> Callable[[], None]:
+        """Post a copy from the device, of what the current stream and then a message leave there. The current stream
+        goes on beside it. -> block until the copy is done."""
+        if self._stream is None:
+            if message is not None:
+                message.wait()
+            target.copy_(source)
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            if message is not None:
+                message.join()
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return done.synchronize
+
+
+def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
+    num_bytes = numel * dtype.itemsize
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix="offload-", dir=directory)
+        try:
+            if num_bytes:
+                os.posix_fallocate(
+                    handle, 0, num_bytes
+                )  # a write to a mapped page that finds no room kills the process
+            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+        finally:
+            os.close(handle)
+            Path(name).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"parallel.offload_directory = {str(directory)!r}: no {num_bytes:,} bytes for what the optimizer keeps: "
+            f"{error.strerror or error}. Choose another directory, more ranks to share it, or leave it out"
+        ) from error

@@ -1,0 +1,145 @@
+"""What the optimizer keeps, on the host: the same bits as without, where the memory is, what is said of a full disk."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from framework.build import Parts, build
+from framework.checkpoint import Kind
+from framework.config import RunConfig, parse
+from framework.errors import ConfigError
+from framework.host_memory import HostMemory
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
+from framework.state import pieces
+from framework.step import take_step
+from framework.verify import layout_config, parse_layout
+from framework.verify.run import open_feed
+from launch.pool import RankPool
+from tests.verify.cases import LATER, model_config, size_for
+
+
+def built(config_json: str) -> Parts:
+    config = parse(config_json)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    return build(config, mesh, (open_feed(config, True), None))
+
+
+def trained(rank: int, world_size: int, config_json: str) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor]]:
+    """(losses of three steps, all that a checkpoint would have of this rank)."""
+    parts = built(config_json)
+    losses = [take_step(parts).loss for _ in range(3)]
+    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.running())
+    return losses, {(piece.kind, piece.info.name): piece.tensor.clone() for piece in found}
+
+
+def config_for(text: str, dtype: str, *, name: str = "adamw", directory: Path | None = None) -> RunConfig:
+    layout = parse_layout(text)
+    size = size_for(layout)
+    config = model_config("gpt2", size)
+    parallel = config.parallel.model_copy(update={"offload_directory": str(directory) if directory else None})
+    optimizer = config.optimizer.model_copy(update={"name": name})
+    config = config.model_copy(update={"parallel": parallel, "optimizer": optimizer})
+    return layout_config(config, layout, size.global_batch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "name"),
+    [
+        ("dp2,zero0", "float32", "adamw"),
+        ("dp2,pp2,zero1", "bfloat16", "adamw"),
+        ("dp4,zero1,shard2", "float32", "sgd"),
+        ("dp2,tp2,zero2,sequence", "bfloat16", "adamw"),
+        ("dp2,zero3", "float32", "adamw"),
+        ("dp4,zero3,shard2", "bfloat16", "adamw"),
+        LATER("dp2,pp2,zero3,zb_h1", "float64", "sgd"),
+    ],
+)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_it_is_the_same_run_bit_for_bit(
+    layout: str, dtype: str, name: str, in_files: bool, tmp_path: Path, pool: RankPool
+) -> None:
+    """Losses, weights, masters and states."""
+    plain = config_for(layout, dtype, name=name)
+    offload = config_for(f"{layout},offload", dtype, name=name, directory=tmp_path if in_files else None)
+    assert offload.parallel.offload and not plain.parallel.offload
+    size = parse_layout(layout).size
+    for theirs, ours in zip(
+        pool.run(trained, size, plain.model_dump_json()),
+        pool.run(trained, size, offload.model_dump_json()),
+        strict=True,
+    ):
+        assert ours[0] == theirs[0]
+        assert ours[1].keys() == theirs[1].keys()
+        for key, tensor in theirs[1].items():
+            assert torch.equal(ours[1][key], tensor), key
+    assert not list(tmp_path.iterdir())
+
+
+class Mapped(NamedTuple):
+    """Bytes of a rank."""
+
+    in_files: int
+    of_optimizer: int
+
+
+def mapped(rank: int, world_size: int, config_json: str) -> Mapped:
+    """What of this process's memory is the files of ``offload_directory``."""
+    parts = built(config_json)
+    take_step(parts)
+    directory = parts.config.parallel.offload_directory
+    assert directory is not None
+    in_files = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if f"{directory}/offload-" in line:
+            start, stop = line.split()[0].split("-")
+            in_files += int(stop, 16) - int(start, 16)
+    tensors = [bucket.master for replica in parts.replicas.values() for bucket in replica.buckets]
+    tensors += [state for kept in parts.optimizer.inner.state.values() for state in kept.values() if state.dim()]
+    return Mapped(in_files, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def test_with_a_directory_the_memory_is_that_of_files(tmp_path: Path, pool: RankPool) -> None:
+    """Masters and both moments; rounded up to pages."""
+    config = config_for("dp2,zero1,offload", "bfloat16", directory=tmp_path / "new")
+    for found in pool.run(mapped, 2, config.model_dump_json()):
+        assert found.of_optimizer <= found.in_files < found.of_optimizer + 4096 * 100
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may become larger than a megabyte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_no_room_is_said_at_once(tmp_path: Path) -> None:
+    """Not by a signal in the middle of a step, when a page is written that has no place."""
+    memory = HostMemory(torch.device("cpu"), tmp_path)
+    assert memory.room(2**10, torch.float32).sum() == 0
+    with pytest.raises(ConfigError, match=r"parallel\.offload_directory = .*: no 4,194,304 bytes for what the optim"):
+        memory.room(2**20, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"offload_directory = '.*file/below': no .* Not a directory"):
+        HostMemory(torch.device("cpu"), tmp_path / "file" / "below").room(8, torch.float32)
