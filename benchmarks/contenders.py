@@ -5,6 +5,7 @@ A contender is built on every rank of a world, all in the same process groups' l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,9 +103,14 @@ class TorchLoop:
 class Ours:
     """A layout of this framework, through the same build and step as a training run."""
 
-    def __init__(self, dp: int, pp: int, tp: int, *, zero: int = 1, tied: bool = True) -> None:
+    def __init__(
+        self, dp: int, pp: int, tp: int, *, zero: int = 1, tied: bool = True, **changes: Mapping[str, object]
+    ) -> None:
+        """``changes``: other keys of a section of the configuration."""
+        config = run_config(dp, pp, tp, zero=zero, tied=tied)
+        update = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
         self.mesh = open_mesh(Grid(pp, dp, tp), "cpu")
-        self.parts = build(run_config(dp, pp, tp, zero=zero, tied=tied), self.mesh, (Feed(), None))
+        self.parts = build(config.model_copy(update=update), self.mesh, (Feed(), None))
 
     def step(self) -> Shown:
         """The framework's own step."""

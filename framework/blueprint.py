@@ -25,6 +25,7 @@ from framework.mesh.comm import Group
 from framework.mesh.grid import Grid
 from framework.meter import reference
 from framework.model import PlainModel, build_model
+from framework.optimizer.eight_bit import with_blocks
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
 from framework.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
@@ -181,6 +182,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         sequence=parallel.sequence,
         divisible=model.divisible,
     )
+    if config.optimizer.name == "adamw8bit":
+        infos = with_blocks(infos, config.optimizer.block_size)
     dtype = DTYPES[config.train.dtype]
     cast_parameters(model.layers, dtype)
     cast_running(model.layers, running, dtype)

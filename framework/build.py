@@ -194,6 +194,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
                 bucket.master,
                 bucket.shard_gradient,
                 bucket.kind.decays,
+                bucket.kind.in_blocks,
                 bucket.kind.owns(mesh.at.tp_rank) and sharding.copies.rank == 0,
                 bucket.bring_gradient,
                 bucket.gather,
@@ -240,8 +241,16 @@ def _replica(
         return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device, offload=offload)
     layers = materialise(blueprint, stage, mesh.device)
     members = stage_members(blueprint, stage, layers, tied)
-    bucket_bytes, keeps = parallel.bucket_bytes, parallel.zero < 2
-    replica = StageReplica(members, sharding, mesh.tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps, host=host)
+    optimizer = blueprint.config.optimizer
+    replica = StageReplica(
+        members,
+        sharding,
+        mesh.tp,
+        bucket_bytes=parallel.bucket_bytes,
+        keeps_gradient=parallel.zero < 2,
+        host=host,
+        block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
+    )
     return layers, replica
 
 

@@ -31,6 +31,8 @@ class ParameterInfo(NamedTuple):
     """None: this rank holds all of it (replicated over tp)."""
     sum_over_tp: bool = False
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
+    in_blocks: bool = False
+    """True: the optimizer keeps blocks of it, 8 bits an element."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from framework.blueprint import DTYPES, Blueprint, batch_numbers
 from framework.config import RunConfig, reduces_each, shard_factor
 from framework.mesh.view import draw
-from framework.optimizer.flat import states_of
+from framework.optimizer.flat import state_bytes
 from framework.schedule.draw import text as schedule_text
 from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
 
@@ -42,26 +43,46 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
     shares = []
     for stage, layers in enumerate(blueprint.stages):
         names = list(dict(blueprint.stage_layers(stage).named_children()))
-        count, trained = _elements(blueprint, stage)
+        elements = _elements(blueprint, stage)
         shares.append(
             RankShare(
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
-                count,
-                *_held(blueprint.config, trained, count - trained),
+                sum(elements),
+                *_held(blueprint.config, elements),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
     return shares
 
 
-def _held(config: RunConfig, trained: int, frozen: int) -> tuple[int, int, int, int]:
-    """Of so many elements that are trained and that are not: bytes of weights, of gradients and of the optimizer on the
-    device, and on the host."""
+class Elements(NamedTuple):
+    """A rank's parameters."""
+
+    in_blocks: int
+    """Kept in 8 bits."""
+    others: int
+    frozen: int
+    """Not trained."""
+
+    @property
+    def trained(self) -> int:
+        """Those with a gradient."""
+        return self.in_blocks + self.others
+
+
+def _held(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
+    """Bytes of weights, of gradients and of the optimizer on the device, and on the host."""
+    trained, frozen = elements.trained, elements.frozen
     dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
     shard = trained // shards * wide
-    states = len(states_of(config.optimizer)) * shard
+    states = round(
+        sum(
+            number / shards * state_bytes(config.optimizer, wide, in_blocks=in_blocks)
+            for number, in_blocks in ((elements.in_blocks, True), (elements.others, False))
+        )
+    )
     gradients = _gradient_bytes(config, trained * wide)
     if config.parallel.zero == 3 and shards > 1:
         if offload:
@@ -73,14 +94,12 @@ def _held(config: RunConfig, trained: int, frozen: int) -> tuple[int, int, int, 
     return weights, gradients, states + (shard if dtype.itemsize < wide else 0), 0
 
 
-def _elements(blueprint: Blueprint, stage: int) -> tuple[int, int]:
-    """Of a rank's parameters: (all, those that are trained)."""
-    count = trained = 0
+def _elements(blueprint: Blueprint, stage: int) -> Elements:
+    found = [0, 0, 0]
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
-        numel = torch.Size(blueprint.infos[blueprint.model.canonical(name)].local_shape).numel()
-        count += numel
-        trained += numel if parameter.requires_grad else 0
-    return count, trained
+        info = blueprint.infos[blueprint.model.canonical(name)]
+        found[(0 if info.in_blocks else 1) if parameter.requires_grad else 2] += math.prod(info.local_shape)
+    return Elements(*found)
 
 
 def _gradient_bytes(config: RunConfig, whole: int) -> int:
@@ -128,6 +147,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             f"batch      {of_samples}",
             f"           {of_tokens}",
             *_price(blueprint),
+            *_eight_bit(blueprint),
             *_offload(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
@@ -144,7 +164,7 @@ def _price(blueprint: Blueprint) -> list[str]:
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
-    trained = max(_elements(blueprint, stage)[1] for stage in range(len(blueprint.stages)))
+    trained = max(_elements(blueprint, stage).trained for stage in range(len(blueprint.stages)))
     dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config).chunks
     whole = trained * (8 if dtype == torch.float64 else 4)
 
@@ -162,6 +182,19 @@ def _price(blueprint: Blueprint) -> list[str]:
         *lines,
         f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
         f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
+    ]
+
+
+def _eight_bit(blueprint: Blueprint) -> list[str]:
+    """Of how much the optimizer keeps 8 bits."""
+    optimizer = blueprint.config.optimizer
+    if optimizer.name != "adamw8bit":
+        return []
+    kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
+    share = sum(stage.in_blocks for stage in kept) / max(sum(stage.trained for stage in kept), 1)
+    return [
+        f"optimizer  keeps 8 bits of {share:.1%} of all elements: matrices whose rows are blocks of "
+        f"{optimizer.block_size}"
     ]
 
 

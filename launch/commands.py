@@ -75,6 +75,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load(options.config, overrides)
     with RankPool(MOST_RANKS) as pool:
+        from framework.optimizer.eight_bit import SMALLEST
         from framework.verify import default_layouts, parse_layout, shrink, traits_of, verify
 
         layouts = [parse_layout(text) for text in options.layouts or []]
@@ -91,6 +92,11 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
                         update={"sequence_length": min(config.data.sequence_length, SMALL_SEQUENCE_LENGTH)}
                     ),
                 }
+            )
+        if config.optimizer.name == "adamw8bit":
+            print(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
+            config = config.model_copy(
+                update={"optimizer": config.optimizer.model_copy(update={"block_size": SMALLEST})}
             )
         global_batch = global_batch or SMALL_GLOBAL_BATCH
         if not layouts:

@@ -128,7 +128,8 @@ class Pipeline(Section):
 class Optimizer(Section):
     """What steps the weights, gradient clipping and the learning rate as a function of the step."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    """adamw8bit keeps both moments of matrices in 8 bits: 2 bytes of each element instead of 8."""
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: float = Field(default=0.0, ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -138,6 +139,8 @@ class Optimizer(Section):
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW, as is eps."""
     eps: PositiveFloat = 1e-8
+    block_size: int = Field(default=256, ge=8, multiple_of=8)
+    """Of adamw8bit: elements that are scaled together. Matrices whose rows it does not divide stay in 32 bits."""
     momentum: Share = 0.9
     """Of SGD; 0: it keeps nothing."""
     weight_decay: float = Field(default=0.1, ge=0)

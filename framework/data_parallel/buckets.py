@@ -12,6 +12,7 @@ is not, or what is counted in the gradient norm once with what stands on every t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +23,8 @@ from framework.host_memory import HostMemory
 
 ALIGNED_ELEMENTS = 8
 """Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's
-vector loads and compiled kernels want of an address. The elements between are zero and stay so."""
+vector loads and compiled kernels want of an address; or of the blocks that the optimizer keeps of matrices. What is
+between is zero and stays so."""
 
 
 def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[BucketKind, list[Member]]]:
@@ -66,15 +68,17 @@ class Bucket(Sharded):
         *,
         keeps_gradient: bool = True,
         host: HostMemory | None = None,
+        block_size: int = ALIGNED_ELEMENTS,
     ) -> None:
-        """``host``: the optimizer steps there."""
+        """``host``: the optimizer steps there. ``block_size``: of what it keeps of matrices."""
         first = members[0].parameter
+        aligned = math.lcm(ALIGNED_ELEMENTS, block_size) if kind.in_blocks else ALIGNED_ELEMENTS
         places: list[Place] = []
         end = 0
         for member in members:
             places.append(Place(member, end, end + member.parameter.numel()))
-            end = _round_up(end + member.parameter.numel(), ALIGNED_ELEMENTS)
-        numel = _round_up(end, ALIGNED_ELEMENTS * sharding.shard.size)
+            end = _round_up(end + member.parameter.numel(), aligned)
+        numel = _round_up(end, aligned * sharding.shard.size)
         start, stop = sharding.range_of(numel)
         gradient_dtype = accumulation_dtype(first.dtype)
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)

@@ -68,13 +68,14 @@ class StageReplica:
         bucket_bytes: int,
         keeps_gradient: bool = True,
         host: HostMemory | None = None,
+        block_size: int = 1,
     ) -> None:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, no gradient, no optimizer; the same on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
         self.buckets = [
-            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host)
+            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host, block_size=block_size)
             for kind, group in plan_buckets(trained, bucket_bytes)
         ]
         self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)

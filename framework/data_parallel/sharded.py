@@ -62,13 +62,14 @@ class Member(NamedTuple):
 def kind_of(member: Member) -> BucketKind:
     """What decides with which others a parameter may share a bucket."""
     info = member.info
-    return BucketKind(info.decays, info.slice is None, info.sum_over_tp, member.tied)
+    return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, member.tied)
 
 
 class BucketKind(NamedTuple):
     """What the parameters of one bucket have in common."""
 
     decays: bool
+    in_blocks: bool
     replicated_over_tp: bool
     sum_over_tp: bool
     tied: Tie | None

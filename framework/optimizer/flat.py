@@ -1,4 +1,4 @@
-"""torch's own optimizers, fused, over flat shards; and clipping by the whole gradient's norm."""
+"""torch's own optimizers, fused, and one in 8 bits, over flat shards; and clipping by the whole gradient's norm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from framework.config.schema import Optimizer
 from framework.host_memory import HostMemory
+from framework.optimizer.eight_bit import AdamW8bit
 
 NORM_PIECE = 2**16
 """Elements whose squares are summed in float32; the pieces' sums are added in float64. torch's CPU kernel loses 1e-3 of
@@ -23,6 +24,8 @@ class Shard(NamedTuple):
     weights: Tensor
     gradient: Tensor
     decays: bool
+    in_blocks: bool
+    """Kept in 8 bits."""
     counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
     bring: Callable[[], Tensor]
@@ -31,9 +34,16 @@ class Shard(NamedTuple):
     """The weights are stepped: send them on. Does not block."""
 
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 """What an optimizer keeps of each element, by the names that checkpoints give it."""
 _IN_TORCH = {"momentum": "momentum_buffer"}
+
+
+def state_bytes(config: Optimizer, itemsize: int, *, in_blocks: bool) -> float:
+    """Bytes that it keeps of each element; ``itemsize``: of what it steps."""
+    if in_blocks:
+        return 2 * (1 + itemsize / config.block_size)
+    return len(states_of(config)) * itemsize
 
 
 def states_of(config: Optimizer) -> tuple[str, ...]:
@@ -62,12 +72,17 @@ class FlatOptimizer:
         self._num_steps = 0
         groups = [
             {
-                "params": [p for p, shard in zip(self.parameters, self.shards, strict=True) if shard.decays is decays],
+                "params": [
+                    p
+                    for p, shard in zip(self.parameters, self.shards, strict=True)
+                    if (shard.decays, shard.in_blocks) == (decays, in_blocks)
+                ],
                 "weight_decay": config.weight_decay if decays else 0.0,
+                "eight_bit": in_blocks,
             }
-            for decays in (True, False)
+            for decays, in_blocks in ((True, True), (True, False), (False, False))
         ]  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
-        self.inner = _made(groups, config)
+        self.inner = _made(groups, config, host)
         self._host = host
         self._order = list(range(len(self.shards)) if order is None else order)
         if host is not None and self.state_names:
@@ -114,7 +129,10 @@ class FlatOptimizer:
 
     def states(self, index: int) -> tuple[dict[str, Tensor], int]:
         """(what is kept of shard ``index``, by name; steps taken). Zeros before the first step."""
-        kept = self.inner.state.get(self.parameters[index], {})
+        parameter = self.parameters[index]
+        if (eight_bit := self._eight_bit(index)) is not None:
+            return eight_bit.moments(parameter), self._num_steps
+        kept = self.inner.state.get(parameter, {})
         found = {name: kept.get(_IN_TORCH.get(name, name)) for name in self.state_names}
         weights = self.shards[index].weights
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
@@ -122,11 +140,17 @@ class FlatOptimizer:
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
         """Inverse of :meth:`states`; the tensors are kept, or copied to the host."""
         self._num_steps = steps
+        if (eight_bit := self._eight_bit(index)) is not None:
+            eight_bit.take(self.parameters[index], states, steps)
+            return
         kept = {_IN_TORCH.get(name, name): self._placed(index, name, states[name]) for name in self.state_names}
         if "exp_avg" in kept:
             device = self.shards[index].weights.device
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
         self.inner.state[self.parameters[index]] = kept
+
+    def _eight_bit(self, index: int) -> AdamW8bit | None:
+        return self.inner if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks else None
 
     def _placed(self, index: int, name: str, state: Tensor) -> Tensor:
         if self._host is None:
@@ -136,10 +160,14 @@ class FlatOptimizer:
         return (self._host.room(weights.numel(), weights.dtype) if there is None else there).copy_(state)
 
 
-def _made(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
-    """torch's optimizer that the configuration names."""
+def _made(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | None) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names."""
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    if config.name == "adamw8bit":
+        room = None if host is None else host.room
+        rate, betas, eps = config.learning_rate, config.betas, config.eps
+        return AdamW8bit(groups, config.block_size, room, lr=rate, betas=betas, eps=eps, fused=True)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.config import RunConfig
+from framework.config import Optimizer, RunConfig
 from framework.data.example import example
 from framework.feeds import Source
 from framework.model import PlainModel, build_model
+from framework.optimizer.eight_bit import AdamW8bit
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
 from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
@@ -74,6 +75,19 @@ def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
+def _optimizer(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+    """torch's own, on whole parameters; of the one that it does not have, ours on whole parameters."""
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
+    if config.name == "adamw8bit":
+        narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
+        wide = [p for p in groups[0]["params"] if p[0].numel() % config.block_size]
+        both = [{**groups[0], "params": narrow, "eight_bit": True}, {**groups[0], "params": wide}]
+        return AdamW8bit([*both, groups[1]], config.block_size, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
 def run_reference(
     config: RunConfig, feed: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
 ) -> Findings:
@@ -94,12 +108,7 @@ def run_reference(
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    named = config.optimizer
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        groups, lr=named.learning_rate, betas=named.betas, eps=named.eps, foreach=False
-    )
-    if named.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=named.learning_rate, momentum=named.momentum, foreach=False)
+    optimizer = _optimizer(groups, config.optimizer)
     findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
     findings.initial.update(widened(running_values(layers, running)))
     for step in range(steps):

@@ -18,8 +18,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool) -> Shard:
-    return Shard(weights, gradient, decays, counted, bring=lambda: gradient, done=lambda: None)
+def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, in_blocks: bool = False) -> Shard:
+    return Shard(weights, gradient, decays, in_blocks, counted, bring=lambda: gradient, done=lambda: None)
 
 
 def flat(*tensors: Tensor) -> Tensor:
@@ -87,13 +87,17 @@ def test_sgd_is_torch_s(config: Optimizer) -> None:
     assert list(ours.states(0)[0]) == (["momentum"] if config.momentum else [])
 
 
-@pytest.mark.parametrize("config", [CONFIG, SGD], ids=["adamw", "sgd"])
+IN_8_BITS = CONFIG.model_copy(update={"name": "adamw8bit", "block_size": 8})
+
+
+@pytest.mark.parametrize("config", [CONFIG, IN_8_BITS, SGD], ids=["adamw", "adamw8bit", "sgd"])
 def test_states_go_out_and_come_back(config: Optimizer) -> None:
     """Saved after three steps and restored into a new optimizer, the fourth step gives the same bits."""
 
     def fresh(weights: Tensor) -> tuple[FlatOptimizer, Tensor]:
         gradient = torch.zeros_like(weights)
-        return FlatOptimizer([shard(weights, gradient, True, True)], config), gradient
+        in_blocks = config.name == "adamw8bit"
+        return FlatOptimizer([shard(weights, gradient, True, True, in_blocks=in_blocks)], config), gradient
 
     weights = drawn(11, seed=0)
     first, gradient = fresh(weights)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -103,12 +104,14 @@ def test_the_layout_gives_them_in_float32(case: Case, pool: RankPool, references
     check(case, 2, pool, references)
 
 
-@pytest.mark.parametrize("layout", ["dp2,pp2,zero2", "dp2,tp2,zero3"])
-def test_sgd_gives_them_too(layout: str, pool: RankPool, references: References) -> None:
+@pytest.mark.parametrize("layout", ["dp2,pp2,zero2", "dp2,tp2,zero3", "dp4,shard2,offload"])
+@pytest.mark.parametrize("own", [{"name": "sgd", "learning_rate": 0.1}, {"name": "adamw8bit", "block_size": 8}])
+def test_other_optimizers_give_them_too(
+    own: dict[str, Any], layout: str, pool: RankPool, references: References
+) -> None:
     size = size_for(parse_layout(layout))
     config = model_config("gpt2", size)
-    sgd = config.optimizer.model_copy(update={"name": "sgd", "learning_rate": 0.1})
-    config = config.model_copy(update={"optimizer": sgd})
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
     row = prove(config, parse_layout(layout), pool, references, global_batch=size.global_batch, steps=3, twice=False)
     assert row.passed, "\n".join(row.problems)
 

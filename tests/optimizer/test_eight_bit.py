@@ -1,0 +1,176 @@
+"""AdamW in 8 bits: its levels, its rounding against plain Python, and that no cut between blocks changes a bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.config.schema import Optimizer
+from framework.errors import ConfigError
+from framework.optimizer.eight_bit import AdamW8bit, signed_levels, unsigned_levels, with_blocks
+from framework.optimizer.flat import state_bytes
+from framework.parameters import ParameterInfo, Slice
+
+BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1
+
+
+def drawn(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Over many magnitudes, with some zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(numel, generator=generator, dtype=torch.float64)
+    spread = 10.0 ** (8 * torch.rand(numel, generator=generator, dtype=torch.float64) - 8)
+    kept = torch.rand(numel, generator=generator) > 0.1
+    return (numbers * spread * kept).to(dtype)
+
+
+def optimizer(parameters: list[nn.Parameter], block: int) -> AdamW8bit:
+    groups = [{"params": parameters, "eight_bit": True, "weight_decay": DECAY}]
+    return AdamW8bit(groups, block, lr=RATE, betas=BETAS, eps=EPS)
+
+
+def stepped(weights: Tensor, gradients: list[Tensor], block: int) -> tuple[Tensor, AdamW8bit, nn.Parameter]:
+    parameter = nn.Parameter(weights.clone())
+    found = optimizer([parameter], block)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        found.step()
+    return parameter.detach(), found, parameter
+
+
+def test_levels() -> None:
+    """As many as a byte has numbers, or one less; seven decades; closest at the top."""
+    signed, unsigned = signed_levels(), unsigned_levels()
+    assert len(signed) == len(unsigned) == 255
+    assert torch.equal(signed, -signed.flip(0)) and signed[127] == 0 and signed[-1] == 1
+    assert unsigned[0] == 0 and unsigned[-1] == 1
+    for levels in (signed, unsigned):
+        assert (levels.diff() > 0).all()
+        assert levels[levels > 0].min() < 1.001e-6
+    assert signed[-2] == pytest.approx(1 - 0.9 / 64)
+    assert unsigned[-2] == pytest.approx(1 - 0.9 / 128)
+
+
+def in_python(weights: list[float], gradients: list[list[float]], block: int) -> list[float]:
+    """The same in plain Python, number by number."""
+
+    def rounded(numbers: list[float], levels: list[float], *, up_from_zero: bool) -> list[float]:
+        found = []
+        for start in range(0, len(numbers), block):
+            part = numbers[start : start + block]
+            scale = max(map(abs, part)) or 1.0
+            for number in part:
+                choice = levels[1:] if up_from_zero and number > 0 else levels
+                found.append(min(choice, key=lambda level: abs(level - number / scale)) * scale)
+        return found
+
+    signed, unsigned = signed_levels().tolist(), unsigned_levels().tolist()
+    first, root = [0.0] * len(weights), [0.0] * len(weights)
+    for step, gradient in enumerate(gradients, 1):
+        first = [BETAS[0] * m + (1 - BETAS[0]) * g for m, g in zip(first, gradient, strict=True)]
+        root = [math.sqrt(BETAS[1] * r * r + (1 - BETAS[1]) * g * g) for r, g in zip(root, gradient, strict=True)]
+        for i in range(len(weights)):
+            divisor = root[i] / math.sqrt(1 - BETAS[1] ** step) + EPS
+            weights[i] -= RATE * DECAY * weights[i] + RATE / (1 - BETAS[0] ** step) * first[i] / divisor
+        first = rounded(first, signed, up_from_zero=False)
+        root = rounded(root, unsigned, up_from_zero=True)
+    return weights
+
+
+@pytest.mark.parametrize(("numel", "block"), [(64, 16), (50, 16), (7, 8), (40, 40)])
+def test_it_is_its_formula(numel: int, block: int) -> None:
+    weights, gradients = drawn(numel, 0), [drawn(numel, seed) for seed in range(1, 7)]
+    found, _, _ = stepped(weights, gradients, block)
+    expected = in_python(weights.tolist(), [gradient.tolist() for gradient in gradients], block)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_its_first_step_is_that_of_adamw() -> None:
+    """Nothing has been rounded yet; afterwards it stays near."""
+    weights, gradients = drawn(512, 0) + 1.0, [drawn(512, 1) + 0.1] * 20
+    plain = nn.Parameter(weights.clone())
+    adamw = torch.optim.AdamW([plain], lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    for steps in range(1, 21):
+        plain.grad = gradients[0].clone()
+        adamw.step()
+        if steps in (1, 20):
+            found, _, _ = stepped(weights, gradients[:steps], 64)
+            moved = (plain.detach() - weights).norm()
+            assert (found - plain.detach()).norm() <= (1e-12 if steps == 1 else 0.02) * moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_read_back_is_the_same_run(dtype: torch.dtype) -> None:
+    """Widened and narrowed again: the same bytes, and the same weights from then on; also of blocks of zeros."""
+    gradients = [drawn(300, seed, dtype) for seed in range(6)]
+    for gradient in gradients:
+        gradient[64:128] = 0
+    weights, first, parameter = stepped(drawn(300, 9, dtype), gradients[:3], 64)
+    again = nn.Parameter(weights.clone())
+    second = optimizer([again], 64)
+    second.take(again, first.moments(parameter), 3)
+    for name in ("exp_avg", "exp_avg_sq"):
+        for ours, theirs in zip(second.state[again][name], first.state[parameter][name], strict=True):
+            if ours.dtype == torch.uint8:  # zero times any level is zero
+                ours, theirs = (codes[torch.arange(300) // 64 != 1] for codes in (ours, theirs))
+            assert torch.equal(ours, theirs)
+    for gradient in gradients[3:]:
+        for optim, held in ((first, parameter), (second, again)):
+            held.grad = gradient.clone()
+            optim.step()
+    assert torch.equal(parameter, again)
+
+
+def test_no_cut_between_blocks_changes_a_bit() -> None:
+    weights, gradients = drawn(320, 0, torch.float32), [drawn(320, seed, torch.float32) for seed in range(1, 5)]
+    whole, _, _ = stepped(weights, gradients, 32)
+    for cuts in ([160, 160], [32, 96, 192]):
+        parts = zip(weights.split(cuts), *(gradient.split(cuts) for gradient in gradients), strict=True)
+        assert torch.equal(torch.cat([stepped(part, own, 32)[0] for part, *own in parts]), whole)
+
+
+def test_a_second_moment_is_not_lost() -> None:
+    """An element that is ten billion times smaller than its neighbour takes no giant step."""
+    weights = torch.zeros(8, dtype=torch.float64)
+    gradient = torch.tensor([1e4, *[1e-6] * 7], dtype=torch.float64)
+    found, _, _ = stepped(weights, [gradient] * 5, 8)
+    assert found.abs().max() < 6 * RATE
+
+
+def test_bytes() -> None:
+    parameter = nn.Parameter(torch.zeros(1024))
+    found = optimizer([parameter], 256)
+    parameter.grad = torch.ones(1024)
+    found.step()
+    moments = [found.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
+    held = sum(tensor.numel() * tensor.element_size() for moment in moments for tensor in moment)
+    config = Optimizer(name="adamw8bit", block_size=256)
+    assert held == 1024 * state_bytes(config, 4, in_blocks=True) == 1024 * (2 + 8 / 256)
+    assert state_bytes(config, 4, in_blocks=False) == state_bytes(Optimizer(), 4, in_blocks=False) == 8
+
+
+INFOS = {
+    "small": ParameterInfo("small", (64, 10)),
+    "by_rows": ParameterInfo("by_rows", (64, 96), Slice(0, 0, 32, 32)),
+    "by_columns": ParameterInfo("by_columns", (64, 96), Slice(1, 0, 48, 48)),
+    "kernel": ParameterInfo("kernel", (8, 4, 4, 2)),
+    "vector": ParameterInfo("vector", (96,), Slice(0, 0, 48, 48)),
+}
+
+
+def test_which_are_kept_in_8_bits() -> None:
+    """Those of whose rows a block is a part, whatever the layout; a layout that would cut one is refused."""
+    assert [name for name, info in with_blocks(INFOS, 16).items() if info.in_blocks] == [
+        "by_rows",
+        "by_columns",
+        "kernel",
+    ]
+    said = (
+        r"block_size = 32 does not divide a row of by_columns, of which tp leaves 48 .* Set optimizer\.block_size = 16,"
+    )
+    with pytest.raises(ConfigError, match=said):
+        with_blocks(INFOS, 32)
+    with pytest.raises(ConfigError, match=r"leaves 6 elements on a rank.* Choose another layout, or"):
+        with_blocks({"thin": ParameterInfo("thin", (4, 24), Slice(1, 0, 6, 6))}, 8)
