@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
             )
         )
     return shares
+
+
+def _shared(blueprint: Blueprint, stage: int) -> int:
+    """Elements of trained weights that several modules of a stage use: ZeRO-3 gathers them once for both ways."""
+    uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
+    return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
 
 
 class Elements(NamedTuple):
@@ -164,7 +171,8 @@ def _price(blueprint: Blueprint) -> list[str]:
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
-    trained = max(_elements(blueprint, stage).trained for stage in range(len(blueprint.stages)))
+    stages = range(len(blueprint.stages))
+    trained = max(_elements(blueprint, stage).trained for stage in stages)
     dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config).chunks
     whole = trained * (8 if dtype == torch.float64 else 4)
 
@@ -173,8 +181,11 @@ def _price(blueprint: Blueprint) -> list[str]:
 
     lines = []
     if config.parallel.zero == 3:
-        gathered = f"{chunks} x 2 x {sent(trained * dtype.itemsize)}"
-        lines.append(f"weights    gathered layer by layer, forward and backward: a rank sends {gathered} in a step")
+        gathered = max(2 * _elements(blueprint, stage).trained - _shared(blueprint, stage) for stage in stages)
+        lines.append(
+            f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
+            f"{sent(gathered * dtype.itemsize)} in a step"
+        )
     if not reduces_each(config):
         return [*lines, f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank"]
     summed = f"{chunks} x {sent(whole)}"

@@ -70,7 +70,7 @@ def test_bytes_of_each_element_with_offload(
         ),
         (
             "dp4,zero3",
-            "weights    gathered layer by layer, forward and backward: a rank sends 2 x 2 x 8.6 KiB in a step\n"
+            "weights    gathered layer by layer, forward and backward: a rank sends 2 x 17.2 KiB in a step\n"
             "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n",
         ),
         ("dp4,zero2,step", "summed once in a step, and kept whole until then: 11.4 KiB on a rank"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,20 @@ class Sum(NamedTuple):
     seconds: float
     bus_bytes_per_s: float
     """What each rank sends, 2 M (n-1)/n, over the time."""
+    latency_s: float
+    """Of an all-reduce of 8 bytes."""
+
+    def latency_share(self, num_bytes: int) -> float:
+        """Of the time of a sum of so many bytes that one spends waiting for the first of them."""
+        return self.latency_s / (self.latency_s + num_bytes * self._seconds_per_byte)
+
+    def bytes_for(self, share: float) -> int:
+        """The smallest message of whose time this share is latency."""
+        return math.ceil(self.latency_s * (1 / share - 1) / self._seconds_per_byte)
+
+    @property
+    def _seconds_per_byte(self) -> float:
+        return max(self.seconds - self.latency_s, 1e-3 * self.seconds) / SUMMED_BYTES
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
@@ -117,20 +132,25 @@ def measure_sums(mesh: Mesh) -> list[Sum]:
     for axis, group in groups.items():
         mine: Sum | None = None
         if group.size > 1:
-            numbers = torch.zeros(SUMMED_BYTES // 4, device=mesh.device)
-            taken_s = []
-            for _ in range(REPEATS + 1):
-                group.barrier()
-                begin_s = time.perf_counter()
-                group.all_reduce(numbers).wait()
-                if numbers.is_cuda:
-                    torch.cuda.synchronize(mesh.device)
-                taken_s.append(time.perf_counter() - begin_s)
-            seconds = statistics.median(taken_s[1:])
+            latency_s = _sum(group, torch.zeros(2, device=mesh.device), PINGS)
+            seconds = _sum(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
             sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
-            mine = Sum(str(axis), group.ranks, seconds, sent / seconds) if group.rank == 0 else None
+            mine = Sum(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
         found += [each for each in mesh.world.gather_objects(mine) if each is not None]
     return found
+
+
+def _sum(group: Group, numbers: torch.Tensor, times: int) -> float:
+    """Seconds of an all-reduce, median, after one that nobody counts."""
+    taken_s = []
+    for _ in range(times + 1):
+        group.barrier()
+        begin_s = time.perf_counter()
+        group.all_reduce(numbers).wait()
+        if numbers.is_cuda:
+            torch.cuda.synchronize(numbers.device)
+        taken_s.append(time.perf_counter() - begin_s)
+    return statistics.median(taken_s[1:])
 
 
 def by_node(links: Sequence[Link]) -> dict[str, float]:

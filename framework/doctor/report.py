@@ -10,11 +10,20 @@ from pathlib import Path
 from framework.doctor.facts import Facts
 from framework.doctor.judge import Finding, gbit
 from framework.doctor.links import Link, Sum, by_node
-from framework.summary import columns
+from framework.summary import columns, memory
+
+MUCH_LATENCY = 0.05
+"""Of the time of a message: what buckets should be large enough for."""
 
 
-def text(facts: Sequence[Facts], links: Sequence[Link], sums: Sequence[Sum], findings: Sequence[Finding]) -> str:
-    """All of it."""
+def text(
+    facts: Sequence[Facts],
+    links: Sequence[Link],
+    sums: Sequence[Sum],
+    findings: Sequence[Finding],
+    bucket_bytes: int,
+) -> str:
+    """All of it. ``bucket_bytes``: of the configuration."""
     first = facts[0]
     lines = ["  ".join(f"{name} {version}" for name, version in first.versions), ""]
     best, inside = by_node(links), {link.nodes[0]: link for link in links if link.nodes[0] == link.nodes[1]}
@@ -43,7 +52,7 @@ def text(facts: Sequence[Facts], links: Sequence[Link], sums: Sequence[Sum], fin
     if across:
         lines += ["", *columns(_pairs(across), "<>>")]
     if sums:
-        lines += ["", *columns(_sums(sums), "<<>>")]
+        lines += ["", *columns(_sums(sums), "<<>>>"), *buckets_line(sums, bucket_bytes)]
     lines += ["", *(f"WRONG: {finding.text}" for finding in findings)]
     return "\n".join([*lines, *([] if findings else ["nothing is wrong"])])
 
@@ -60,9 +69,33 @@ def _pairs(across: Sequence[Link]) -> list[tuple[str, ...]]:
 
 def _sums(sums: Sequence[Sum]) -> list[tuple[str, ...]]:
     return [
-        ("all-reduce", "ranks", "4 MiB take", "each rank sends"),
-        *((each.axis, _ranks(each.ranks), f"{1e3 * each.seconds:.1f} ms", gbit(each.bus_bytes_per_s)) for each in sums),
+        ("all-reduce", "ranks", "8 bytes take", "4 MiB take", "each rank sends"),
+        *(
+            (
+                each.axis,
+                _ranks(each.ranks),
+                f"{1e3 * each.latency_s:.2f} ms",
+                f"{1e3 * each.seconds:.1f} ms",
+                gbit(each.bus_bytes_per_s),
+            )
+            for each in sums
+        ),
     ]
+
+
+def buckets_line(sums: Sequence[Sum], bucket_bytes: int) -> list[str]:
+    """How large gradients' messages should be on these links. Larger ones begin later: no more than is needed."""
+    dp = [each for each in sums if each.axis == "dp"]
+    if not dp:
+        return []
+    worst = max(dp, key=lambda each: each.latency_share(bucket_bytes))
+    enough = max(-(-each.bytes_for(MUCH_LATENCY) // 2**20) for each in dp) * 2**20
+    line = (
+        f"gradients in buckets of {memory(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over dp is "
+        f"latency; {MUCH_LATENCY:.0%} with {memory(enough)}"
+    )
+    advice = f": set parallel.bucket_bytes = {enough}" if enough > bucket_bytes else ""
+    return ["", line + advice]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

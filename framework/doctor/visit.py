@@ -73,7 +73,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
     findings = judge(facts, links, expected_bytes_per_s=expected)
     if mesh.rank == 0:
-        print(text(facts, links, sums, findings), flush=True)
+        print(text(facts, links, sums, findings, config.parallel.bucket_bytes), flush=True)
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))

@@ -29,6 +29,7 @@ def test_all_is_well(tmp_path: Path, pool: RankPool) -> None:
     first, *others = pool.run(visit, 4, config, timeout_s=120)
     assert "nothing is wrong" in first and others == ["", "", ""]
     assert "\ntp          0-1" in first and "\ndp          0 2" in first
+    assert "\ngradients in buckets of " in first
     figures = tomllib.loads((tmp_path / "run" / "links.toml").read_text())
     assert figures["in_node"]["bytes_per_s"] > 1e7 and 0 < figures["in_node"]["latency_s"] < 1
     assert (tmp_path / "run" / "bad-nodes").read_text() == ""
