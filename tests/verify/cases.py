@@ -177,7 +177,7 @@ def other_choices() -> list[Layout]:
 def sharded_choices(schedules: Sequence[str]) -> list[Layout]:
     """What a pairwise selection of the ways to shard over replicas is made of, beside all else."""
     return [
-        Layout(dp, pp, tp, schedule, zero, sequence, recompute=recompute, shard=shard, reduces_once=reduces_once)
+        Layout(dp, pp, tp, schedule, zero, sequence, 1, 0, recompute, shard, reduces_once, offload)
         for dp, pp, tp in itertools.product((2, 4), (1, 2), (1, 2))
         if dp * pp * tp <= 8
         for schedule in schedules
@@ -186,6 +186,7 @@ def sharded_choices(schedules: Sequence[str]) -> list[Layout]:
         for reduces_once in ((False, True) if zero >= 2 else (False,))
         for sequence in ((False, True) if tp > 1 else (False,))
         for recompute in ("none", "full")
+        for offload in (False, True)
         if Layout(dp, pp, tp, schedule).num_stages <= 8
     ]
 
