@@ -24,6 +24,9 @@ REFUSED = {
 }
 """Fields, or sections, that are the run itself; and what would be wrong with a change."""
 
+ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
+"""Values between which such a field may change all the same: a checkpoint has the same of both."""
+
 
 def compatible(
     manifest: Manifest, config: Mapping[str, Any], data_fingerprint: Mapping[str, str], *, place: str = "the checkpoint"
@@ -41,7 +44,7 @@ def compatible(
         if before == after:
             continue
         reason = next((why for field, why in REFUSED.items() if path == field or path.startswith(f"{field}.")), None)
-        if reason is None:
+        if reason is None or {before, after} <= ALIKE.get(path, set()):
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")

@@ -95,14 +95,8 @@ class RowShards(Sharded):
             device=device,
         )
         assert weights.numel() <= self.numel, member.info.name
-        weights.grad = DTensor.from_local(  # torch adds to the gradient that is there: mine
-            shard_gradient[: local.numel()].view(local.shape),
-            weights.device_mesh,
-            weights.placements,
-            run_check=False,
-            shape=weights.shape,
-            stride=weights.stride(),
-        )
+        # torch adds to the gradient that is there: mine, on the host too (DTensor.from_local would move it)
+        weights.grad = of_torch.to_sharded_dtensor(shard_gradient[: local.numel()].view(local.shape))
 
     def begin_step(self) -> None:
         """My rows' gradient is zeroed for all together."""

@@ -63,29 +63,46 @@ class Moment(NamedTuple):
         return Moment(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
-class _Code:
-    """Numbers <-> levels of one kind, on one device, in one dtype."""
+class Code:
+    """Numbers <-> levels of one kind, on one device, in one dtype.
+
+    The level of a number is looked up by the upper half of its float32. At most one border between two levels lies among
+    the numbers that have it in common, so that one comparison is left: a binary search took twice the time of a step.
+    """
 
     def __init__(self, levels: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         self.levels = levels.to(device, dtype)
-        between = (levels[1:] + levels[:-1]) / 2
+        borders = ((levels[1:] + levels[:-1]) / 2).to(dtype)
         if levels[0] == 0:
-            between[0] = 0.0  # what is not zero stays so
-        self._between = between.to(device, dtype)
+            borders[0] = 0.0  # what is not zero stays so
+        upper = torch.arange(2**16, dtype=torch.int32)
+        first = (upper << 16).view(torch.float32)
+        last = (upper << 16 | 0xFFFF).view(torch.float32)
+        least, most = torch.minimum(first, last).to(dtype), torch.maximum(first, last).to(dtype)
+        code = torch.bucketize(least.nan_to_num(0.0), borders)
+        there = torch.cat([borders, torch.full((1,), torch.inf, dtype=dtype)])[code]
+        self._code = code.to(device, torch.uint8)
+        """Of the smallest number with each upper half."""
+        self._border = torch.where(there <= most, there, torch.inf).to(device)
+        """Above which it is the next level."""
 
     def widen(self, moment: Moment, block: int) -> Tensor:
         """(n,) numbers."""
-        scales = moment.scales.repeat_interleave(block)[: len(moment.codes)]
-        return self.levels[moment.codes.int()] * scales
+        numbers = self.levels.index_select(0, moment.codes.int())
+        whole = len(numbers) // block * block
+        numbers[:whole].view(-1, block).mul_(moment.scales[: whole // block, None])
+        numbers[whole:].mul_(moment.scales[whole // block :])
+        return numbers
 
     def narrow(self, numbers: Tensor, into: Moment, block: int) -> None:
         """The nearest level of each."""
         blocks = pad(numbers, (0, -len(numbers) % block)).view(-1, block)
-        largest = blocks.abs().amax(1)
+        largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
         into.scales.copy_(largest)
-        shares = blocks / largest.clamp_min(torch.finfo(largest.dtype).tiny)[:, None]
-        codes = torch.bucketize(shares.flatten()[: len(numbers)], self._between, out_int32=True)
-        into.codes.copy_(codes)
+        shares = (blocks / largest.clamp_min(torch.finfo(largest.dtype).tiny)[:, None]).flatten()[: len(numbers)]
+        upper = (shares.float().view(torch.int32) >> 16) & 0xFFFF
+        above = shares > self._border.index_select(0, upper)
+        torch.add(self._code.index_select(0, upper), above, out=into.codes)
 
 
 class AdamW8bit(torch.optim.AdamW):
@@ -102,7 +119,7 @@ class AdamW8bit(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._block = block_size
         self._room = room
-        self._codes: dict[tuple[torch.device, torch.dtype], tuple[_Code, _Code]] = {}
+        self._codes: dict[tuple[torch.device, torch.dtype], tuple[Code, Code]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -148,10 +165,10 @@ class AdamW8bit(torch.optim.AdamW):
         signed.narrow(moments["exp_avg"], state["exp_avg"], self._block)
         unsigned.narrow(moments["exp_avg_sq"].sqrt(), state["exp_avg_sq"], self._block)
 
-    def _code(self, like: Tensor) -> tuple[_Code, _Code]:
+    def _code(self, like: Tensor) -> tuple[Code, Code]:
         key = like.device, _computed_in(like)
         if key not in self._codes:
-            self._codes[key] = _Code(signed_levels(), *key), _Code(unsigned_levels(), *key)
+            self._codes[key] = Code(signed_levels(), *key), Code(unsigned_levels(), *key)
         return self._codes[key]
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:

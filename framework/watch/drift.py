@@ -114,11 +114,11 @@ def check_drift(parts: Parts) -> None:
         DriftError: on every rank, when some copies are not the same bits.
     """
     mesh = parts.mesh
-    mine = list(held(parts))
-    if not mine:
-        hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    else:
-        hashes = torch.stack([bits(each.tensor) for each in mine])
+    mine: list[Held] = []
+    hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+    for each in held(parts):  # what is kept in 8 bits is widened here, and let go again
+        hashes = torch.cat([hashes, bits(each.tensor).view(1).to(mesh.device)])
+        mine.append(each._replace(tensor=hashes, pieces=()))
     over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
     groups = {each.over_dp.ranks: each.over_dp for each in mine if each.over_dp is not None}
     for index, each in enumerate(mine):
@@ -136,7 +136,7 @@ def check_drift(parts: Parts) -> None:
     apart = differs.any().long()
     mesh.world.all_reduce(apart, "max").wait()
     if apart.item():
-        raise DriftError(_message(parts, mine, differs.tolist()))
+        raise DriftError(_message(parts, differs.tolist()))
 
 
 def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
@@ -174,13 +174,13 @@ def _tie(each: Held) -> Tie:
 # ------------------------------------------------------------------------------------------------------------ the names
 
 
-def _message(parts: Parts, mine: Sequence[Held], differs: Sequence[bool]) -> str:
+def _message(parts: Parts, differs: Sequence[bool]) -> str:
     """Which tensors, and on which ranks; the same on every rank. Gathers over the world."""
-    mesh = parts.mesh
-    suspected = {(each.what, name) for each, bad in zip(mine, differs, strict=True) if bad for name, _ in each.pieces}
+    mesh, all_held = parts.mesh, zip(held(parts), differs, strict=True)
+    suspected = {(each.what, name) for each, bad in all_held if bad for name, _ in each.pieces}
     wanted = {pair for pairs in mesh.world.gather_objects(suspected) for pair in pairs}
     own: list[tuple[Piece, int]] = []
-    for each in mine:
+    for each in held(parts):
         for name, tensor in each.pieces:
             if (each.what, name) in wanted:
                 tp_rank = None if each.over_tp else mesh.at.tp_rank

@@ -96,6 +96,25 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
 
 
+@pytest.mark.parametrize("text", ["dp2,zero1", "dp2,pp2,zero3,offload"])
+def test_moments_in_8_bits_resume_and_are_adamw_s(text: str, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Bit for bit what was never stopped; and the run goes on as AdamW, and back."""
+    sections: dict[str, Any] = {"parallel": layout(text), "optimizer": {"name": "adamw8bit", "block_size": 8}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
+    for config in (uninterrupted, stopped):
+        train(pool, config)
+    stop_half_way(stopped)
+    train(pool, stopped)
+    assert exact_losses(stopped) == exact_losses(uninterrupted)
+    found = tensors(run_directory(stopped))
+    assert not differing(found, tensors(run_directory(uninterrupted)))
+    assert {name.partition("/")[0] for name in found} == {"weights", "exp_avg", "exp_avg_sq"}
+    for name, steps in (("adamw", STEPS + 1), ("adamw8bit", STEPS + 2)):
+        stopped = changed(stopped, optimizer={"name": name}, train={"steps": steps})
+        assert f'-> "{name}"' in train(pool, stopped)
+
+
 @pytest.mark.torture
 def test_llama_resumes_too(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     """Another model, uneven stages by hand, gpipe; and three stops instead of one."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.config.schema import Optimizer
 from framework.errors import ConfigError
-from framework.optimizer.eight_bit import AdamW8bit, signed_levels, unsigned_levels, with_blocks
+from framework.optimizer.eight_bit import AdamW8bit, Code, Moment, signed_levels, unsigned_levels, with_blocks
 from framework.optimizer.flat import state_bytes
 from framework.parameters import ParameterInfo, Slice
 
@@ -51,6 +51,22 @@ def test_levels() -> None:
         assert levels[levels > 0].min() < 1.001e-6
     assert signed[-2] == pytest.approx(1 - 0.9 / 64)
     assert unsigned[-2] == pytest.approx(1 - 0.9 / 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("levels", [signed_levels(), unsigned_levels()], ids=["signed", "unsigned"])
+def test_the_nearest_level_is_found(levels: Tensor, dtype: torch.dtype) -> None:
+    """As by binary search among the borders: numbers of all magnitudes, the borders, and what is next to them."""
+    borders = ((levels[1:] + levels[:-1]) / 2).to(dtype)
+    if levels[0] == 0:
+        borders[0] = 0.0
+    one, around = torch.ones(1, dtype=dtype), [torch.nextafter(borders, borders + side) for side in (-1.0, 1.0)]
+    numbers = torch.cat([one, drawn(2**16, 0, dtype).clamp(-1, 1), borders, *around, torch.zeros(3, dtype=dtype)])
+    numbers = numbers.abs() if levels[0] == 0 else numbers
+    moment = Moment(torch.empty(len(numbers), dtype=torch.uint8), torch.empty(1, dtype=dtype))
+    Code(levels, numbers.device, dtype).narrow(numbers, moment, len(numbers))
+    assert moment.scales.item() == 1.0
+    assert torch.equal(moment.codes.long(), torch.bucketize(numbers, borders))
 
 
 def in_python(weights: list[float], gradients: list[list[float]], block: int) -> list[float]:

@@ -79,7 +79,7 @@ def newest_step(config: RunConfig) -> int:
     ("text", "asynchronous"),
     [
         pytest.param(text, asynchronous, id=f"{text}-{'behind' if asynchronous else 'blocking'}")
-        for text, asynchronous in (*itertools.product(["dp2", "pp2,tp2"], [True, False]), ("dp2,zero3", True))
+        for text, asynchronous in (*itertools.product(["dp2", "pp2,tp2"], [True, False]), ("dp2,zero3,offload", True))
     ],
 )
 def test_no_kill_loses_a_run(
