@@ -66,8 +66,8 @@ class Moment(NamedTuple):
 class Code:
     """Numbers <-> levels of one kind, on one device, in one dtype.
 
-    The level of a number is looked up by the upper half of its float32. Among the numbers that have it in common lies at
-    most one border between two levels, so that one comparison is left: with a binary search a step took twice as long.
+    The level of a number is looked up by the upper half of its float32. Numbers that share it have at most one border
+    between two levels among them, so that one comparison is left: with a binary search a step took twice as long.
     """
 
     def __init__(self, levels: Tensor, device: torch.device, dtype: torch.dtype) -> None:
