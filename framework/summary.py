@@ -215,7 +215,8 @@ def _offload(blueprint: Blueprint) -> list[str]:
     if not parallel.offload:
         return []
     most = max(share.host_bytes for share in rank_shares(blueprint))
-    files = f", in files in {parallel.offload_directory}" if parallel.offload_directory else ""
+    what = "the states of them " if parallel.zero == 3 and shard_factor(blueprint.config) > 1 else ""
+    files = f", {what}in files in {parallel.offload_directory}" if parallel.offload_directory else ""
     return [f"offload    the optimizer steps on the host: {memory(most)} of a rank are there{files}"]
 
 

@@ -10,7 +10,7 @@ from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
 from framework.config.familiar import FAMILIAR_VALUES, NOTHING, fold, here
@@ -80,6 +80,8 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
             parts.append(f"less than {constraint.lt}")
         elif isinstance(constraint, Le):
             parts.append(f"at most {constraint.le}")
+        elif isinstance(constraint, MultipleOf):
+            parts.append(f"a multiple of {constraint.multiple_of}")
         elif isinstance(constraint, FieldInfo):  # Field(...) inside Annotated
             parts.extend(filter(None, [_bounds(constraint.metadata, whole=whole).removeprefix(", ")]))
     return ", " + " and ".join(parts) if parts else ""

@@ -96,8 +96,8 @@ class Parallel(Section):
     offload: bool = False
     """What the optimizer keeps (its states, float32 weights) lies in the host's memory, and it steps there; with
     zero = 3 the shards of weights and gradients do, too."""
-    offload_directory: str | None = Field(default=None, description="the path of a folder on a fast disk")
-    """That memory is mapped to files here, so that it may be more than there is."""
+    offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
+    """That memory is mapped to files here, so that it may be more than there is; with zero = 3 that of the states."""
     bucket_bytes: PositiveInt = 25 * 2**20
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""

@@ -27,7 +27,7 @@ from framework.parameters import ParameterInfo
 
 DECADES = 7
 SMALLEST = 8
-"""Elements of a block."""
+"""Elements of a block, which is a multiple of this."""
 _TOGETHER = 2**20
 """Elements that are widened at a time: what this takes besides is some numbers of each of them."""
 
@@ -204,13 +204,19 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
     """
     found = {name: info._replace(in_blocks=in_blocks(info.global_shape, block_size)) for name, info in infos.items()}
     rows = {name: math.prod(info.local_shape[1:]) for name, info in found.items() if info.in_blocks}
-    bad = [name for name, row in rows.items() if row % block_size]
-    if bad:
-        fits = math.gcd(*rows.values(), block_size)
-        advice = f"Set optimizer.block_size = {fits}" if fits >= SMALLEST else "Choose another layout"
+    bad = next((name for name, row in rows.items() if row % block_size), None)
+    if bad is not None:
+        fits = next((size for size in range(block_size - SMALLEST, 0, -SMALLEST) if _fits(infos, size)), None)
+        advice = "Choose another layout" if fits is None else f"Set optimizer.block_size = {fits}"
         raise ConfigError(
-            f"optimizer.block_size = {block_size} does not divide a row of {bad[0]}, of which tp leaves "
-            f"{rows[bad[0]]} elements on a rank: blocks would be others than in other layouts, and so would the "
+            f"optimizer.block_size = {block_size} does not divide a row of {bad}, of which tp leaves "
+            f"{rows[bad]} elements on a rank: blocks would be others than in other layouts, and so would the "
             f'numbers. {advice}, or optimizer.name = "adamw"'
         )
     return found
+
+
+def _fits(infos: Mapping[str, ParameterInfo], block_size: int) -> bool:
+    """Whether there are matrices that are kept in such blocks, and tp cuts none of these."""
+    kept = [info for info in infos.values() if in_blocks(info.global_shape, block_size)]
+    return bool(kept) and not any(math.prod(info.local_shape[1:]) % block_size for info in kept)

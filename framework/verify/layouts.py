@@ -178,6 +178,7 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
         Layout(dp=2, zero=0),
         Layout(dp=4),
         Layout(dp=4, zero=2, shard=2),
+        Layout(dp=2, zero=3, offload=True),
         Layout(pp=2),
         Layout(pp=4, schedule="gpipe"),
         Layout(tp=2),

@@ -178,3 +178,17 @@ def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_ra
     tied = None if tied_rank is None else Tie("a.weight", Group("tied", (0, 4), tied_rank), tied_rank == 0)
     [(kind, _)] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
     assert kind.owns(tp_rank) is owns
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_no_shard_and_no_parameter_begins_inside_a_block(num_shards: int) -> None:
+    """Where the optimizer keeps blocks: of 24 elements here, in matrices of 12 rows of 24 and of 5."""
+    members = [member("a.weight", (12, 24)), member("b.weight", (5, 24))]
+    members = [each._replace(info=each.info._replace(in_blocks=True)) for each in members]
+    [(kind, group)] = plan_buckets(members, 2**20)
+    for rank in range(num_shards):
+        shard = Group("dp", tuple(range(num_shards)), rank)
+        bucket = Bucket(kind, group, Sharding(shard, Group("alone", (rank,), 0)), block_size=24)
+        assert kind.in_blocks and bucket.numel % (24 * num_shards) == 0
+        assert all(place.start % 24 == 0 for place in bucket.places)
+        assert bucket.shard_range[0] % 24 == 0

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from framework.build import Parts, build
 from framework.checkpoint import Kind
@@ -47,7 +48,7 @@ def config_for(text: str, dtype: str, *, name: str = "adamw", directory: Path | 
     size = size_for(layout)
     config = model_config("gpt2", size)
     parallel = config.parallel.model_copy(update={"offload_directory": str(directory) if directory else None})
-    optimizer = config.optimizer.model_copy(update={"name": name})
+    optimizer = config.optimizer.model_copy(update={"name": name, "block_size": 16})
     config = config.model_copy(update={"parallel": parallel, "optimizer": optimizer})
     return layout_config(config, layout, size.global_batch, dtype)
 
@@ -60,6 +61,7 @@ def config_for(text: str, dtype: str, *, name: str = "adamw", directory: Path | 
         ("dp4,zero1,shard2", "float32", "sgd"),
         ("dp2,tp2,zero2,sequence", "bfloat16", "adamw"),
         ("dp2,zero3", "float32", "adamw"),
+        ("dp2,zero2", "bfloat16", "adamw8bit"),
         ("dp4,zero3,shard2", "bfloat16", "adamw"),
         LATER("dp2,pp2,zero3,zb_h1", "float64", "sgd"),
     ],
@@ -104,13 +106,15 @@ def mapped(rank: int, world_size: int, config_json: str) -> Mapped:
             start, stop = line.split()[0].split("-")
             in_files += int(stop, 16) - int(start, 16)
     tensors = [bucket.master for replica in parts.replicas.values() for bucket in replica.buckets]
-    tensors += [state for kept in parts.optimizer.inner.state.values() for state in kept.values() if state.dim()]
+    states = tree_leaves(list(parts.optimizer.inner.state.values()))
+    tensors += [state for state in states if isinstance(state, torch.Tensor) and state.dim()]
     return Mapped(in_files, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
-def test_with_a_directory_the_memory_is_that_of_files(tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_with_a_directory_the_memory_is_that_of_files(name: str, tmp_path: Path, pool: RankPool) -> None:
     """Masters and both moments; rounded up to pages."""
-    config = config_for("dp2,zero1,offload", "bfloat16", directory=tmp_path / "new")
+    config = config_for("dp2,zero1,offload", "bfloat16", name=name, directory=tmp_path / "new")
     for found in pool.run(mapped, 2, config.model_dump_json()):
         assert found.of_optimizer <= found.in_files < found.of_optimizer + 4096 * 100
     assert not list((tmp_path / "new").iterdir())

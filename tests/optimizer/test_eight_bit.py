@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import framework.optimizer.eight_bit
 from framework.config.schema import Optimizer
 from framework.errors import ConfigError
 from framework.optimizer.eight_bit import AdamW8bit, Code, Moment, signed_levels, unsigned_levels, with_blocks
@@ -147,6 +148,14 @@ def test_no_cut_between_blocks_changes_a_bit() -> None:
         assert torch.equal(torch.cat([stepped(part, own, 32)[0] for part, *own in parts]), whole)
 
 
+@pytest.mark.parametrize("together", [1, 64, 200])
+def test_nor_does_what_is_widened_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, gradients = drawn(320, 0, torch.float32), [drawn(320, seed, torch.float32) for seed in range(1, 5)]
+    whole, _, _ = stepped(weights, gradients, 32)
+    monkeypatch.setattr(framework.optimizer.eight_bit, "_TOGETHER", together)
+    assert torch.equal(stepped(weights, gradients, 32)[0], whole)
+
+
 def test_a_second_moment_is_not_lost() -> None:
     """An element that is ten billion times smaller than its neighbour takes no giant step."""
     weights = torch.zeros(8, dtype=torch.float64)
@@ -184,9 +193,15 @@ def test_which_are_kept_in_8_bits() -> None:
         "kernel",
     ]
     said = (
-        r"block_size = 32 does not divide a row of by_columns, of which tp leaves 48 .* Set optimizer\.block_size = 16,"
+        r"block_size = 32 does not divide a row of by_columns, of which tp leaves 48 .* Set optimizer\.block_size = 24,"
     )
     with pytest.raises(ConfigError, match=said):
         with_blocks(INFOS, 32)
+    thick = {"thick": ParameterInfo("thick", (4, 48), Slice(1, 0, 24, 24))}
+    with pytest.raises(ConfigError, match=r"leaves 24 elements on a rank.* Set optimizer\.block_size = 24, or"):
+        with_blocks(thick, 48)
+    with_blocks(thick, 24)
+    with pytest.raises(ConfigError, match=r"leaves 12 elements on a rank.* Choose another layout, or"):
+        with_blocks({"odd": ParameterInfo("odd", (4, 24), Slice(1, 0, 12, 12))}, 24)  # in blocks of 16 nothing is kept
     with pytest.raises(ConfigError, match=r"leaves 6 elements on a rank.* Choose another layout, or"):
         with_blocks({"thin": ParameterInfo("thin", (4, 24), Slice(1, 0, 6, 6))}, 8)

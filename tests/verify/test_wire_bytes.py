@@ -6,7 +6,7 @@ b micro-batch, s sequence, h hidden size, t = tp, d = dp
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,6 +43,8 @@ class Measured(NamedTuple):
     partial_bytes: float
     """Bytes of the shards that are summed over tp once per step."""
     tied_bytes: float
+    shared_bytes: int
+    """Of weights that several modules of a stage use, in float32."""
     """Bytes of the shards that are summed between stages once per step."""
 
 
@@ -99,12 +101,18 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
         for replica in parts.replicas.values():
             replica.ready_all()
     buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
+    uses = Counter(
+        id(parameter)
+        for stage in parts.executor.stages.values()
+        for _, parameter in stage.layers.named_parameters(remove_duplicate=False)
+    )
     return Measured(
         {key: (counted.calls, counted.wire_bytes) for key, counted in mesh.traffic.counts.items()},
         dict(counter.counts),
         [bucket.numel * bucket.shard_gradient.element_size() for bucket in buckets],
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.sum_over_tp),
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.tied is not None),
+        sum(b.numel * FLOAT for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.places)),
     )
 
 
@@ -184,6 +192,17 @@ def test_sharded_weights_are_said_twice_for_each_micro_batch(pool: RankPool) -> 
             chunks = SIZE.global_batch // 2
             assert found.own["dp", "all_gather"][1] == pytest.approx(2 * chunks * message / 2, rel=1e-12)
             assert found.own["dp", "reduce_scatter"][1] == pytest.approx(times * message / 2, rel=1e-12)
+
+
+def test_a_weight_that_layers_share_is_gathered_once_for_both_ways(pool: RankPool) -> None:
+    """And reduced once: ZeRO-3 on a GPT whose head is its embedding."""
+    config = model_config("gpt2", SIZE, tied=True)
+    for found in measured(config, "dp2,zero3", pool):
+        assert found.shared_bytes > 0
+        message, chunks = sum(found.bucket_bytes), SIZE.global_batch // 2
+        gathered = chunks * (2 * message - found.shared_bytes) / 2
+        assert found.own["dp", "all_gather"][1] == pytest.approx(gathered, rel=1e-12)
+        assert found.own["dp", "reduce_scatter"][1] == pytest.approx(chunks * message / 2, rel=1e-12)
 
 
 def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:
