@@ -146,6 +146,12 @@ class Stage:
         try:
             return recomputed(run, self.recompute[name], value) if name in self.recompute else run(value)
         except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise ModelError(
+                    f"layer {name} uses a weight that several modules share without calling its module: with "
+                    f"parallel.zero = 3 torch gathers a weight when its module is called. Call it (self.table(ids) for "
+                    f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2"
+                ) from error
             if "modified inplace" not in str(error) or "RegisterPostBackward" not in str(error):
                 raise
             raise ModelError(

@@ -61,10 +61,26 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-KINDS = {each.__name__: each for each in (Sometimes, InPlace, PartlyFrozen, Scale)}
+class Uncalled(nn.Module):
+    """Takes the weight of a module for itself; all of the kind share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(nn.functional.linear(x, self.linear.weight))
+
+
+KINDS = {each.__name__: each for each in (Sometimes, InPlace, PartlyFrozen, Scale, Uncalled)}
 
 
 def of_kind(kind: str, vocab_size: int = 17, depth: int = 2) -> nn.Sequential:
     """Some layers of one kind."""
     layers = [KINDS[kind]() for _ in range(depth)]
-    return nn.Sequential(nn.Embedding(vocab_size, WIDTH), *layers, nn.Linear(WIDTH, vocab_size))
+    model = nn.Sequential(nn.Embedding(vocab_size, WIDTH), *layers, nn.Linear(WIDTH, vocab_size))
+    if kind == "Uncalled":
+        model.tied_weights = [("1.linear.weight", f"{number}.linear.weight") for number in range(2, depth + 1)]
+        for layer in layers:
+            layer.linear.weight = layers[0].linear.weight
+    return model

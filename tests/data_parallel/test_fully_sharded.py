@@ -133,6 +133,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
     ("kind", "said"),
     [
         ("Scale", "the parameter 1.factor is a single number: parallel.zero = 3 cuts parameters along their first "),
+        ("Uncalled", "layer 1 uses a weight that several modules share without calling its module: with parallel.ze"),
         ("InPlace", "layer 1 changes what it is handed in place: with parallel.zero = 3 torch has to know when its "),
     ],
 )
