@@ -66,10 +66,8 @@ def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
         directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix="offload-", dir=directory)
         try:
-            if num_bytes:
-                os.posix_fallocate(
-                    handle, 0, num_bytes
-                )  # a write to a mapped page that finds no room kills the process
+            if num_bytes:  # now: a write to a mapped page that finds no room kills the process
+                os.posix_fallocate(handle, 0, num_bytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         finally:
             os.close(handle)

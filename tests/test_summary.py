@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from framework.blueprint import draw_blueprint
-from framework.summary import rank_shares, summarise
+from framework.summary import memory, rank_shares, summarise
 from framework.verify import layout_config, parse_layout
 from tests.verify.cases import config_of
 
@@ -79,3 +79,14 @@ def test_bytes_of_each_element_with_offload(
 def test_what_sharding_costs_is_said(layout: str, line: str) -> None:
     config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, "float32")
     assert line in summarise(draw_blueprint(config), ["here"] * 4)
+
+
+def test_a_weight_that_layers_of_a_stage_share_is_gathered_once_for_both_ways() -> None:
+    """The embedding of 64 x 16 is the head too: a rank sends 3/4 of two gatherings of the others, and of one of it."""
+    options = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 8}
+    config = config_of("models.gpt2:build", options | {"tied": True}, 8)
+    blueprint = draw_blueprint(layout_config(config, parse_layout("dp4,zero3"), 8, "float32"))
+    gathered = 2 * blueprint.num_parameters - 64 * 16
+    assert f"a rank sends 2 x {memory(gathered * 4 * 3 // 4)} in a step\ngradients" in summarise(
+        blueprint, ["here"] * 4
+    )

@@ -120,6 +120,19 @@ def test_with_a_directory_the_memory_is_that_of_files(name: str, tmp_path: Path,
     assert not list((tmp_path / "new").iterdir())
 
 
+def offloaded(rank: int, world_size: int, config_json: str) -> set[bool]:
+    """Whether torch keeps the shards of the weights on the host."""
+    [replica] = built(config_json).replicas.values()
+    return {of_torch.offload_to_cpu for unit in replica._units() for of_torch in unit.fsdp_params}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("layout", ["dp2,zero3", "dp2,zero3,offload"])
+def test_with_zero_3_the_weights_are_on_the_host_too(layout: str, pool: RankPool) -> None:
+    """On a CPU that is the same memory: what torch was told is all that can be seen."""
+    config = config_for(layout, "float32")
+    assert pool.run(offloaded, 2, config.model_dump_json()) == 2 * [{config.parallel.offload}]
+
+
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """No file of this process may become larger than a megabyte."""
