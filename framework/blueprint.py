@@ -151,7 +151,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     else:
         check_loss(model.loss, whole, shapes.cast(torch.float32).labels)
     check_recompute(config, model)
-    recomputed = _recomputed(config, model)
+    recomputed = recomputed_names(config, model)
     schedule = draw_schedule(config)
     check_running(
         model.layers,
@@ -173,7 +173,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         loss=model.loss or cross_entropy,
         recompute=recomputed,
     )
-    stages = _cut(config, costs, schedule.num_stages)
+    stages = cut(config, costs, schedule.num_stages)
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
@@ -247,14 +247,14 @@ def check_recompute(config: RunConfig, model: PlainModel) -> None:
     for pattern in model.selective_recompute:
         if not any(fnmatchcase(name, pattern) for name in parts):
             raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
-    if not _recomputed(config, model):
+    if not recomputed_names(config, model):
         raise ModelError(
             f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
             f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed'
         )
 
 
-def _recomputed(config: RunConfig, model: PlainModel) -> list[str]:
+def recomputed_names(config: RunConfig, model: PlainModel) -> list[str]:
     """Names of the layers, or parts of layers, that backward computes again."""
     pipeline = config.pipeline
     if pipeline.recompute == "none":
@@ -273,7 +273,7 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[range]:
+def cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[range]:
     """The stages, by what ``pipeline.balance`` says."""
     balance = config.pipeline.balance
     if isinstance(balance, list):

@@ -148,12 +148,18 @@ def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
         )
 
 
-def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | None = None) -> Parts:
+def build(
+    config: RunConfig,
+    mesh: Mesh,
+    feeds: tuple[Source, Source | None] | None = None,
+    blueprint: Blueprint | None = None,
+) -> Parts:
     """Put one rank's parts together. Every rank calls it, in step; ``config`` is resolved.
 
-    ``feeds``: training and validation; None opens the corpora that the config names.
+    ``feeds``: training and validation; None opens the corpora that the config names. ``blueprint``: this rank's, drawn
+    already and nobody else's: its layers become the rank's own.
     """
-    blueprint = draw_blueprint(config, mesh.tp)
+    blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
     training, validation = open_feeds(config) if feeds is None else feeds
     for feed in (training, validation):
@@ -216,7 +222,7 @@ def build(config: RunConfig, mesh: Mesh, feeds: tuple[Source, Source | None] | N
         stages,
         mesh.device,
         on_microbatch=on_microbatch,
-        begin_reducing=lambda stage, awaited: replicas[stage].begin_reducing(awaited),
+        begin_reducing=lambda stage, awaited, last: replicas[stage].begin_reducing(awaited, last=last),
         end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )

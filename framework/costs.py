@@ -14,19 +14,20 @@ which runs several as one, spares bytes that are counted here. How true the time
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.errors import ModelError
 from framework.meter import Attention, Count, Meter, Reference
-from framework.pipeline.recompute import recompute_parts
-from framework.pipeline.values import Loss, cross_entropy
+from framework.pipeline.outline import outline_of, outline_of_value
+from framework.pipeline.recompute import parts_of, recompute_parts
+from framework.pipeline.values import Loss, copy_module, cross_entropy
 from framework.seeding import Draw, SeededDropout
 
 
@@ -79,16 +80,22 @@ def count_layers(
     draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"))
     of_this_call: dict[Any, tuple[LayerCost, Any]] = {}
     costs = []
-    for index, (name, original) in enumerate(layers.named_children()):
-        layer = _copy(original, dtype, draw)
+    outlines: dict[int, Any] = {}  # one module may stand for several layers
+    for index, (name, original) in enumerate(layers._modules.items()):
+        assert original is not None
+        if id(original) not in outlines:
+            outlines[id(original)] = outline_of(_copy(original, dtype, draw))
+        described = outlines[id(original)]
         ending = (loss, labels) if labels is not None and index == len(layers) - 1 else None
-        outline, forward, backward = _outline(layer), Meter(by), Meter(by)
-        again = recompute_parts(name, layer, recompute, partial(Attention, by, backward, backward))
-        suffixes = tuple(part.removeprefix(name) for part in again)
-        key = (outline, _shapes(value), by, ending and _shapes(labels), suffixes)
-        passing = " at 0x" in repr(outline) or (ending and loss is not cross_entropy)  # what the next call may not mean
+        mine = [pattern for pattern in recompute if fnmatchcase(name, pattern.partition(".")[0])]
+        suffixes = tuple(part.removeprefix(name) for part, _ in parts_of(name, original, mine))
+        key = (described, outline_of_value(value), by, ending and outline_of_value(labels), suffixes)
+        own_loss = ending is not None and loss is not cross_entropy
+        passing = described.is_passing or own_loss  # what the next call may not mean
         seen = of_this_call if passing else _COUNTED
         if key not in seen:
+            layer, forward, backward = _copy(original, dtype, draw), Meter(by), Meter(by)
+            recompute_parts(name, layer, mine, partial(Attention, by, backward, backward))
             seen[key] = _run(name, layer, value, Attention(by, forward, backward), ending)
         cost, value = seen[key]
         costs.append(cost._replace(name=name))
@@ -110,33 +117,11 @@ def _copy(layer: nn.Module, dtype: torch.dtype, draw: Draw) -> nn.Module:
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in layer.buffers()}
     for p in layer.parameters():
         twins[id(p)] = nn.Parameter(_on_meta(p.detach(), dtype), requires_grad=p.requires_grad)
-    copied = copy.deepcopy(layer, twins).train()
+    copied = copy_module(layer, twins).train()
     for module in copied.modules():
         if isinstance(module, SeededDropout):
             module.draw, module.name = draw, ""
     return copied
-
-
-OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-
-
-def _outline(layer: nn.Module) -> Any:
-    """Equal for layers that cost the same: classes, plain attributes, shapes of weights and buffers."""
-    tensors = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
-    return (
-        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
-        tuple(
-            (name, type(m), tuple((k, repr(v)) for k, v in sorted(vars(m).items()) if k not in OF_EVERY_MODULE))
-            for name, m in layer.named_modules(remove_duplicate=False)
-        ),
-    )
-
-
-def _shapes(value: Any) -> Any:
-    leaves, tree = tree_flatten(value)
-    return str(tree), tuple(
-        (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in leaves
-    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

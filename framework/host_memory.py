@@ -26,8 +26,9 @@ class HostMemory:
     """One rank's."""
 
     def __init__(self, device: torch.device, directory: Path | None = None) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self.is_apart = device.type == "cuda"
+        """Whether the device has memory of its own, so that there is something to copy."""
+        self._stream = torch.cuda.Stream(device) if self.is_apart else None  # type: ignore[no-untyped-call]
         self._directory = directory
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -40,7 +41,7 @@ class HostMemory:
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """So many zeros that the device copies from and to."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._is_cuda)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self._stream is not None)
 
     def bring(self, target: Tensor, source: Tensor, message: Handle | None = None) -> Callable[[], None]:
         """Post a copy from the device, of what the current stream and then a message leave there. The current stream

@@ -31,7 +31,8 @@ def materialise(blueprint: Blueprint, stage: int, device: torch.device) -> nn.Se
             made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
         owner_name, _, attribute = name.rpartition(".")
         layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
-    return layers.to(device)
+    is_here = all(buffer.device == device for buffer in layers.buffers())
+    return layers if is_here else layers.to(device)
 
 
 def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:

@@ -151,11 +151,11 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     contract.check_buffers(path, layers)
     if getattr(layers, "initialise", None) is None:
         contract.check_initial_values(path, layers)
-    owners = {
-        f"{module_name}.{name}" if module_name else name: copy.deepcopy(module)
-        for module_name, module in layers.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
+    owners: dict[str, nn.Module] = {}
+    for module_name, module in layers.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            owners |= dict.fromkeys((f"{module_name}.{name}".lstrip(".") for name in own), copy.deepcopy(module))
     return PlainModel(
         layers=layers,
         plan=dict(getattr(layers, "sharding_plan", {})),

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from framework.blueprint import batch_numbers
 from framework.build import Parts, StepFeed, validation_batches
@@ -71,7 +72,25 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     The buckets hold the gradient of loss_sum / expected tokens; the mean over the labels that counted needs the factor
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
     """
-    config, mesh = parts.config, parts.mesh
+    config = parts.config
+    loss_sum, counted, square_norm, busy, passed, stop, not_written = sum_numbers(parts, result).tolist()
+    counted = max(counted, 1.0)
+    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
+    if parts.on_gradients is not None:
+        parts.on_gradients(parts, factor)
+    grad_norm = math.sqrt(square_norm) * factor
+    rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
+    stats = StepStats(loss_sum / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0)
+    if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
+        return stats._replace(skipped=True)
+    parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
+    return stats
+
+
+def sum_numbers(parts: Parts, result: Result) -> Tensor:
+    """What ties owe each other, then (7,) float64 over all ranks: loss, labels that counted, square of the gradient's
+    norm, busy and passed time, requests to stop, checkpoints that failed. Nothing is read on the host."""
+    mesh = parts.mesh
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
@@ -84,20 +103,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
     shared = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
     mesh.world.all_reduce(shared).wait()
-    loss_sum_, counted, square_norm, busy, passed, stop, not_written = shared.tolist()
-    counted = max(counted, 1.0)
-    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
-    if parts.on_gradients is not None:
-        parts.on_gradients(parts, factor)
-    grad_norm = math.sqrt(square_norm) * factor
-    rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
-    stats = StepStats(
-        loss_sum_ / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0
-    )
-    if not (math.isfinite(loss_sum_) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
-        return stats._replace(skipped=True)
-    parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
-    return stats
+    return shared
 
 
 def validate(parts: Parts) -> float:

@@ -50,7 +50,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 sum(elements),
-                *_held(blueprint.config, elements),
+                *held_at_rest(blueprint.config, elements),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
@@ -78,7 +78,7 @@ class Elements(NamedTuple):
         return self.in_blocks + self.others
 
 
-def _held(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
+def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
     """Bytes of weights, of gradients and of the optimizer on the device, and on the host."""
     trained, frozen = elements.trained, elements.frozen
     dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload

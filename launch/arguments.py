@@ -137,6 +137,66 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _config(stages)
 
+    plan = _command(
+        added,
+        "plan",
+        commands.plan,
+        "find the best layout of a model on a cluster, before there is one",
+        "Looks at every legal layout (degrees, schedule, micro-batch, ZeRO stage, recompute), rejects what breaks a "
+        "rule or does not fit with the number, ranks the rest by predicted time and says why the first is first. Needs "
+        "no GPU. With --out also plan.toml, which `meshwright train` runs, and plan.html, a page with the pictures.",
+        "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan",
+        takes_overrides=True,
+    )
+    _config(plan)
+    plan.add_argument(
+        "--cluster", required=True, metavar="NAME|FILE", help="a100, h100, h200, b200, or a TOML file (see calibrate)"
+    )
+    plan.add_argument("--nodes", type=_count, required=True, metavar="N")
+    plan.add_argument("--devices-per-node", type=_count, metavar="M", help="default: what the hardware's file says")
+    plan.add_argument("--global-batch", type=_count, metavar="N", help="samples of a step (default: the config's)")
+    plan.add_argument("--best", type=_count, metavar="N", help="how many layouts to list (default: 10)")
+    plan.add_argument("--out", type=Path, metavar="DIR", help="where to write plan.toml and plan.html")
+
+    calibrate = _command(
+        added,
+        "calibrate",
+        commands.calibrate,
+        "measure this machine, for plan --cluster",
+        "Products, copies, the cost of an operation and the links between processes, measured with all cores busy; "
+        "written as a hardware file.",
+        "meshwright calibrate --out runs/this-machine.toml",
+    )
+    calibrate.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
+    calibrate.add_argument("--ranks", type=_count, default=8, metavar="N", help="that a node is to have (default: 8)")
+
+    dryrun = _command(
+        added,
+        "dryrun",
+        commands.dryrun,
+        "rehearse every rank of a job on paper: memory, messages, deadlocks",
+        "Runs the code of each kind of rank on tensors without numbers, for a job of any size, in one process and "
+        "without a device. Tells memory at the peak, FLOPs and bytes on the wire of each pipeline rank, and holds all "
+        "ranks against each other: exit code 1 when they do not agree. --seed-fault shows that this can fail.",
+        "meshwright dryrun configs/llama3-405b.toml --nodes 2048 --devices-per-node 8 --out 405b.svg\n"
+        "  meshwright dryrun configs/demo.toml --seed-fault schedule:4=gpipe",
+        takes_overrides=True,
+    )
+    _config(dryrun)
+    dryrun.add_argument("--nodes", type=_count, metavar="N", help="number of nodes (default: what the degrees need)")
+    dryrun.add_argument("--devices-per-node", type=_count, default=8, metavar="M", help="ranks on each (default: 8)")
+    dryrun.add_argument(
+        "--seed-fault",
+        action="append",
+        metavar="FAULT",
+        help="schedule:RANK=NAME: this rank runs another schedule; missing:AXIS:RANK: the others of its group do not "
+        "know this rank. May be given several times",
+    )
+    dryrun.add_argument("--out", type=Path, metavar="FILE", help="a picture: .svg, .png or .pdf")
+    dryrun.add_argument(
+        "--cluster", metavar="NAME|FILE", help="whose device tells seconds and MFU (default: h100, for a run on GPUs)"
+    )
+
     verify = _command(
         added,
         "verify",

@@ -69,6 +69,43 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def plan(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.planning import plan as planned
+
+    planned(
+        options.config,
+        overrides,
+        options.cluster,
+        options.nodes,
+        options.devices_per_node,
+        options.global_batch,
+        options.out,
+        options.best,
+    )
+    return 0
+
+
+def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.planning import calibrate as measure
+
+    measure(options.out, options.ranks)
+    return 0
+
+
+def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.dryrun import dryrun
+
+    return dryrun(
+        options.config,
+        overrides,
+        options.nodes,
+        options.devices_per_node,
+        options.seed_fault or [],
+        options.out,
+        options.cluster,
+    )
+
+
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.config import load
     from launch.pool import RankError, RankPool

@@ -52,8 +52,9 @@ def assemble(
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(canonical))
-    for name, parameter in model.named_parameters():  # free on the meta device
-        initialise(name, parameter)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            initialise(name, parameter)
     carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
     carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)}
     for attribute, value in carried.items():

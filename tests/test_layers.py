@@ -66,10 +66,12 @@ JOINING = [
     "verify",
     "sample",
     "doctor",
+    "planner",
+    "dryrun",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "reshard", "doctor"}
+ON_TOP = {"train", "verify", "sample", "reshard", "doctor", "planner", "dryrun"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")

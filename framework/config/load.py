@@ -103,8 +103,10 @@ def _put(tree: dict[str, dict[str, Any]], path: Path, value: Any) -> None:
 def _misspelled(given: Given) -> Path | None:
     """Where a key of a misspelled section belongs, so that it is judged as if the section were right; or None."""
     path = given.path
+    if path[0] in SECTIONS or len(path) == 1 or fold(given.key) in FAMILIAR:
+        return None
     section = nearest_section(path[0])
-    if path[0] in SECTIONS or len(path) == 1 or section is None or fold(given.key) in FAMILIAR:
+    if section is None:
         return None
     corrected = (section, *path[1:])
     return corrected if corrected[:2] in KEYS or here(path) is None else None

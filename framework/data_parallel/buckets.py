@@ -94,6 +94,8 @@ class Bucket(Sharded):
         self._has_sum = False
         self._part: Tensor | None = None
         """What comes besides the sum that my shard has already."""
+        self._is_last = False
+        """Whether nothing will be added to what was posted last."""
         kept = torch.zeros(numel if self.keeps_gradient else stop - start, dtype=gradient_dtype, device=first.device)
         same_dtype, master = first.dtype == gradient_dtype, self.flat[start:stop]
         if host is not None:
@@ -114,7 +116,7 @@ class Bucket(Sharded):
         self._host_gradient = self._host_weights = None
         self._brought: Callable[[], None] | None = None
         """Blocks until the copy of my gradient that was posted in this step is there."""
-        if host is not None and not self.flat.is_cpu:
+        if host is not None and host.is_apart:
             self._host_gradient = host.staging(stop - start, gradient_dtype)
             self._host_weights = None if same_dtype else host.staging(stop - start, first.dtype)
         if self.keeps_gradient:
@@ -175,27 +177,28 @@ class Bucket(Sharded):
         self.flat_gradient = None
         self.gradient_views = []
 
-    def reduce(self) -> None:
+    def reduce(self, *, last: bool = True) -> None:
         """Post the sum over the replicas: into my shard, over its neighbours only, or everywhere (ZeRO-0). Does not
-        block. Once per step; or, when the whole gradient is not kept, as often as one likes: the sums add up.
+        block. Once per step; or, when the whole gradient is not kept, as often as one likes: the sums add up, and
+        ``last`` says of which the result goes to the host.
 
         Bytes on the wire per rank, M = bytes of the bucket's gradients: among n neighbours M (n-1)/n, and then across
         r copies 2 M/n (r-1)/r; everywhere 2 M (r-1)/r.
         """
         gradient = self.open_gradient()
-        if not self.shards_gradient:
+        if self.shards_gradient:
+            part = self.shard_gradient
+            if self._has_sum and not self.keeps_gradient:
+                part = self._part = torch.empty_like(part)
+            self._has_sum = True
+            self.pending = self.sharding.shard.reduce_scatter(part, gradient)
+            if not self.keeps_gradient:
+                self._close_gradient()  # the message keeps it
+        else:
             self.pending = self.sharding.copies.all_reduce(gradient)
+        self._is_last, self._brought = last, None
+        if self._part is None:
             self._bring_early()
-            return
-        part = self.shard_gradient
-        if self._has_sum and not self.keeps_gradient:
-            part = self._part = torch.empty_like(part)
-        self._has_sum = True
-        self.pending = self.sharding.shard.reduce_scatter(part, gradient)
-        if self.keeps_gradient and self.sharding.copies.size == 1:
-            self._bring_early()
-        if not self.keeps_gradient:
-            self._close_gradient()  # the message keeps it
 
     def reduce_across(self) -> None:
         """When my shard is summed over its neighbours: post its sum over those who hold the same. Does not block."""
@@ -209,14 +212,15 @@ class Bucket(Sharded):
         if self._part is not None:
             self.shard_gradient.add_(self._part)
             self._part = None
+            self._bring_early()
 
     def _bring_early(self) -> None:
-        """Post the copy of my gradient to the host behind the sum that has just been posted, unless more will be
-        added: it runs beside the rest of the backward."""
+        """Post the copy of my gradient to the host behind the sum that has just been posted, or what was just added
+        of it, unless more will be added: it runs beside the rest of the backward."""
         kind = self.kind
-        if self._host is None or self._host_gradient is None or kind.sum_over_tp or kind.tied is not None:
-            return
-        self._brought = self._host.bring(self._host_gradient, self.shard_gradient, self.pending)
+        more = kind.sum_over_tp or kind.tied is not None or (self.shards_gradient and self.sharding.copies.size > 1)
+        if self._host is not None and self._host_gradient is not None and self._is_last and not more:
+            self._brought = self._host.bring(self._host_gradient, self.shard_gradient, self.pending)
 
     def bring_gradient(self) -> Tensor:
         """In the host's memory, where the optimizer steps there."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -230,9 +229,8 @@ class FullyShardedStage:
         """A unit is gathered as a whole: a layer, without the modules that share a weight with another; and all of
         these together. They stay from their forward to their backward: the last of them, most often the head, needs
         them where a stage holds most anyway."""
-        assert shard.process_group is not None
         options: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(shard.process_group, device.type),
+            "mesh": shard.device_mesh(device.type),
             "ignored_params": {member.parameter for member in self.frozen},
         }
         if offload:
@@ -291,10 +289,11 @@ class FullyShardedStage:
         self._root.set_requires_gradient_sync(False)
         self._root.set_is_last_backward(False)
 
-    def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """From here on reduce each layer as soon as the next backward of this stage has come by it.
 
-        ``awaited``: given when only the weights' half of a backward comes, which torch cannot see.
+        ``awaited``: given when only the weights' half of a backward comes, which torch cannot see. ``last``: torch is
+        told when the step's reductions are done, and copies each to the host by itself.
         """
         self._in_halves = awaited is not None
         self._root.set_requires_gradient_sync(awaited is None)

@@ -38,9 +38,10 @@ class Replica(Protocol):
     def begin_step(self) -> None:
         """Forget the gradients."""
 
-    def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """Sum what the next backward of this stage completes: the step's last, or each one where the whole gradient is
         not kept. ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
+        ``last``: it is the step's last.
         """
 
     def end_reducing(self) -> None:
@@ -82,6 +83,8 @@ class StageReplica:
         self._missing: list[int] = []
         self._next_to_reduce = 0
         self._reducing = False
+        self._in_last = True
+        """Whether what is reduced now is of the step's last backward."""
         self._untouched: set[Tensor] = set()
         """Whose gradient has not come yet: what lies in the bucket is the last step's, or zero."""
         for index, bucket in enumerate(self.buckets):
@@ -126,7 +129,7 @@ class StageReplica:
                 self.buckets[self._next_to_reduce - 1].wait()  # of the first: the last of the micro-batch before
                 bucket.wait()  # its sum of the micro-batch before
                 self._untouched |= {place.member.parameter for place in bucket.places}
-            bucket.reduce()
+            bucket.reduce(last=self._in_last)
             self._next_to_reduce += 1
 
     def begin_step(self) -> None:
@@ -139,8 +142,9 @@ class StageReplica:
                 self._untouched.add(place.member.parameter)
         self._reducing = False
 
-    def begin_reducing(self, awaited: Set[Tensor] | None = None) -> None:
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """From here on reduce each bucket as soon as the backward has completed it."""
+        self._in_last = last
         self._missing = [
             sum(awaited is None or place.member.parameter in awaited for place in bucket.places)
             for bucket in self.buckets
@@ -177,6 +181,7 @@ class StageReplica:
 
         What tied weights owe each other is the matter of :func:`sum_ties`.
         """
+        self._in_last = True
         self.end_reducing()
         for bucket in self.buckets:
             bucket.reduce_across()

@@ -12,13 +12,15 @@ from __future__ import annotations
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from framework.errors import CommunicationError
 from framework.mesh.activity import Activity, Waits
@@ -162,6 +164,12 @@ def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Where its first element lies: its storage, while that lives, and the offset in it. (Tensors without numbers have
+    that too, but no address.)"""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
 class Group:
     """The ranks that talk along one axis (or all of them). ``name`` is the axis, ``ranks`` are global, in order."""
 
@@ -187,8 +195,18 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a copy of a layer talks to the same ranks
 
+    def become(self, other: Group) -> None:
+        """From now on it is that group: for layers that were sharded before there was one to talk to."""
+        assert (self.size, self.rank) == (other.size, other.rank), (self, other)
+        vars(self).update(vars(other))
+
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    @property
+    def on_paper(self) -> bool:
+        """Whether nobody is there to be talked to, and messages are only counted."""
+        return False
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
         """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
@@ -226,7 +244,7 @@ class Group:
     def all_gather(self, out: Tensor, part: Tensor) -> Handle:
         """``out`` (n x part, flat along dim 0) = everyone's ``part`` in group order. Does not block."""
         if self.size == 1:
-            if out.data_ptr() != part.data_ptr():
+            if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
             return Handle([], "")
         self._count("all_gather", tensor_bytes(out))
@@ -240,7 +258,7 @@ class Group:
         reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a piece of ``whole``.
         """
         if self.size == 1:
-            if part.data_ptr() != whole.data_ptr():
+            if place_of(part) != place_of(whole):
                 part.copy_(whole.view_as(part))
             return Handle([], "")
         self._count("reduce_scatter", tensor_bytes(whole))
@@ -320,8 +338,40 @@ class Group:
         self.activity.waits(None)
         return values
 
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The group as torch's fully_shard wants it. Local."""
+        assert self.process_group is not None
+        return DeviceMesh.from_group(self.process_group, device_type)
+
     def barrier(self) -> None:
         """Block until every rank of the group is here."""
         if self.size > 1:
             work = dist.barrier(group=self.process_group, async_op=True)
             self._handle(work, "barrier").wait()
+
+
+class PaperGroup(Group):
+    """A group of ranks that do not exist: what is said in it is counted, and what would come keeps its shape."""
+
+    times = 1
+    """What is done now stands for so many of its kind."""
+
+    @contextmanager
+    def standing_for(self, times: int) -> Iterator[None]:
+        """Within: one pass of a loop, done for all of them."""
+        self.times = times
+        try:
+            yield
+        finally:
+            self.times = 1
+
+    @property
+    def on_paper(self) -> bool:
+        """Yes."""
+        return True
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
+        """Count it."""
+        if self.size > 1:
+            self._count("all_reduce", tensor_bytes(tensor))
+        return Handle([], "", finish=finish)

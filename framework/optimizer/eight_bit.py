@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +70,10 @@ class Code:
     between two levels among them, so that one comparison is left: with a binary search a step took twice as long.
     """
 
-    def __init__(self, levels: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, levels: Tensor, device: torch.device, dtype: torch.dtype, *, is_signed: bool) -> None:
         self.levels = levels.to(device, dtype)
         borders = ((levels[1:] + levels[:-1]) / 2).to(dtype)
-        if levels[0] == 0:
+        if not is_signed:
             borders[0] = 0.0  # what is not zero stays so
         upper = torch.arange(2**16, dtype=torch.int32)
         first = (upper << 16).view(torch.float32)
@@ -168,7 +168,8 @@ class AdamW8bit(torch.optim.AdamW):
     def _code(self, like: Tensor) -> tuple[Code, Code]:
         key = like.device, _computed_in(like)
         if key not in self._codes:
-            self._codes[key] = Code(signed_levels(), *key), Code(unsigned_levels(), *key)
+            signed = Code(signed_levels(), *key, is_signed=True)
+            self._codes[key] = signed, Code(unsigned_levels(), *key, is_signed=False)
         return self._codes[key]
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
@@ -180,6 +181,14 @@ class AdamW8bit(torch.optim.AdamW):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = Moment(room(parameter.numel(), torch.uint8), room(blocks, _computed_in(parameter)))
         return state
+
+
+@cache
+def table_bytes(wide: bool) -> int:
+    """Of the tables that codes are looked up in, one for all parameters of a process."""
+    dtype, cpu = torch.float64 if wide else torch.float32, torch.device("cpu")
+    codes = Code(signed_levels(), cpu, dtype, is_signed=True), Code(unsigned_levels(), cpu, dtype, is_signed=False)
+    return sum(each.nbytes for code in codes for each in vars(code).values() if isinstance(each, Tensor))
 
 
 def _computed_in(parameter: Tensor) -> torch.dtype:

@@ -150,9 +150,9 @@ class Executor:
     device: torch.device
     on_microbatch: Callable[[Tensor], None] | None = None
     """Called before each forward with the global indices of its samples (the dropouts' draw); None: nobody asks."""
-    begin_reducing: Callable[[int, set[Tensor] | None], None] = lambda stage, awaited: None
+    begin_reducing: Callable[[int, set[Tensor] | None, bool], None] = lambda stage, awaited, last: None
     """Called before the last B or W of a stage in the step, or before each of them, with the parameters that get
-    gradients in it; None: all."""
+    gradients in it (None: all) and whether it is the last."""
     end_reducing: Callable[[int], None] | None = None
     """Given: the other Bs and Ws are reduced too, and this is called after each."""
     reduce: Callable[[int], None] = lambda stage: None
@@ -272,8 +272,9 @@ class Executor:
         run.readings.append((action, start, run.clock.read()))
 
     def _begin_reducing(self, action: Action, awaited: set[Tensor] | None) -> None:
-        if self.end_reducing is not None or action in self._last_backwards:
-            self.begin_reducing(_stage(action), awaited)
+        last = action in self._last_backwards
+        if self.end_reducing is not None or last:
+            self.begin_reducing(_stage(action), awaited, last)
 
     def _end_reducing(self, action: Action) -> None:
         if self.end_reducing is not None and action not in self._last_backwards:  # after that comes REDUCE

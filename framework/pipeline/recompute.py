@@ -51,11 +51,18 @@ def _same(leaf: Any) -> Any:
     return leaf
 
 
+def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The submodules, and the layer itself, whose full name fits a pattern."""
+    return [
+        (name, module)
+        for name, module in layer.named_modules(prefix=layer_name)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
 def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:
     """Have each submodule whose full name fits a pattern recomputed, in place; the names found."""
-    found = []
-    for name, module in layer.named_modules(prefix=layer_name):
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            module.forward = partial(recomputed, module.forward, context)
-            found.append(name)
-    return found
+    found = parts_of(layer_name, layer, patterns)
+    for _, module in found:
+        module.forward = partial(recomputed, module.forward, context)
+    return [name for name, _ in found]

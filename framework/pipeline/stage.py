@@ -70,6 +70,11 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._notes: dict[int, list[Note]] = {}
 
+    def skip_first_look(self) -> None:
+        """Take it that the layers keep and draw nothing by themselves: the first forward then costs what all others
+        do, and reads no numbers."""
+        self._seen_all = True
+
     @property
     def is_first(self) -> bool:
         """True when this stage takes the samples."""
@@ -84,6 +89,10 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches of which something is held: from F to B, or to W."""
         return len(self._saved) + len(self._notes)
+
+    def roots_of(self, microbatch: int) -> list[Tensor]:
+        """What its backward will start from."""
+        return self._saved[microbatch].roots
 
     def splitting(self) -> AbstractContextManager[object]:
         """Around a forward whose backward comes in halves; entered again by what is recomputed."""

@@ -8,8 +8,9 @@ layer hands on what later ones want by handing it on unchanged: so a value skips
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from framework.errors import ModelError
+from framework.pipeline.outline import outline_of, outline_of_value
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the last layer, labels) -> loss of each label, of the labels' shape; zero where the label is ignored."""
 
 IGNORED_LABEL = -100
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class TensorSpec(NamedTuple):
@@ -128,13 +132,24 @@ def describe_value(value: Any, where: str) -> ValueSpec:
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:
     """Without numbers, to be run for its shapes; the original stays as it is."""
-    return copy.deepcopy(layers).to("meta")
+    return copy_module(layers, {}).to("meta")
+
+
+def copy_module(module: M, twins: dict[int, Any]) -> M:
+    """``copy.deepcopy``, without a thousand steps of Python for the dozen hooks that no module has. ``twins``: by id,
+    what shall stand for an object in the copy; it may be changed."""
+    for each in module.modules():
+        for value in vars(each).values():
+            if type(value) is OrderedDict and not value:
+                twins[id(value)] = OrderedDict()
+    return copy.deepcopy(module, twins)
 
 
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any
 ) -> tuple[list[ValueSpec], ValueSpec]:
-    """What each stage hands to the next one, and what the last layer returns, found by one forward on meta.
+    """What each stage hands to the next one, and what the last layer returns, found by one forward on meta. Layers that
+    are alike and get alike are run once, in the life of a process.
 
     Args:
         layers: a :func:`meta_copy` of the whole model with tensor parallelism applied: shapes are this rank's. Buffers
@@ -155,7 +170,7 @@ def describe_boundaries(
         versions = [leaf._version for leaf in received]
         shapes = shapes_of(value)
         try:
-            value = layer(value)
+            value = _handed_on(layer, value)
         except Exception as error:
             raise ModelError(_cannot_take(where, previous, shapes, error)) from error
         overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
@@ -168,6 +183,65 @@ def describe_boundaries(
             value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
             received = tree_leaves(value)
     return specs, describe_value(value, previous)
+
+
+class _Handed(NamedTuple):
+    """What a layer hands on that changes nothing."""
+
+    tree: TreeSpec
+    leaves: tuple[int | tuple[TensorSpec, tuple[int, ...]], ...]
+    """Which of the tensors that it was handed; or of a new one the spec and the strides."""
+
+
+_HANDED: dict[Any, _Handed] = {}
+"""What this process has seen, by all that it depends on: a search draws hundreds of layouts of one model, and a model
+has hundreds of layers that are alike."""
+
+
+def _handed_on(layer: nn.Module, value: Any) -> Any:
+    """``layer(value)`` on meta, or the like of what another such layer has handed on."""
+    given, outline = tree_leaves(value), outline_of(layer)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+    if has_hooks or outline.is_passing or not _stand_alone(given):
+        return layer(value)
+    positions = {id(leaf): position for position, leaf in reversed(list(enumerate(given)))}
+    same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in given)
+    key = (outline, outline_of_value(value), same, torch.is_grad_enabled())
+    if key in _HANDED:
+        seen = _HANDED[key]
+        return tree_unflatten(
+            [given[leaf] if isinstance(leaf, int) else _like(*leaf) for leaf in seen.leaves], seen.tree
+        )
+    before = _versions(layer, given)
+    handed = layer(value)
+    leaves, tree = tree_flatten(handed)
+    if _versions(layer, given) == before and outline_of(layer) == outline and _stand_alone(leaves):
+        _HANDED[key] = _Handed(
+            tree,
+            tuple(
+                positions[id(leaf)]
+                if id(leaf) in positions
+                else (TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad), leaf.stride())
+                for leaf in leaves
+            ),
+        )
+    return handed
+
+
+def _stand_alone(leaves: Sequence[Any]) -> bool:
+    """All are tensors, and who writes into one changes no other."""
+    return all(isinstance(leaf, Tensor) and not leaf._is_view() for leaf in leaves)
+
+
+def _versions(layer: nn.Module, given: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Of all that a forward could write into: which objects there are, and how often each was written."""
+    return [(id(tensor), tensor._version) for tensor in (*layer.buffers(), *layer.parameters(), *given)]
+
+
+def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
+    """A tensor on meta that came out of a layer: no leaf of autograd's where it needs a gradient."""
+    tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+    return tensor.requires_grad_().clone() if spec.needs_gradient else tensor
 
 
 def _overwrites(where: str, shapes: str) -> str:

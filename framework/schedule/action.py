@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -141,7 +142,12 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
-        return self.placement.pp_rank(stage, self.pp)
+        return self._ranks[stage]
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """Of each stage: asked for at every message."""
+        return tuple(self.placement.pp_rank(stage, self.pp) for stage in range(self.num_stages))
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, first to last."""

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from framework.mesh.comm import Group
+from framework.mesh.comm import Group, PaperGroup
 from framework.tensor_parallel.layers import vocab_slice
 
 CHUNK_ELEMENTS = 2**22
@@ -43,7 +43,7 @@ def vocab_parallel_cross_entropy(
     overwritten.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    if logits.is_meta:
+    if logits.is_meta and not group.on_paper:
         return logits.new_empty(labels.shape, dtype=dtype)
     if group.size == 1 or logits.shape[-1] == vocab_size:
         assert logits.shape[-1] == vocab_size, (tuple(logits.shape), vocab_size)
@@ -59,11 +59,16 @@ def vocab_parallel_cross_entropy(
     return losses.view(labels.shape)  # type: ignore[no-any-return]
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of tokens that hold about CHUNK_ELEMENTS logits each."""
+def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
+    """Slices of tokens that hold about CHUNK_ELEMENTS logits each. On paper the first stands for all."""
     tokens, columns = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for start in range(0, tokens, step):
+    starts = range(0, tokens, step)
+    if isinstance(group, PaperGroup) and starts:
+        with group.standing_for(len(starts)):
+            yield slice(0, min(step, tokens))
+        return
+    for start in starts:
         yield slice(start, min(start + step, tokens))
 
 
@@ -92,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         target = (labels - start).masked_fill_(~mine, 0)
         sums = logits.new_zeros((2, tokens), dtype=dtype)  # of exp(x - m); x[t] - m: one message
         if count:
-            for part in _chunks(logits):
+            for part in _chunks(logits, group):
                 shifted = logits[part, :count].to(dtype) - largest[part, None]
                 picked = shifted.gather(1, target[part, None]).squeeze(1)
                 sums[1, part] = picked.masked_fill_(~mine[part], 0)
@@ -101,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         log_sum = sums[0].log_()
         ctx.save_for_backward(logits, labels, largest, log_sum)  # their sum would round m's digits away
-        ctx.start, ctx.stop, ctx.ignore = start, stop, ignore
+        ctx.start, ctx.stop, ctx.ignore, ctx.group = start, stop, ignore, group
         return (log_sum - sums[1]).masked_fill_(labels == ignore, 0)
 
     @staticmethod
@@ -116,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         result = torch.empty_like(logits)
         result[:, count:] = 0
         if count:
-            for part in _chunks(logits):
+            for part in _chunks(logits, ctx.group):
                 share = logits[part, :count].to(largest.dtype) - largest[part, None]
                 share = share.sub_(log_sum[part, None]).exp_()
                 share *= gradient[part, None]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.mesh.comm import Group
+from framework.mesh.comm import Group, place_of
 from framework.tensor_parallel.regions import gather_sequence, outside_graphs
 
 
@@ -45,14 +45,14 @@ class _Part(NamedTuple):
 @outside_graphs
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
     """``F.linear(gather_sequence(x), weight, bias)``: (B, S/tp, I) -> (B, S, O). Backward gathers x once more."""
-    if group.size == 1 or x.is_meta or not (torch.is_grad_enabled() and x.requires_grad):
+    if group.size == 1 or (x.is_meta and not group.on_paper) or not (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(gather_sequence(x, group), weight, bias)
     kept = _Keep.apply(x)  # type: ignore[no-untyped-call]
     whole = gather_sequence(kept, group)
-    node, address, numel = kept.grad_fn, whole.data_ptr(), whole.numel()  # not the tensors: the hooks would hold them
+    node, place, numel = kept.grad_fn, place_of(whole), whole.numel()  # not the tensors: the hooks would hold them
 
     def pack(saved: Tensor) -> Tensor | _Part:
-        if saved.data_ptr() == address and saved.numel() == numel and saved.is_contiguous():
+        if saved.numel() == numel and place_of(saved) == place and saved.is_contiguous():
             return _Part(node, saved.shape)
         return saved
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from framework.mesh.comm import Group, tensor_bytes
-from framework.tensor_parallel import core
+from framework.tensor_parallel import core, paper
 
 SEQUENCE_DIM = 1
 
@@ -46,9 +46,9 @@ def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """Identity; its gradient is summed over the group. ``fresh``: the gradient that arrives is nobody else's (a matrix
     product has just made it), so it may be summed in place; otherwise the sum is made in a copy.
     """
-    if group.size == 1 or x.is_meta:
+    if group.size == 1 or _only_shapes(x, group):
         return x
-    y = core.mappings(x.device).copy_to(x, group=group.process_group)
+    y = _mappings(x, group).copy_to(x, group=group.process_group)
     return _watch_gradient(y, group, "all_reduce", 1, own=not fresh)
 
 
@@ -57,11 +57,11 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """Sum over the group; the gradient passes as it is. ``fresh``: nobody else reads ``x``, so it may be summed in
     place (autograd would not notice that a tensor it has kept was overwritten); otherwise the sum is made in a copy.
     """
-    if group.size == 1 or x.is_meta:
+    if group.size == 1 or _only_shapes(x, group):
         return x
     x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     group.begin_collective("all_reduce", tensor_bytes(x))
-    y = core.mappings(x.device).reduce_from(x, group=group.process_group)
+    y = _mappings(x, group).reduce_from(x, group=group.process_group)
     group.end_collective()
     return y
 
@@ -71,11 +71,11 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S/tp, D) -> (B, S, D) for a computation that is split over the group; the gradient is summed, then cut."""
     if group.size == 1:
         return x
-    if x.is_meta:
+    if _only_shapes(x, group):
         return torch.cat([x] * group.size, SEQUENCE_DIM)
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("all_gather", tensor_bytes(x) * group.size)
-    y_first = core.mappings(x.device).gather_sequence(x_first, group=group.process_group)
+    y_first = _mappings(x, group).gather_sequence(x_first, group=group.process_group)
     group.end_collective()
     return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
 
@@ -85,11 +85,11 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S, D) partial sums -> my (B, S/tp, D) of their sum; the gradients are put together."""
     if group.size == 1:
         return x
-    if x.is_meta:
+    if _only_shapes(x, group):
         return _my_part(x, group)
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("reduce_scatter", tensor_bytes(x))
-    y_first = core.mappings(x.device).reduce_scatter_sequence(x_first, group=group.process_group)
+    y_first = _mappings(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
     group.end_collective()
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
@@ -101,9 +101,9 @@ def split_sequence(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    if x.is_meta:
+    if _only_shapes(x, group):
         return _my_part(x, group)
-    y_first = core.mappings(x.device).scatter_sequence(x.transpose(0, 1), group=group.process_group)
+    y_first = _mappings(x, group).scatter_sequence(x.transpose(0, 1), group=group.process_group)
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
 
@@ -112,6 +112,15 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
     length = x.shape[dim]
     assert length % group.size == 0, (tuple(x.shape), dim, group.size)
     return x.narrow(dim, group.rank * (length // group.size), length // group.size)
+
+
+def _only_shapes(x: Tensor, group: Group) -> bool:
+    """On meta nobody is told anything, unless the group itself is on paper and wants to count."""
+    return x.is_meta and not group.on_paper
+
+
+def _mappings(x: Tensor, group: Group) -> core.Mappings:
+    return paper.mappings(group.size) if group.on_paper else core.mappings(x.device)
 
 
 def _my_part(x: Tensor, group: Group) -> Tensor:

@@ -58,7 +58,7 @@ def look_again(parts: Parts, feed: StepFeed) -> list[Evidence]:
         for look in looks:
             within.enter_context(look.watching())
         within.enter_context(_instead(executor, "reduce", lambda stage: None))
-        within.enter_context(_instead(executor, "begin_reducing", lambda stage, awaited: None))
+        within.enter_context(_instead(executor, "begin_reducing", lambda stage, awaited, last: None))
         within.enter_context(_instead(executor, "end_reducing", None))
         within.enter_context(_instead(executor, "step", lambda result: None))
         result = executor.run(feed)

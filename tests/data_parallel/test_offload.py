@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from framework.step import take_step
 from framework.verify import layout_config, parse_layout
 from framework.verify.run import open_feed
 from launch.pool import RankPool
+from tests.data_parallel.apart import Apart
 from tests.verify.cases import LATER, model_config, size_for
 
 
@@ -54,19 +57,21 @@ def config_for(text: str, dtype: str, *, name: str = "adamw", directory: Path | 
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "name"),
+    ("layout", "dtype", "name", "in_files"),
     [
-        ("dp2,zero0", "float32", "adamw"),
-        ("dp2,pp2,zero1", "bfloat16", "adamw"),
-        ("dp4,zero1,shard2", "float32", "sgd"),
-        ("dp2,tp2,zero2,sequence", "bfloat16", "adamw"),
-        ("dp2,zero3", "float32", "adamw"),
-        ("dp2,zero2", "bfloat16", "adamw8bit"),
-        ("dp4,zero3,shard2", "bfloat16", "adamw"),
-        LATER("dp2,pp2,zero3,zb_h1", "float64", "sgd"),
+        ("dp2,zero0", "float32", "adamw", False),
+        ("dp2,pp2,zero1", "bfloat16", "adamw", True),
+        LATER("dp4,zero1,shard2", "float32", "sgd", False),
+        LATER("dp2,tp2,zero2,sequence", "bfloat16", "adamw", False),
+        LATER("dp2,tp2,zero2,sequence", "bfloat16", "adamw", True),
+        ("dp2,zero3", "float32", "sgd", False),
+        ("dp2,zero2", "bfloat16", "adamw8bit", True),
+        ("dp4,zero3,shard2", "bfloat16", "adamw", True),
+        LATER("dp4,zero3,shard2", "bfloat16", "adamw", False),
+        LATER("dp2,pp2,zero3,zb_h1", "float64", "sgd", False),
+        LATER("dp2,pp2,zero3,zb_h1", "float64", "sgd", True),
     ],
 )
-@pytest.mark.parametrize("in_files", [False, True])
 def test_it_is_the_same_run_bit_for_bit(
     layout: str, dtype: str, name: str, in_files: bool, tmp_path: Path, pool: RankPool
 ) -> None:
@@ -85,6 +90,42 @@ def test_it_is_the_same_run_bit_for_bit(
         for key, tensor in theirs[1].items():
             assert torch.equal(ours[1][key], tensor), key
     assert not list(tmp_path.iterdir())
+
+
+def trained_apart(
+    rank: int, world_size: int, config_json: str
+) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor], set[int]]:
+    """The same where the host's memory is not the device's; and how often the gradient of a bucket was copied."""
+    host = Apart()
+    with mock.patch("framework.build.host_memory", return_value=host):
+        losses, found = trained(rank, world_size, config_json)
+    return losses, found, set(Counter(place for place, _ in host.brought).values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("dp2,zero2", "float32"),
+        ("dp2,pp2,zero2,zb_h1", "bfloat16"),
+        ("dp2,pp2,zero2,step", "float32"),
+        ("dp4,zero2,shard2", "bfloat16"),
+        LATER("dp2,zero0", "bfloat16"),
+        LATER("dp2,tp2,zero2,sequence", "bfloat16"),
+    ],
+)
+def test_copies_beside_the_backward_have_all_of_the_gradient(layout: str, dtype: str, pool: RankPool) -> None:
+    """Of four micro-batches; none is posted too early, used before it is there, or made twice."""
+    plain, offload = config_for(layout, dtype), config_for(f"{layout},offload", dtype)
+    size = parse_layout(layout).size
+    for theirs, ours in zip(
+        pool.run(trained, size, plain.model_dump_json()),
+        pool.run(trained_apart, size, offload.model_dump_json()),
+        strict=True,
+    ):
+        assert ours[0] == theirs[0] and ours[1].keys() == theirs[1].keys()
+        assert ours[2] == {3}
+        for key, tensor in theirs[1].items():
+            assert torch.equal(ours[1][key], tensor), key
 
 
 class Mapped(NamedTuple):

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from framework.data_parallel.replica import StageReplica, members_of
-from framework.data_parallel.sharded import Member, Sharding
+from framework.data_parallel.sharded import Member, Sharding, Tie
+from framework.host_memory import HostMemory
 from framework.mesh.comm import Counted, Group
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, open_mesh
 from framework.parameters import ParameterInfo
 from launch.pool import RankPool
+from tests.data_parallel.apart import Apart
 
 ALONE = Group("dp", (0,), 0)
 WIDTH = 8
@@ -39,13 +41,16 @@ def replica_of(
     copies: Group = ALONE,
     bucket_bytes: int = 2**20,
     keeps_gradient: bool = True,
+    host: HostMemory | None = None,
+    tied: Tie | None = None,
     **info: Any,
 ) -> StageReplica:
     members = [
-        Member(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer)
+        Member(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer, tied)
         for name, parameter, layer in members_of(layers)
     ]
-    return StageReplica(members, Sharding(dp, copies), tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient)
+    sharding = Sharding(dp, copies)
+    return StageReplica(members, sharding, tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient, host=host)
 
 
 def sample(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -275,6 +280,93 @@ def test_reductions_overlap_the_last_backward(pool: RankPool) -> None:
     for seen in pool.run(posted_during_backward, 2):
         assert [name for name, _ in seen] == ["c", "b", "a"]
         assert seen[1][1] >= 2 and seen[2][1] >= 4, seen
+
+
+class Copies(NamedTuple):
+    """Those to the host in one step of three micro-batches, by bucket."""
+
+    before_the_last: list[int]
+    in_it: list[int]
+    while_reducing: list[int]
+    in_the_step: list[int]
+    behind_messages: bool
+    """Whether those within the last backward were posted together with the sum."""
+    right: bool
+    """The host has the gradient that the device has."""
+
+
+def brought(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
+    """Two steps; ``kind``: of all parameters. Each parameter has a bucket of its own."""
+    mesh = open_mesh(Grid(1, dp, 1), "cpu")
+    layers, host = layers_of(), Apart()
+    factor, _, keeps_gradient, each = HOWS[how]
+    shard, copies = mesh.split_dp(factor or dp)
+    special: dict[str, Any] = {
+        "plain": {},
+        "tied": {"tied": Tie("a.weight", ALONE, True)},
+        "partial": {"sum_over_tp": True},
+    }[kind]
+    replica = replica_of(
+        layers,
+        shard,
+        mesh.tp,
+        copies=copies,
+        bucket_bytes=1,
+        keeps_gradient=keeps_gradient,
+        host=host,
+        **special,
+    )
+    places = [bucket.shard_gradient.data_ptr() for bucket in replica.buckets]
+
+    def since(first: int) -> list[int]:
+        return [places.index(place) for place, _ in host.brought[first:]]
+
+    found = []
+    for step in range(2):
+        host.brought.clear()
+        replica.begin_step()
+        for m in range(2):
+            if each:
+                replica.begin_reducing(last=False)
+            run(layers, sample(100 * rank + 10 * step + m))
+            if each:
+                replica.end_reducing()
+        before = since(0)
+        replica.begin_reducing(last=True)
+        run(layers, sample(100 * rank + 10 * step + 2))
+        in_it = since(len(before))
+        behind = all(behind for _, behind in host.brought[len(before) :])
+        replica.finish_reduce()
+        reducing = since(len(before) + len(in_it))
+        right = [torch.equal(bucket.bring_gradient(), bucket.shard_gradient) for bucket in replica.buckets]
+        stepping = since(len(before) + len(in_it) + len(reducing))
+        found.append(Copies(before, in_it, reducing, stepping, behind, all(right)))
+    return found
+
+
+ALL = list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("how", "dp", "kind", "in_it", "while_reducing", "behind_messages"),
+    [
+        ("zero0", 2, "plain", ALL, [], True),
+        ("zero1", 2, "plain", ALL, [], True),
+        ("zero2 once", 2, "plain", ALL, [], True),
+        ("zero2", 2, "plain", ALL[:-1], ALL[-1:], False),  # each is added to the sums before when the next is posted
+        ("zero2", 2, "tied", [], [], True),
+        ("zero2", 2, "partial", [], [], True),
+        ("zero1 in pairs", 4, "plain", [], [], True),
+        ("zero2 in pairs", 4, "plain", [], [], True),
+    ],
+)
+def test_gradients_go_to_the_host_while_the_last_backward_runs(
+    how: str, dp: int, kind: str, in_it: list[int], while_reducing: list[int], behind_messages: bool, pool: RankPool
+) -> None:
+    """Each once, when nothing will be added any more: what is, is fetched when it is stepped."""
+    expected = Copies([], in_it, while_reducing, [] if in_it else ALL, behind_messages, True)
+    for steps in pool.run(brought, dp, how, kind):
+        assert steps == [expected, expected]
 
 
 def owed_to_tp(rank: int, tp: int) -> Tensor:

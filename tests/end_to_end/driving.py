@@ -77,6 +77,13 @@ def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfi
     return RunConfig.model_validate(tree)
 
 
+def with_own_samples(config: RunConfig) -> RunConfig:
+    """The same on a dataset of the user's, of random tokens: without the corpus, ranks need not import megatron-core,
+    which is half of what it takes to start them."""
+    tree = config.model_dump(exclude_unset=True)
+    return RunConfig.model_validate({**tree, "data": {"builder": "tests.watch.hanging:samples"}})
+
+
 def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     """The same configuration with other values."""
     tree = config.model_dump()

@@ -16,7 +16,17 @@ from framework.config import RunConfig
 from framework.tracking.jsonl import read_records
 from framework.train import run_directory
 from launch.pool import RankPool
-from tests.end_to_end.driving import GPT2, differing, exact_losses, layout, lines, run_config, tensors, train
+from tests.end_to_end.driving import (
+    GPT2,
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    tensors,
+    train,
+    with_own_samples,
+)
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
 pytestmark = pytest.mark.slow
@@ -84,8 +94,9 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
 
 
 def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
-    same = run_config(corpus, tmp_path / "same", parallel=layout("pp2"))
+    same = with_own_samples(run_config(corpus, tmp_path / "same", parallel=layout("pp2")))
     config = run_config(corpus, tmp_path / "runs", parallel=layout("pp2"), launch={"max_restarts": 1})
+    config = with_own_samples(config)
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("= 2 ranks on 1 node of 2") == 1 and "Traceback" not in done.stderr

@@ -12,7 +12,17 @@ import pytest
 from framework.config import RunConfig
 from framework.train import run_directory
 from launch.pool import RankPool
-from tests.end_to_end.driving import GPT2, differing, exact_losses, layout, lines, run_config, tensors, train
+from tests.end_to_end.driving import (
+    GPT2,
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    tensors,
+    train,
+    with_own_samples,
+)
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
 pytestmark = pytest.mark.slow
@@ -21,7 +31,8 @@ pytestmark = pytest.mark.slow
 def trapped(corpus: Path, runs: Path, text: str, max_restarts: int, **trap: Any) -> RunConfig:
     model = {"builder": "tests.end_to_end.builders:trapped", "options": {**GPT2, **trap}}
     keys: dict[str, Any] = {"train": {"steps": 5}, "launch": {"max_restarts": max_restarts}}
-    return run_config(corpus, runs, model=model, parallel=layout(text), checkpoint={"every": 2}, **keys)
+    config = run_config(corpus, runs, model=model, parallel=layout(text), checkpoint={"every": 2}, **keys)
+    return with_own_samples(config)
 
 
 def test_it_goes_on_by_itself_to_the_same_numbers(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:

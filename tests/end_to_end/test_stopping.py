@@ -24,7 +24,16 @@ from framework.signals import SIGNALS, StopRequest
 from framework.step import take_step
 from framework.train import run_directory, work
 from launch.pool import RankPool
-from tests.end_to_end.driving import differing, exact_losses, layout, lines, run_config, tensors, train
+from tests.end_to_end.driving import (
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    tensors,
+    train,
+    with_own_samples,
+)
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
 EXIT_CODE = 85
@@ -167,7 +176,8 @@ def stopped(
 
 
 def long_run(corpus: Path, directory: Path, text: str, every: int = 0) -> RunConfig:
-    return run_config(corpus, directory, parallel=layout(text), train={"steps": 100000}, checkpoint={"every": every})
+    keys: dict[str, Any] = {"train": {"steps": 100000}, "checkpoint": {"every": every}}
+    return with_own_samples(run_config(corpus, directory, parallel=layout(text), **keys))
 
 
 @pytest.mark.slow

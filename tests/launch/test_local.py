@@ -33,7 +33,9 @@ def run(tmp_path: Path) -> RunConfig:
 
 def config(directory: Path, num_ranks: int) -> RunConfig:
     return RunConfig(
-        run=Run(directory=str(directory)), data=Data(train="none"), launch=Launch(processes=num_ranks, threads=2)
+        run=Run(directory=str(directory)),
+        data=Data(builder="nobody:asks"),  # with a corpus, the server of the ranks would import megatron-core
+        launch=Launch(processes=num_ranks, threads=2),
     )
 
 

@@ -65,7 +65,7 @@ def test_the_nearest_level_is_found(levels: Tensor, dtype: torch.dtype) -> None:
     numbers = torch.cat([one, drawn(2**16, 0, dtype).clamp(-1, 1), borders, *around, torch.zeros(3, dtype=dtype)])
     numbers = numbers.abs() if levels[0] == 0 else numbers
     moment = Moment(torch.empty(len(numbers), dtype=torch.uint8), torch.empty(1, dtype=dtype))
-    Code(levels, numbers.device, dtype).narrow(numbers, moment, len(numbers))
+    Code(levels, numbers.device, dtype, is_signed=bool(levels[0] < 0)).narrow(numbers, moment, len(numbers))
     assert moment.scales.item() == 1.0
     assert torch.equal(moment.codes.long(), torch.bucketize(numbers, borders))
 

@@ -243,6 +243,69 @@ def test_a_stage_that_begins_by_overwriting_its_input() -> None:
     describe_boundaries(meta_copy(model), [range(0, 3), range(3, 4)], TOKENS)
 
 
+class Counting(nn.Module):
+    """Does something with a pair of tensors, and notes that it was asked to. ``beat``: a buffer that it may change."""
+
+    calls: list[str] = []
+
+    def __init__(self, what: str, width: int = 4) -> None:
+        super().__init__()
+        self.what = what
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("beat", torch.zeros(()))
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        self.calls.append(self.what)
+        x, skipping = value
+        if self.what == "counts":
+            self.beat += 1
+        if self.what == "overwrites":
+            skipping *= 2
+        return self.linear(x), self.linear(skipping) if self.what == "both" else skipping
+
+
+def described(*layers: nn.Module, width: int = 4, cut_after: int = 1) -> tuple[list[ValueSpec], ValueSpec]:
+    Counting.calls.clear()
+    ranges = [range(cut_after), range(cut_after, len(layers))]
+    pair = (torch.zeros(2, width, device="meta"), torch.zeros(2, width, device="meta"))
+    return describe_boundaries(meta_copy(nn.Sequential(*layers)), ranges, pair)
+
+
+def test_layers_that_are_alike_are_run_once() -> None:
+    """And others, or with other values, are not; what they hand on is the same as if they had been run."""
+    first = described(Counting("x", 3), Counting("x", 3), Counting("both", 3), Counting("both", 3), width=3)
+    assert Counting.calls == ["x", "x", "both", "both"], "the second x is handed a gradient"
+    again = described(Counting("x", 3), Counting("x", 3), Counting("both", 3), Counting("both", 3), width=3)
+    assert Counting.calls == [] and again == first
+    assert [leaf.needs_gradient for leaf in first[0][0].leaves] == [True, False]
+    assert [leaf.needs_gradient for leaf in first[1].leaves] == [True, True]
+    described(Counting("x", 5), Counting("x", 5).eval(), Counting("x", 5), width=5)
+    assert Counting.calls == ["x", "x", "x"]
+    described(*(Counting("x", 6) for _ in range(5)), width=6, cut_after=4)
+    assert Counting.calls == ["x", "x", "x"], "a value that comes from another stage is a leaf again"
+    described(*(Counting("x", 6) for _ in range(5)), width=6, cut_after=4)
+    assert Counting.calls == []
+
+
+def test_what_changes_something_is_run_each_time() -> None:
+    """A buffer, what it was handed, or what a hook may."""
+    for _ in range(2):
+        described(Counting("counts"), Counting("counts"))
+        assert Counting.calls == ["counts", "counts"]
+    hooked = Counting("x", 7)
+    hooked.register_forward_hook(lambda module, given, output: output)
+    for _ in range(2):
+        described(hooked, width=7)
+        assert Counting.calls == ["x"]
+
+
+def test_what_is_handed_on_as_it_came_is_still_that() -> None:
+    """Through a layer that is not run, too: a later layer must not write into it."""
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"layer 2 \(Counting\) overwrites, in place"):
+            described(Counting("x"), Counting("x"), Counting("overwrites"))
+
+
 def test_a_value_that_is_no_tensor() -> None:
     with pytest.raises(ModelError, match="layer 1 hands on a int: between layers go tensors"):
         describe_boundaries(meta_copy(builders.hands_on_a_number()), [range(0, 2), range(2, 4)], TOKENS)

@@ -217,9 +217,9 @@ def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:
     ("model", "layout"),
     [
         ("gpt2", "dp2,pp2,tp2"),
-        ("llama", "dp2,pp2,tp2,sequence,gpipe"),
         ("llama", "dp4,tp2,zero0"),
-        ("gpt2", "dp2,pp4,zero0"),
+        LATER("llama", "dp2,pp2,tp2,sequence,gpipe"),
+        LATER("gpt2", "dp2,pp4,zero0"),
         LATER("llama", "dp2,pp2,tp2"),
         LATER("gpt2", "dp2,pp2,tp2,sequence,gpipe"),
         LATER("gpt2", "dp4,tp2,zero0"),

@@ -22,7 +22,7 @@ from framework.tracking.record import from_json, to_json
 from framework.watch.evidence import Evidence, Of, broken, cause
 from framework.watch.places import numbers, ranks_at, samples_named
 from launch.pool import RankPool
-from tests.end_to_end.driving import save
+from tests.end_to_end.driving import LATER, save
 from tests.watch.spoiling import (
     LIMIT_S,
     Spoil,
@@ -227,7 +227,11 @@ def fits(message: str, pattern: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("layout", "dtype", "builder", "cases"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "builder", "cases"),
+    [LATER(*case) if "selective" in case[0] else case for case in CASES],
+    ids=[case[0] for case in CASES],
+)
 def test_rank_layer_and_samples_are_named(
     pool: RankPool, layout: str, dtype: str, builder: str, cases: list[tuple[Spoil, str]]
 ) -> None:

@@ -1,0 +1,264 @@
+"""How true the predicted memory of a rank is: the highest point of a real step on CPU against that of one on paper.
+
+    python benchmarks/memory_accuracy.py [--only TEXT] [--limit N] [--out FILE]
+
+Each case runs for real, all ranks as processes, and after two steps the most live bytes of a third are measured on each
+rank: of all storages that any tensor operation has made and that still live. Predicted is one rank of each pipeline
+rank; what replicas and tensor-parallel ranks measure is held against the same prediction. GPT-2, Llama and T5; every
+schedule, ZeRO 0 to 3, recomputation, sequence parallelism, offload, the optimizers, float32 and bfloat16.
+
+The difference is (predicted - measured) / measured, of the rank that is farthest off. Exit code 1: more than 3 % in the
+mean over the cases, or more than 8 % in any.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import gc
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from observe import Observer
+from report import conclude, environment
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import framework.tensor_parallel.core
+from framework.build import build
+from framework.config import RunConfig, parse, resolve
+from framework.data.example import example
+from framework.dryrun.rehearsal import grid_of, rehearse
+from framework.mesh.mesh import open_mesh
+from framework.planner.memory import GLOO
+from framework.planner.profile import Practice
+from framework.planner.sketch import Workbench
+from framework.step import take_step
+from launch.pool import RankPool
+
+MOST_MEAN, MOST_WORST = 0.03, 0.08
+TIMEOUT_S = 600.0
+SEQUENCE_LENGTH = 48
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 500, "hidden_size": 64, "num_layers": 6, "num_heads": 4, "max_sequence_length": 64},
+    "llama": {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "num_layers": 6,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 160,
+        "max_sequence_length": 64,
+    },
+    "t5": {"vocab_size": 500, "hidden_size": 64, "num_layers": 3, "num_heads": 4},
+}
+
+
+class Case(NamedTuple):
+    """One of the runs: what is not said is the default."""
+
+    model: str
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    schedule: str = "1f1b"
+    zero: int = 1
+    recompute: str = "none"
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    sequence: bool = False
+    offload: bool = False
+    shard_factor: int | None = None
+    reduce: str | None = None
+    chunks: int = 4
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={n}" for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if n > 1)
+        more = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
+        more = [each for each in more if each.partition("=")[0] not in ("model", "dp", "pp", "tp")]
+        return " ".join([self.model, axes, *more]).replace("  ", " ")
+
+    def config(self) -> RunConfig:
+        """Resolved."""
+        optimizer: dict[str, Any] = {"name": self.optimizer}
+        if self.optimizer == "adamw8bit":
+            optimizer["block_size"] = 32
+        config = RunConfig.model_validate(
+            {
+                "model": {
+                    "builder": f"models.{self.model}:build",
+                    "options": {**MODELS[self.model], "dropout": self.dropout},
+                },
+                "data": {
+                    "train": "in memory",
+                    "sequence_length": SEQUENCE_LENGTH,
+                    "task": "span_corruption" if self.model == "t5" else "causal",
+                },
+                "batch": {"micro_batch_size": 2, "chunks": self.chunks},
+                "parallel": {
+                    "dp": self.dp,
+                    "pp": self.pp,
+                    "tp": self.tp,
+                    "zero": self.zero,
+                    "sequence": self.sequence,
+                    "offload": self.offload,
+                    "shard_factor": self.shard_factor,
+                    "reduce": self.reduce,
+                    "bucket_bytes": 2**17,
+                },
+                "pipeline": {"schedule": self.schedule, "recompute": self.recompute},
+                "optimizer": optimizer,
+                "train": {"dtype": self.dtype, "device": "cpu"},
+            }
+        )
+        return resolve(config, self.dp * self.pp * self.tp)
+
+
+CASES = [
+    *(Case(model) for model in MODELS),
+    *(Case("gpt2", pp=4, schedule=schedule, chunks=6) for schedule in ("1f1b", "gpipe", "zb_h1", "zb_h2")),
+    *(Case("llama", pp=2, schedule=s, chunks=6) for s in ("interleaved_1f1b", "zb_v", "v_half", "v_min")),
+    *(Case("gpt2", dp=4, zero=zero) for zero in (0, 1, 2, 3)),
+    *(Case("llama", dp=4, zero=zero, shard_factor=2, dtype="bfloat16") for zero in (1, 2, 3)),
+    *(Case("gpt2", recompute=recompute, dropout=0.1) for recompute in ("none", "selective", "full")),
+    *(Case("llama", pp=2, recompute=recompute, chunks=6) for recompute in ("selective", "full")),
+    *(Case("t5", pp=2, recompute=recompute, dtype="bfloat16") for recompute in ("none", "full")),
+    *(Case(model, tp=2) for model in MODELS),
+    *(Case(model, tp=2, sequence=True) for model in ("gpt2", "llama")),
+    Case("llama", tp=2, sequence=True, recompute="selective"),
+    Case("llama", dp=2, pp=2, tp=2, sequence=True, dtype="bfloat16"),
+    Case("gpt2", dp=2, pp=2, tp=2, zero=2),
+    Case("t5", dp=2, pp=2, tp=2),
+    Case("gpt2", dp=2, pp=2, schedule="zb_h1", zero=3),
+    Case("llama", dp=2, zero=2, reduce="step"),
+    Case("llama", dp=2, tp=2, zero=3, dtype="bfloat16", recompute="full"),
+    *(Case("gpt2", dp=2, zero=zero, offload=True) for zero in (0, 1, 3)),
+    *(Case("llama", dp=2, optimizer=optimizer) for optimizer in ("sgd", "adamw8bit")),
+    Case("gpt2", dp=2, optimizer="adamw8bit", zero=3),
+    Case("t5", dp=2, zero=2, optimizer="sgd", dropout=0.1),
+    Case("gpt2", pp=2, schedule="interleaved_1f1b", dtype="bfloat16", dropout=0.1),
+    Case("llama", dp=2, pp=2, schedule="zb_v", zero=2),
+    Case("t5", pp=3, schedule="gpipe", chunks=6),
+]
+
+
+class RandomFeed:
+    """Samples of the right shape, drawn anew each time. A :class:`framework.feeds.Source`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.batch.micro_batch_size is not None
+        self._inputs, self._labels = example(config, config.batch.micro_batch_size)
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Token ids that no model takes for padding."""
+
+        def drawn(outline: Tensor) -> Tensor:
+            return torch.randint(1, 400, outline.shape)
+
+        return tree_map(drawn, self._inputs), drawn(self._labels), torch.arange(micro_batch_size)
+
+
+def measure(rank: int, world_size: int, config_json: str) -> int:
+    """The most live bytes of this rank in its third step."""
+    config = parse(config_json)
+    feed = RandomFeed(config)
+    with Observer() as observer:
+        parts = build(config, open_mesh(grid_of(config), "cpu"), (feed, None))
+        for _ in range(2):
+            take_step(parts)
+            for replica in parts.replicas.values():
+                replica.ready_all()
+        gc.collect()
+        gc.disable()  # as on paper: what Python's collector finds it finds at a moment of its own
+        observer.restart()
+        try:
+            take_step(parts)
+        finally:
+            gc.enable()
+    return observer.peak_bytes
+
+
+def rehearsed(config: RunConfig) -> list[int]:
+    """Bytes of each pipeline rank, by its first rank's rehearsal."""
+    per_stage = grid_of(config).dp * grid_of(config).tp
+    return [rehearse(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
+
+
+def planned(config: RunConfig) -> list[int]:
+    """As `meshwright plan` has it: layer profiles put together along the row."""
+    sketch = Workbench(config, Practice(takes_everything=False)).sketch(config)
+    found = [sketch.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
+    return [each.total + each.host for each in found]
+
+
+PREDICTORS: dict[str, Callable[[RunConfig], list[int]]] = {"rehearsed": rehearsed, "planned": planned}
+"""Name -> (resolved configuration) -> most live bytes by pipeline rank. One more here is one more column."""
+
+
+def compare(pool: RankPool, case: Case) -> dict[str, Any]:
+    """One case, by all predictors."""
+    config = case.config()
+    grid, started_s = grid_of(config), time.perf_counter()
+    measured = pool.run(measure, grid.size, config.model_dump_json(), timeout_s=TIMEOUT_S)
+    row: dict[str, Any] = {"case": str(case), "measured": measured, "measuring_s": time.perf_counter() - started_s}
+    for name, predict in PREDICTORS.items():
+        started_s = time.perf_counter()
+        predicted = predict(config)
+        off = [predicted[grid.coordinates(rank).pp_rank] / number - 1 for rank, number in enumerate(measured)]
+        row[name] = {"predicted": predicted, "off": max(off, key=abs), "seconds": time.perf_counter() - started_s}
+    return row
+
+
+def main() -> int:
+    """Run, show, write; 1 if a prediction is not good enough."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--limit", type=int, default=len(CASES), help="at most so many cases")
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    framework.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    console = Console(width=150)
+    report: dict[str, Any] = {
+        "environment": environment(shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])),
+        "bars": {"mean": MOST_MEAN, "worst": MOST_WORST},
+        "rows": [],
+    }
+    with RankPool(8) as pool:
+        for case in [case for case in CASES if arguments.only in str(case)][: arguments.limit]:
+            row = compare(pool, case)
+            report["rows"].append(row)
+            shown = "  ".join(f"{name} {row[name]['off']:+.3%}" for name in PREDICTORS)
+            console.print(f"{row['case']:70s} {max(row['measured']):>12,} bytes  {shown}", highlight=False)
+    problems = []
+    table = Table("predictor", "cases", "ranks", "mean difference", "largest", "where", "within 1 %")
+    for name in PREDICTORS:
+        off = {row["case"]: abs(row[name]["off"]) for row in report["rows"]}
+        mean, worst = statistics.fmean(off.values()), max(off, key=off.__getitem__)
+        report[name] = {"cases": len(off), "mean": mean, "largest": off[worst], "largest_in": worst}
+        ranks = sum(len(row["measured"]) for row in report["rows"])
+        within = sum(each <= 0.01 for each in off.values())
+        table.add_row(name, str(len(off)), str(ranks), f"{mean:.3%}", f"{off[worst]:.3%}", worst, str(within))
+        if mean > MOST_MEAN or off[worst] > MOST_WORST:
+            problems.append(f"{name}: {mean:.2%} in the mean, {off[worst]:.2%} in {worst}")
+    console.print(table)
+    report["problems"] = problems
+    return conclude("memory-accuracy", arguments.out, report, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

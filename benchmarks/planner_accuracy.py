@@ -1,0 +1,306 @@
+"""How far the planner's step times and memory are from published runs, source by source.
+
+    python benchmarks/planner_accuracy.py                       the table, with the constants that are stored
+    python benchmarks/planner_accuracy.py --only korthikanti    rows whose names begin so, each of them listed
+    python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
+
+The constants (:class:`framework.planner.cost.Reached`) are one set for all devices, models and frameworks. Each source
+is predicted with those that fit all *other* sources best, so no row has a say in its own prediction. Sources that leave
+out what matters (micro-batch, device, recompute) are listed apart and fitted on by nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from published import Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
+from report import conclude, environment
+from rich.console import Console
+from rich.table import Table
+
+from framework.errors import UserError
+from framework.planner.cost import Reached
+from framework.planner.hardware import Hardware, read_hardware
+from framework.planner.sketch import Sketch
+
+CONSTANTS = Path(__file__).parent / "published_constants.json"
+FITTED = {
+    "product": (0.7, 1.0),
+    "short_k": (30.0, 1500.0),
+    "tiling": (0.05, 1.5),
+    "memory": (0.5, 0.95),
+    "attention": (0.7, 1.3),
+    "attention_backward": (0.5, 1.0),
+    "last_wave": (0.05, 2.0),
+    "node_link": (0.4, 0.95),
+    "cluster_link": (0.3, 0.95),
+    "operation_s": (1e-6, 2e-5),
+    "hidden": (0.4, 1.0),
+    "waits": (1e-4, 0.05),
+}
+"""Constant -> what is physical. Starting values are those of ``START``, and pull (as if each were known to 30 %)."""
+START = Reached(
+    product=0.92, short_k=250.0, tiling=0.5, memory=0.8, attention=1.0, attention_backward=0.8, last_wave=0.5,
+    node_link=0.75, cluster_link=0.75, operation_s=4e-6, hidden=0.8, waits=0.005,
+)  # fmt: skip
+PULL = 0.3
+BARS = {
+    "korthikanti22": (0.0365, 0.0887, None),
+    "simumax": (0.0526, 0.114, 0.02),
+}
+"""Source -> most mean and maximum error of time, mean error of memory. All others: ``BAR`` on the mean."""
+BAR = 0.10
+
+
+class Drawn(NamedTuple):
+    """A row, ready to be timed."""
+
+    case: Case
+    sketch: Sketch
+    hardware: Hardware
+
+
+class Scored(NamedTuple):
+    """A row, predicted."""
+
+    id: str
+    source: str
+    whole: bool
+    step_s: float | None
+    predicted_s: float
+    memory_gib: float | None
+    predicted_gib: float
+    shares: dict[str, float]
+    """Of the predicted step."""
+
+    @property
+    def error(self) -> float:
+        """Of the step time, signed."""
+        assert self.step_s is not None
+        return self.predicted_s / self.step_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Likewise."""
+        assert self.memory_gib is not None
+        return self.predicted_gib / self.memory_gib - 1
+
+
+def draw(only: str) -> list[Drawn]:
+    """Profile what the rows ran."""
+    bench, devices = Bench(), {}
+    found = []
+    for row in read():
+        if not row.id.startswith(only):
+            continue
+        one = case(row)
+        hardware = devices.setdefault(one.hardware, read_hardware(one.hardware))
+        try:
+            found.append(Drawn(one, bench.sketch(one), hardware))
+        except UserError as error:
+            print(f"{row.id}: left out, {error}", file=sys.stderr)
+    return found
+
+
+def paper(drawn: Drawn) -> str:
+    """What is left out together: all rows of a paper or a project."""
+    return drawn.case.row.id.split("-")[0]
+
+
+class Fit:
+    """Least squares of logarithms of step times, each source with the weight of the root of its number of rows."""
+
+    def __init__(self, rows: Sequence[Drawn]) -> None:
+        self.rows = [row for row in rows if row.case.whole and row.case.row.step_s is not None]
+        self.papers = [paper(row) for row in self.rows]
+        self.start = np.log([getattr(START, name) for name in FITTED])
+        self.bounds = np.log(np.array(list(FITTED.values())))
+        simulated = [self.seconds(row, START, simulated=True) for row in self.rows]
+        formula = [self.seconds(row, START) for row in self.rows]
+        self.corrections = [s / f for s, f in zip(simulated, formula, strict=True)]
+
+    @staticmethod
+    def seconds(row: Drawn, reached: Reached, *, simulated: bool = False) -> float:
+        """Of a row's step."""
+        return step_s(row.case, row.sketch, row.hardware, reached, simulated=simulated).total
+
+    def errors(self, point: Any) -> Any:
+        """Of the logarithm of each row's step time."""
+        reached = constants(point)
+        return np.array(
+            [
+                math.log(self.seconds(row, reached) * correction / (row.case.row.step_s or 1.0))
+                for row, correction in zip(self.rows, self.corrections, strict=True)
+            ]
+        )
+
+    def slopes(self, point: Any, errors: Any) -> Any:
+        """Of the errors, by each constant's logarithm."""
+        columns = []
+        for index in range(len(point)):
+            step = -0.02 if point[index] + 0.02 > self.bounds[index, 1] else 0.02
+            moved = point.copy()
+            moved[index] += step
+            columns.append((self.errors(moved) - errors) / step)
+        return np.stack(columns, axis=1)
+
+    def step(self, point: Any, errors: Any, slopes: Any, without: str) -> Any:
+        """One Gauss-Newton step; far-off rows count less (Huber, from 15 % on), constants are pulled to the start."""
+        kept = np.array([paper != without for paper in self.papers])
+        numbers = {name: self.papers.count(name) for name in set(self.papers)}
+        weights = np.array([1 / math.sqrt(numbers[name]) for name in self.papers]) * kept
+        weights = weights * np.minimum(1.0, 0.15 / np.maximum(np.abs(errors), 1e-9))
+        free = np.ones(len(point), dtype=bool)
+        for _ in range(len(point)):  # those that would leave their bounds stay on them
+            a = slopes[:, free]
+            left = a.T @ (weights[:, None] * a) + np.eye(int(free.sum())) * 0.01 / PULL**2
+            pulled = errors - slopes[:, ~free] @ np.zeros(int((~free).sum()))
+            right = -a.T @ (weights * pulled) - (point - self.start)[free] * 0.01 / PULL**2
+            moved = point.copy()
+            moved[free] += np.clip(np.linalg.solve(left, right), -0.5, 0.5)
+            out = (moved < self.bounds[:, 0] - 1e-12) | (moved > self.bounds[:, 1] + 1e-12)
+            stuck = out & ((point <= self.bounds[:, 0] + 1e-9) | (point >= self.bounds[:, 1] - 1e-9)) & free
+            moved = np.clip(moved, self.bounds[:, 0], self.bounds[:, 1])
+            if not stuck.any():
+                return moved
+            free &= ~stuck
+        return point
+
+    def all(self, rounds: int = 5) -> dict[str, Reached]:
+        """On all rows (by the name ""), and without each paper's."""
+        point = self.start.copy()
+        for _ in range(rounds):
+            errors = self.errors(point)
+            slopes = self.slopes(point, errors)
+            point = self.step(point, errors, slopes, "")
+        errors = self.errors(point)
+        slopes = self.slopes(point, errors)
+        found = {"": constants(point)}
+        for name in sorted(set(self.papers)):
+            without = point
+            for _ in range(2):
+                near = errors + slopes @ (without - point)
+                without = self.step(without, near, slopes, name)
+            found[name] = constants(without)
+        return found
+
+
+def constants(point: Any) -> Reached:
+    """Of logarithms."""
+    return START._replace(**dict(zip(FITTED, map(float, np.exp(point)), strict=True)))
+
+
+def predict(row: Drawn, reached: Reached) -> Scored:
+    """Simulated."""
+    time_ = step_s(row.case, row.sketch, row.hardware, reached)
+    compared = memory_is_comparable(row.case.row)
+    memory = memory_bytes(row.case, row.sketch) if compared else 0
+    parts = ("pipeline", "reduce", "gather", "optimizer")
+    shares = {name: getattr(time_, name) / time_.total for name in parts}
+    of = row.case.row
+    gib = memory / 2**30
+    return Scored(
+        of.id, of.source, row.case.whole, of.step_s, time_.total, of.memory_gib if compared else None, gib, shares
+    )
+
+
+def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict[str, Any]]:
+    """The table; returns its rows."""
+    groups: dict[tuple[bool, str], list[Scored]] = defaultdict(list)
+    for one in scored:
+        if one.step_s is not None:
+            groups[not one.whole, one.source].append(one)
+    table = Table("source", "rows", "mean", "max", "bias", "bar", "memory: rows", "mean", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    lines = []
+    for (guessed, source), rows in sorted(groups.items()):
+        errors = [row.error for row in rows]
+        memory = [abs(row.memory_error) for row in rows if row.memory_gib is not None]
+        mean, worst = sum(map(abs, errors)) / len(rows), max(map(abs, errors))
+        most_mean, most, _ = BARS.get(source, (BAR, math.inf, None))
+        met = mean < most_mean and worst < most
+        line = {
+            "source": source,
+            "guessed": guessed,
+            "rows": len(rows),
+            "mean": mean,
+            "max": worst,
+            "bias": sum(errors) / len(rows),
+            "met": met,
+            "memory_rows": len(memory),
+            "memory_mean": sum(memory) / len(memory) if memory else None,
+            "memory_max": max(memory) if memory else None,
+        }
+        lines.append(line)
+        table.add_row(
+            source + (" (guessed)" if guessed else ""),
+            str(len(rows)),
+            f"{mean:.2%}",
+            f"{worst:.2%}",
+            f"{line['bias']:+.2%}",
+            "" if guessed else "met" if met else "MISSED",
+            str(len(memory) or ""),
+            f"{line['memory_mean']:.2%}" if memory else "",
+            f"{line['memory_max']:.2%}" if memory else "",
+        )
+    console.print(table)
+    timed = [one for one in scored if one.step_s is not None]
+    listed = timed if each else sorted(timed, key=lambda one: -abs(one.error))[:20]
+    table = Table("row" if each else "worst rows", "published s", "predicted s", "error", "of it", "GiB", "predicted")
+    for one in listed:
+        parts = " ".join(f"{name} {share:.0%}" for name, share in one.shares.items() if share > 0.02)
+        memory_gib = ("", "") if one.memory_gib is None else (f"{one.memory_gib:.1f}", f"{one.predicted_gib:.1f}")
+        table.add_row(one.id, f"{one.step_s:.4g}", f"{one.predicted_s:.4g}", f"{one.error:+.1%}", parts, *memory_gib)
+    console.print(table)
+    return lines
+
+
+def stored() -> dict[str, Reached]:
+    """The constants of the last fit."""
+    raw: Mapping[str, Mapping[str, float]] = json.loads(CONSTANTS.read_text(encoding="utf-8"))
+    return {name: Reached(**values) for name, values in raw.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="PREFIX", help="rows whose names begin so")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and store them")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    options = parser.parse_args()
+    console = Console(width=160)
+    begin = time.monotonic()
+    rows = draw("" if options.fit else options.only)
+    console.print(f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s", highlight=False)
+    if options.fit:
+        found = Fit(rows).all()
+        text = {name: {key: float(f"{value:.4g}") for key, value in r._asdict().items()} for name, r in found.items()}
+        CONSTANTS.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    sets = stored()
+    rows = [row for row in rows if row.case.row.id.startswith(options.only)]
+    scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
+    lines = show(scored, console, each=bool(options.only))
+    missed = [line["source"] for line in lines if not line["met"] and not line["guessed"]]
+    report = {
+        "environment": environment("python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])),
+        "constants": {name: values._asdict() for name, values in sets.items()},
+        "sources": lines,
+        "rows": [one._asdict() | {"error": one.error if one.step_s else None} for one in scored],
+        "problems": [f"{source}: misses its bar" for source in missed],
+    }
+    if options.out:
+        return conclude("planner-accuracy", options.out, report, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,433 @@
+"""Published training runs as runs of ours: a row of published_runs.csv -> configuration, practice, habits, hardware.
+
+What differs between two systems is a fact about each, stated in the row, its paper or its repository, and stands in
+``SYSTEMS`` below. Nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from framework.planner.cost import Habits, Reached, StepTime, steady_s, step_time
+from framework.planner.hardware import Hardware
+from framework.planner.memory import NCCL
+from framework.planner.profile import LayerProfile, Practice
+from framework.planner.sketch import Sketch, Workbench
+from framework.planner.tape import Kind as Kinds
+from framework.planner.tape import Work
+from framework.schedule.action import Kind, Schedule
+from framework.schedule.build import build
+from framework.schedule.lower import lower
+
+DATA = Path(__file__).parent / "published_runs.csv"
+
+SCHEDULES = {
+    "": "1f1b",
+    "none": "1f1b",
+    "1F1B": "1f1b",
+    "1F1B-interleaved": "interleaved_1f1b",
+    "ZB-1p": "zb_h1",
+    "ZB-2p": "zb_h2",
+    "ZB-2p*": "zb_h2",
+    "ZB-V": "zb_v",
+}
+GPUS = {
+    "A100-SXM-80GB": "a100",
+    "A100-80GB": "a100",
+    "A100-SXM": "a100-40gb",
+    "A100-SXM-40GB": "a100-40gb",
+    "H100-SXM-80GB": "h100",
+    "H100-SXM-96GB-HBM2e-500W": "h100-500w",
+    "H200-SXM-141GB": "h200",
+    "B200": "b200",
+    "V100-SXM-32GB": "v100",
+    "V100-SXM-16GB": "v100-16gb",
+    "": "h100",
+}
+
+
+class Row(NamedTuple):
+    """What a row says, as far as it is used."""
+
+    id: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    gpu: str
+    tp: int
+    pp: int
+    interleave: int
+    dp: int
+    cp: int
+    schedule: str
+    micro_batch: int
+    global_batch: int
+    recompute: str
+    zero: int
+    precision: str
+    compile: bool
+    step_s: float | None
+    memory_gib: float | None
+    notes: str
+
+    @property
+    def source(self) -> str:
+        """Rows that are scored together."""
+        parts = self.id.split("-")
+        return "-".join(parts[: {"narayanan21": 3 if parts[1] == "t2" else 2, "zb": 2}.get(parts[0], 1)])
+
+
+class Case(NamedTuple):
+    """A row in our words."""
+
+    row: Row
+    config: RunConfig
+    practice: Practice
+    habits: Habits
+    hardware: str
+    whole: bool
+    """The source states all that matters; otherwise a guess is in it."""
+    more_chunks: int = 0
+    """Micro-batches that the configuration leaves out: from 3 pp on, each takes as long as the one before it."""
+    repeats: Callable[[LayerProfile], LayerProfile] | None = None
+    """What backward computes again, where that is neither the model's choice nor whole layers."""
+
+
+class System(NamedTuple):
+    """How a framework of its time ran a model."""
+
+    practice: Practice
+    habits: Habits
+    whole: bool = True
+
+
+UNFUSED_ATTENTION = Practice(
+    fused=True, fused_attention=False, drops_probabilities=True, any_order=True, recomputes_whole=True
+)
+"""Megatron's own kernels: bias and GELU, bias with dropout and residual, scale with mask and softmax."""
+FUSED = Practice(fused=True, any_order=True)
+TRANSFORMER_ENGINE = FUSED._replace(saves_inputs=True, accumulates=True)
+EAGER = Practice(fused=False, any_order=True)
+
+MEGATRON_2021 = Habits(
+    reduces_beside=False,
+    gathers_beside=False,
+    sends_beside=False,
+    scatters_sends=True,
+    wide_gradient_bytes=2,
+    optimizer_bytes=62,
+)
+"""float16 with its gradients copied to float32 for the step: copy, unscale, norm, clip, Adam, weights, clearing."""
+MEGATRON_2022 = MEGATRON_2021._replace(
+    tp_beside_weight_gradients=True, accumulates_in_product=True, wide_gradient_bytes=4, optimizer_bytes=56
+)
+"""Gradients in float32 from the product on; reduced after the last backward (Korthikanti 2022, section 6.3)."""
+MEGATRON_CORE = Habits(
+    tp_beside_weight_gradients=True,
+    reduces_beside=True,
+    gathers_beside=True,
+    accumulates_in_product=True,
+    sends_beside=True,
+    optimizer_bytes=46,
+)
+MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(reduces_beside=False, gathers_beside=False, sends_beside=False)
+FSDP = Habits(optimizer_bytes=44)
+"""torch's AdamW on float32 shards: clip, step, and weights cast to be gathered."""
+
+
+FLASH_1 = 1 / 1.7
+"""FlashAttention of 2022: the second one is 1.7 to 3.0 times as fast, least so at long sequences (Dao 2023, 4.1)."""
+DEEPSPEED = MEGATRON_2021._replace(attention_speed=FLASH_1, sends_beside=False)
+HOPPER_KERNEL = 1.6
+"""cuDNN's, which Transformer Engine calls, on H100 (Shah et al. 2024: 1.5 to 2.0 of FlashAttention-2)."""
+
+SYSTEMS: dict[str, System] = {
+    "narayanan21": System(UNFUSED_ATTENTION, MEGATRON_2021),
+    "narayanan21-t2-zero3": System(UNFUSED_ATTENTION, FSDP, whole=False),
+    "megatron20": System(UNFUSED_ATTENTION, MEGATRON_2021),
+    "korthikanti22": System(UNFUSED_ATTENTION, MEGATRON_2022),
+    "mcore": System(FUSED, MEGATRON_CORE._replace(tp_beside=True, attention_speed=HOPPER_KERNEL), whole=False),
+    "tt": System(EAGER, FSDP),
+    "llmf": System(EAGER._replace(recomputes_whole=True), FSDP._replace(attention_speed=FLASH_1)),
+    "zb": System(UNFUSED_ATTENTION, MEGATRON_2022._replace(scatters_sends=False)),
+    "megascale-Megatron": System(FUSED, MEGATRON_2022, whole=False),
+    "megascale-MegaScale": System(FUSED, MEGATRON_CORE._replace(tp_beside=True), whole=False),
+    "fms": System(FUSED, FSDP),
+    "pythia": System(EAGER._replace(recomputes_whole=True), DEEPSPEED),
+    "simumax": System(TRANSFORMER_ENGINE, MEGATRON_CORE_PLAIN._replace(tp_beside_weight_gradients=False)),
+    "alpa": System(UNFUSED_ATTENTION._replace(drops_probabilities=False), MEGATRON_2021),
+    "mlm": System(
+        TRANSFORMER_ENGINE._replace(accumulates=False), MEGATRON_CORE_PLAIN._replace(accumulates_in_product=False)
+    ),
+    "olmo2": System(FUSED, FSDP, whole=False),
+}
+
+
+def read() -> list[Row]:
+    """All rows that have sizes and a time or memory."""
+    with DATA.open(encoding="utf-8") as file:
+        found = [_row(raw) for raw in csv.DictReader(file)]
+    return [row for row in found if row is not None]
+
+
+def _row(raw: dict[str, str]) -> Row | None:
+    needed = ("layers", "hidden", "heads", "ffn", "seq", "tp", "pp", "dp", "global_batch")
+    if any(not re.fullmatch(r"\d+", raw[name]) for name in needed) or not (raw["iter_time_s"] or raw["peak_mem_gb"]):
+        return None
+
+    def number(name: str, default: int) -> int:
+        return int(raw[name]) if raw[name] else default
+
+    layers, pp = int(raw["layers"]), int(raw["pp"])
+    interleave = number("vpp", _interleave(raw["id"], raw["schedule"], layers, pp))
+    return Row(
+        raw["id"], layers, int(raw["hidden"]), int(raw["heads"]), number("kv_heads", int(raw["heads"])),
+        int(raw["ffn"]), number("vocab", 50304), int(raw["seq"]), raw["gpu"], int(raw["tp"]), pp, interleave,
+        int(raw["dp"]), number("cp", 1), raw["schedule"], number("micro_batch", 1),
+        int(raw["global_batch"]), raw["recompute"] or "none", number("zero_stage", 0), raw["precision"],
+        raw["compile"] not in ("no", ""), float(raw["iter_time_s"]) if raw["iter_time_s"] else None,
+        float(raw["peak_mem_gb"]) if raw["peak_mem_gb"] else None, raw["notes"],
+    )  # fmt: skip
+
+
+def _interleave(name: str, schedule: str, layers: int, pp: int) -> int:
+    """Where it is left out: 3 for the 530B model, which has 3 layers a rank; otherwise 2, as in Narayanan's table 1."""
+    if schedule != "1F1B-interleaved":
+        return 1
+    return 3 if "529.6B" in name else 2
+
+
+def system_of(row: Row) -> System:
+    """The longest name of ``SYSTEMS`` that fits."""
+    head = row.id.split("-")[0]
+    if head == "megascale":
+        return SYSTEMS["megascale-MegaScale" if "MegaScale" in row.id else "megascale-Megatron"]
+    if row.id.startswith("narayanan21-t2-zero3"):
+        return SYSTEMS["narayanan21-t2-zero3"]
+    return SYSTEMS[head]
+
+
+def balance(layers: int, stages: int) -> list[int] | None:
+    """Layers of ours of each stage: the embedding goes with the first, the last norm and the head with the last.
+
+    Where the stages do not divide the blocks, the first and the last have one block less.
+    """
+    if layers % stages == 0:
+        each = layers // stages
+        counts = [each] * stages
+    elif (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        counts = [each] * stages
+        counts[0] -= 1
+        counts[-1] -= 1
+    else:
+        least, more = divmod(layers, stages)
+        counts = [least + (1 if index < more else 0) for index in range(stages)]
+    counts[0] += 1
+    counts[-1] += 2
+    return counts
+
+
+def _recompute(row: Row) -> tuple[str, list[str]]:
+    """What is computed again, and in which blocks."""
+    head = row.id.split("-")[0]
+    every = ["*"]
+    if row.recompute in ("none", "") or row.recompute == "full":
+        return row.recompute or "none", every
+    if row.recompute == "selective-layer":
+        return "full", [f"block{index}" for index in range(0, row.layers, 2)]
+    if head == "fms":
+        hfu, mfu = _noted(row, "hfu"), _noted(row, "mfu")
+        share = min(1.0, 3 * (hfu / mfu - 1)) if hfu and mfu else 0.5
+        chosen = {int(index / share) for index in range(round(row.layers * share))}
+        return "full", [f"block{index}" for index in sorted(chosen) if index < row.layers]
+    if head == "tt":
+        return "none", every
+    return "selective", every
+
+
+def _noted(row: Row, name: str) -> float:
+    found = re.search(rf"(?:^|;){name}=([\d.]+)", row.notes)
+    return float(found.group(1)) if found else 0.0
+
+
+def case(row: Row) -> Case:
+    """A row in our words."""
+    system = system_of(row)
+    practice, habits, whole = system
+    head = row.id.split("-")[0]
+    grouped = row.kv_heads != row.heads or head in ("fms", "simumax", "olmo2", "tt") or row.ffn * 3 == row.hidden * 8
+    options: dict[str, Any] = {
+        "vocab_size": row.vocab,
+        "hidden_size": row.hidden,
+        "num_layers": row.layers,
+        "num_heads": row.heads,
+        "ffn_size": row.ffn,
+        "max_sequence_length": row.seq // row.cp,
+    }
+    if row.id.startswith("mlm-golden-15b"):  # squared ReLU, not gated: two matrices of the size of three smaller ones
+        options["ffn_size"] = row.ffn * 2 // 3
+    if grouped:
+        options |= {"num_kv_heads": row.kv_heads}
+    else:
+        options |= {"dropout": 0.0, "tied": head in ("llmf", "narayanan21", "megatron20", "korthikanti22")}
+    if options.get("tied") and row.pp > 1:
+        options["tied"] = False
+    if row.compile and head != "alpa":
+        practice = practice._replace(fused=True)
+    if "async TP" in row.notes:
+        habits = habits._replace(tp_beside=True)
+    if "float8" in row.precision or "fp8" in row.precision:
+        habits = habits._replace(product_dtype="float8")
+    if "mp_mode=PURE" in row.notes:
+        habits = habits._replace(wide_gradient_bytes=2)
+    if row.id.startswith("zb") and row.schedule.startswith("ZB"):
+        habits = habits._replace(steps_together=False)
+    if head == "mlm" and "H100" in row.gpu:
+        habits = habits._replace(attention_speed=HOPPER_KERNEL)
+    if row.id.startswith("mlm-golden-15b"):
+        habits = habits._replace(reduces_beside=True, gathers_beside=True, accumulates_in_product=True)
+    practice = practice._replace(context=row.cp)
+    habits = habits._replace(context=row.cp, context_exchange="heads" if head == "simumax" else "keys")
+    dp = row.dp * row.cp
+    all_chunks = row.global_batch // (row.micro_batch * row.dp)
+    chunks = min(all_chunks, 3 * row.pp) if row.pp > 1 else all_chunks
+    sequence = row.tp > 1 and (
+        (head == "korthikanti22" and row.recompute == "selective")
+        or head in ("simumax", "tt", "mcore")
+        or "MegaScale" in row.id
+        or "sequence-parallel" in row.notes.replace("no sequence-parallel", "")
+    )
+    stages = row.pp * max(1, row.interleave) if row.schedule != "ZB-V" else row.pp * 2
+    recompute, where = _recompute(row)
+    config = RunConfig(
+        model=Model(builder="models.llama:build" if grouped else "models.gpt2:build", options=options),
+        data=Data(train="x", sequence_length=row.seq // row.cp),
+        batch=Batch(micro_batch_size=row.micro_batch, chunks=chunks, global_batch=row.micro_batch * chunks * dp),
+        parallel=Parallel(dp=dp, pp=row.pp, tp=row.tp, sequence=sequence, zero=row.zero),  # type: ignore[arg-type]
+        pipeline=Pipeline(
+            schedule=SCHEDULES[row.schedule],  # type: ignore[arg-type]
+            interleave=stages // row.pp if stages > row.pp else None,
+            balance=balance(row.layers, stages) or "layers",
+            recompute=recompute,  # type: ignore[arg-type]
+            recompute_layers=where,
+        ),
+        train=Train(dtype="bfloat16", device="cuda"),
+    )
+    bucket = bucket_bytes(row, habits)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_bytes": bucket})})
+    if "sharding=HSDP" in row.notes:
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard_factor": 8})})
+    guessed = not whole or (row.step_s is not None and _is_guessed(row))
+    repeats = _saves_every_other if head == "tt" and row.recompute == "selective" else None
+    return Case(row, config, practice, habits, GPUS[row.gpu], not guessed, all_chunks - chunks, repeats)
+
+
+def bucket_bytes(row: Row, habits: Habits) -> int:
+    """What is said at once: FSDP a block; Megatron 40M elements, or all of them where nothing runs beside the sums."""
+    if row.zero >= 2:
+        return 12 * row.hidden**2 * habits.wide_gradient_bytes
+    return 40_000_000 * habits.wide_gradient_bytes if habits.reduces_beside else 2**40
+
+
+def _is_guessed(row: Row) -> bool:
+    """Neither micro-batches, nor how a sequence's ranks exchange keys and share the causal mask, is printed."""
+    return row.id.startswith("tt-405B") or (row.id.startswith("tt-") and row.cp > 1)
+
+
+def _saves_every_other(profile: LayerProfile) -> LayerProfile:
+    """torchtitan's selective op recompute: attention and every second product are kept, the rest runs again.
+
+    In its order, wq wk wv wo w1 w3 w2, those are wk, wo and w3; here q, k, v and w1, w3 are one product each.
+    """
+    products = [work for work in profile.forward if work.kind is Kinds.PRODUCT]
+    if not profile.name.startswith("block") or len(products) < 3:
+        return profile
+    again = [work for work in profile.forward if work.kind is Kinds.MEMORY]
+    by_flops = sorted(products, key=lambda work: work.flops)
+    kept = max(products, key=lambda work: work.flops)
+    for work in by_flops:
+        share = 0.5 if work is kept else 1.0 if work is by_flops[0] else 0.0
+        if share:
+            batch, m, n, k = work.shape
+            shape = (batch, m, round(n * share), k)
+            again.append(Work(Kinds.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
+    return replace(profile, backward=profile.backward + tuple(again))
+
+
+def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, simulated: bool = True) -> StepTime:
+    """A row's step, with the micro-batches that its sketch leaves out."""
+    found = step_time(sketch, hardware, reached, of.habits, simulated=simulated)
+    if not of.more_chunks:
+        return found
+    if simulated:
+        last = sketch.schedule.num_stages - 1
+        ends = [s.end for s in found.timeline.spans if s.action.stage == last and s.action.kind in (Kind.B, Kind.I)]
+        one = (ends[-1] - ends[-1 - sketch.schedule.pp]) / sketch.schedule.pp
+    else:
+        one = steady_s(sketch, found.stages, of.habits)
+    more = of.more_chunks * one
+    waits = (found.total - reached.step_s) / (found.pipeline + found.reduce + found.gather + found.optimizer)
+    return found._replace(total=found.total + more * waits, pipeline=found.pipeline + more)
+
+
+def memory_bytes(of: Case, sketch: Sketch) -> int:
+    """The highest point of the rank that has most: what torch counts as allocated.
+
+    Where products add to gradients themselves, Transformer Engine hands autograd a placeholder for each shape of a
+    weight, in the dtype of computation, and keeps those (``get_dummy_wgrad``).
+    """
+    ranks = range(sketch.schedule.pp)
+    if "LAST rank only" in of.row.notes:
+        ranks = ranks[-1:]
+    most = max(sketch.memory(rank, NCCL).total for rank in ranks)
+    if not of.practice.accumulates:
+        return most
+    blocks = [layer for layer in sketch.layers if layer.name.startswith("block")]
+    return most + 2 * blocks[0].num_parameters
+
+
+def memory_is_comparable(row: Row) -> bool:
+    """torchtitan prints what its allocator has reserved, and alpa what XLA has planned."""
+    return row.memory_gib is not None and row.id.split("-")[0] in ("simumax", "zb", "mlm")
+
+
+class Bench:
+    """Sketches of rows; models and profiles are shared among those that are alike."""
+
+    def __init__(self) -> None:
+        self._workbenches: dict[Any, Workbench] = {}
+        self._schedules: dict[Any, Schedule] = {}
+
+    def draw(self, config: RunConfig) -> Schedule:
+        """Not checked: tests do that for all of them."""
+        name, pp, chunks = config.pipeline.schedule, config.parallel.pp, config.batch.chunks
+        assert chunks is not None
+        key = (name, pp, chunks, config.pipeline.stages_per_rank)
+        if key not in self._schedules:
+            self._schedules[key] = lower(build(name, pp, chunks, config.pipeline.stages_per_rank))
+        return self._schedules[key]
+
+    def sketch(self, of: Case) -> Sketch:
+        """One row's."""
+        model = of.config.model
+        key = (model.builder, tuple(sorted(model.options.items())), of.config.data.sequence_length, of.practice)
+        if key not in self._workbenches:
+            self._workbenches[key] = Workbench(of.config, of.practice, self.draw)
+        drawn = self._workbenches[key].sketch(of.config)
+        if of.repeats is not None:
+            changed: dict[int, LayerProfile] = {}
+            for layer in drawn.layers:
+                changed.setdefault(id(layer.forward), of.repeats(layer))
+            drawn.layers = tuple(replace(changed[id(layer.forward)], name=layer.name) for layer in drawn.layers)
+        return drawn

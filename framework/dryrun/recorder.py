@@ -1,0 +1,198 @@
+"""Notes when each storage of a rank comes and goes, and what the rank says to others, operation by operation.
+
+    operation      1   2   3   4   5          a storage lives from the operation that made it to the last one before it
+    storage  a     |-----------|              went; the live bytes after operation t are those of all that live at t
+    storage  b         |-------------->       resized: it ends, and begins anew with its new size
+
+It works on real tensors and on fake ones, which have a storage of the right size and no memory. A hook costs a few
+microseconds; everything else is worked out from the notes afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from framework.mesh.activity import Activity
+from framework.mesh.overhear import NAMESPACES, Ear, Heard, hears_parts
+
+ALIVE = 2**62
+_DEVICE = torch.ops.prim.device.default
+
+
+class Life:
+    """A storage while it had one size."""
+
+    __slots__ = ("born", "died", "first", "num_bytes", "number")
+
+    def __init__(self, number: int, num_bytes: int, born: int, first: int) -> None:
+        self.number = number
+        """Of the storage: the same for all its lives."""
+        self.num_bytes = num_bytes
+        self.born = born
+        """The operation after which it was there."""
+        self.died = ALIVE
+        """The last operation after which it was still there."""
+        self.first = first
+        """When its storage was made."""
+
+
+class Said(NamedTuple):
+    """A message, when it was said, and with which storages."""
+
+    at: int
+    heard: Heard
+    storages: tuple[int, ...]
+
+
+class Begun(NamedTuple):
+    """From ``at`` on, which counts as an operation, the rank did that."""
+
+    at: int
+    what: object
+
+
+class NotedActivity(Activity):
+    """Notes what the rank does, for a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def begin(self, what: object) -> None:
+        """As ever, and noted."""
+        super().begin(what)
+        self._recorder.now += 1  # what goes before the first operation of this is no longer of what was before
+        self._recorder.begun.append(Begun(self._recorder.now, what))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enter it before anything is built, above a FakeTensorMode if there is one."""
+
+    def __init__(self, first_number: int = 0) -> None:
+        """``first_number``: of the first storage."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        """Operations so far."""
+        self.lives: list[Life] = []
+        self.said: list[Said] = []
+        self.begun: list[Begun] = []
+        self._known: dict[int, tuple[weakref.ref[Any], Life]] = {}
+        self._next_number = first_number
+        self._ear = Ear()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if function is _DEVICE:  # autograd asks for it at every turn; a fake tensor is on meta and says otherwise
+            device = getattr(arguments[0], "fake_device", None)
+            return function(*arguments) if device is None else device
+        if hears_parts(types):
+            return NotImplemented
+        results = function(*arguments, **(options or {}))
+        self.now += 1
+        if isinstance(results, Tensor):
+            self._look(results)
+        else:
+            for leaf in tree_leaves(results):
+                if isinstance(leaf, Tensor):
+                    self._look(leaf)
+        if function.namespace in NAMESPACES:
+            heard = self._ear.hear(function, arguments)
+            if heard is not None:
+                leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+                self.said.append(Said(self.now, heard, tuple(self.number_of(leaf) for leaf in leaves)))
+        return results
+
+    def _look(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is None:
+            self._begin(key, storage, num_bytes, None)
+        elif known[1].num_bytes != num_bytes:
+            self._resized(storage, num_bytes, self.now)
+
+    def _begin(self, key: int, storage: Any, num_bytes: int, before: Life | None, at: int | None = None) -> None:
+        born = self.now if at is None else at
+        if before is None:
+            life = Life(self.next_number(), num_bytes, born, born)
+        else:
+            life = Life(before.number, num_bytes, born, before.first)
+        self.lives.append(life)
+        known = self._known
+
+        def gone(_: object) -> None:
+            self._known_ended(key)
+
+        known[key] = (weakref.ref(storage, gone), life)
+
+    def _known_ended(self, key: int) -> None:
+        entry = self._known.pop(key, None)
+        if entry is not None:
+            entry[1].died = self.now
+
+    def _resized(self, storage: Any, num_bytes: int, at: int) -> None:
+        """From operation ``at`` on it has that size."""
+        key = storage._cdata
+        _, life = self._known[key]
+        life.died = at - 1
+        self._begin(key, storage, num_bytes, life, at)
+
+    def next_number(self) -> int:
+        """For a storage that is new."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; one that no operation has shown before gets its number now."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._begin(storage._cdata, storage, storage.nbytes(), None)
+        return self._known[storage._cdata][1].number
+
+    def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Of those whose storage has been seen."""
+        keys = (tensor.untyped_storage()._cdata for tensor in tensors)
+        return {self._known[key][1].number for key in keys if key in self._known}
+
+    @contextmanager
+    def watching_sizes(self) -> Iterator[None]:
+        """Within: resizing a storage by hand, which is no operation, is noted (torch's fully_shard frees so)."""
+        storage_class: Any = torch.UntypedStorage
+        resize = storage_class.resize_
+
+        def noted(storage: Any, size: int) -> Any:
+            found = resize(storage, size)
+            if storage._cdata in self._known and self._known[storage._cdata][1].num_bytes != size:
+                self._resized(storage, size, self.now + 1)
+            return found
+
+        storage_class.resize_ = noted
+        try:
+            yield
+        finally:
+            del storage_class.resize_
+
+
+def live_bytes(lives: Iterable[Life], first: int, last: int) -> list[int]:
+    """After each operation ``first`` .. ``last``: the bytes of all that lived then."""
+    changes = [0] * (last - first + 2)
+    for life in lives:
+        if life.died >= first and life.born <= last:
+            changes[max(life.born, first) - first] += life.num_bytes
+            changes[min(life.died, last) + 1 - first] -= life.num_bytes
+    total, found = 0, []
+    for change in changes[:-1]:
+        total += change
+        found.append(total)
+    return found

@@ -1,0 +1,90 @@
+"""A mesh on paper: one rank's own mesh of a job of any size, in one process, with nobody at the other end.
+
+    job of 16,384      paper_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
+    this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
+
+So that what runs on a rank (our groups, megatron-core's regions, torch's fully_shard) runs here as it is, without the
+others. Only the groups that the rank is in are made: all of them, of 16,384 ranks, would take minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+from framework.errors import MeshError
+from framework.mesh.activity import Activity
+from framework.mesh.comm import Group, Traffic
+from framework.mesh.grid import Axis, Coordinates, Grid
+from framework.mesh.mesh import Mesh
+
+
+class PaperGroup(Group):
+    """A group of which only this rank is there. What others would say is taken to be what this one says."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """This rank's, as often as there are ranks."""
+        return [value] * self.size
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """It holds the ranks' numbers in a tensor, which must not be a fake one."""
+        with unset_fake_temporarily():
+            return super().device_mesh(device_type)
+
+
+class PaperMesh(Mesh):
+    """A mesh whose groups are made as they are asked for."""
+
+    def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
+        return _group(name, ranks, self.rank, self.traffic, self.activity)
+
+    def stage_group(self, pp_ranks: Sequence[int]) -> Group:
+        """Mine alone."""
+        pp_ranks = sorted(set(pp_ranks))
+        if len(pp_ranks) > 1 and self.at.pp_rank not in pp_ranks:
+            return Group("tied", (), -1, None, self.traffic, self.activity)
+        at = self.at
+        ranks = tuple(self.grid.rank(Coordinates(pp_rank, at.dp_rank, at.tp_rank)) for pp_rank in pp_ranks)
+        return _group("tied", ranks if len(pp_ranks) > 1 else (self.rank,), self.rank, self.traffic, self.activity)
+
+
+def _group(name: str, ranks: tuple[int, ...], rank: int, traffic: Traffic, activity: Activity) -> Group:
+    made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+    return PaperGroup(name, ranks, ranks.index(rank), made, traffic, activity)
+
+
+@contextmanager
+def paper_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
+    """The mesh of ``rank``, on CPU, as long as it is entered; nothing of it is left afterwards.
+
+    Raises:
+        MeshError: this process is a rank of a real job: its groups would be lost.
+    """
+    assert 0 <= rank < grid.size, (rank, grid.size)
+    if dist.is_initialized():
+        raise MeshError(
+            "this process has joined a job already: a rank is rehearsed in a process of its own, before a job starts"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # which torch replaces, to put the rank before each line of a traceback
+    traffic, activity = Traffic(), Activity() if activity is None else activity
+    if grid.size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
+    try:
+        pp, dp, tp = (_group(axis, grid.group(axis, rank), rank, traffic, activity) for axis in Axis)
+        everybody = dist.group.WORLD if grid.size > 1 else None
+        world = PaperGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
+        nodes = ["node0"] * grid.size
+        yield PaperMesh(grid, rank, torch.device("cpu"), pp, dp, tp, world, traffic, nodes, activity=activity)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = hook

@@ -1,0 +1,518 @@
+"""How long a step takes: the work of each layer on a device, its messages on the links, the schedule simulated.
+
+    Work     -> seconds   product     tiles over processors, short inner dims, the largest rate seen; at least its bytes
+                          attention   a share of the peak
+                          the rest    bytes over bandwidth
+    Said     -> seconds   latency + bytes on the wire over what the link reaches
+    stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
+    schedule -> Timeline  framework.schedule.simulate
+    step     =  Timeline + what is left of the sums over replicas + optimizer
+
+Constants that are no data sheet's are in :class:`Reached`, one set for all devices, models and sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from framework.blueprint import batch_numbers
+from framework.config import RunConfig, reduces_each, shard_factor
+from framework.planner.hardware import Hardware, time_on
+from framework.planner.profile import LayerProfile, Said
+from framework.planner.sketch import Sketch
+from framework.planner.tape import Kind, Work
+from framework.schedule.action import COMPUTE, Placement, Schedule
+from framework.schedule.action import Kind as Does
+from framework.schedule.simulate import Costs, Timeline, bubble_share, simulate
+from framework.summary import Elements
+
+
+class Reached(NamedTuple):
+    """Shares of what a data sheet promises, the same for all devices, models and frameworks.
+
+    The defaults fit the published runs of ``benchmarks/published_runs.csv`` (``docs/planner-accuracy.md``), rounded.
+    """
+
+    product: float = 0.92
+    """Of the largest rate that products are seen to reach alone: in a whole run clocks are lower."""
+    short_k: float = 280.0
+    """A product with an inner dim of so many elements reaches half of that."""
+    tiling: float = 0.5
+    """How much of a last wave of tiles that leaves processors idle is lost."""
+    memory: float = 0.65
+    attention: float = 1.02
+    """Of what the fused kernel is said to reach, by itself."""
+    attention_backward: float = 0.81
+    """Of its share of the peak in forward."""
+    last_wave: float = 0.5
+    """Rounds of all processors that attention loses in forward: under a causal mask their parts are unequal. (In
+    backward, kernels were measured to lose next to nothing.)"""
+    node_link: float = 0.75
+    cluster_link: float = 0.79
+    message_s: float = 20e-6
+    """Of a message among GPUs, at least, besides the links' latencies (NCCL; measured on B200: 22 to 26 us)."""
+    operation_s: float = 4e-6
+    """Of an operation on a GPU, at least."""
+    hidden: float = 0.75
+    """Of a message that runs beside computation, how much it does not delay."""
+    waits: float = 0.005
+    """Of a step's time, for each doubling of the devices: the slowest of many is waited for."""
+    step_s: float = 0.0
+    """Of each step, for what is not modelled."""
+
+
+class Habits(NamedTuple):
+    """What a framework does in its own way. The defaults are this one's."""
+
+    reduces_beside: bool = True
+    """Sums over replicas run beside the last backward."""
+    gathers_beside: bool = True
+    """Weights are gathered beside the forward."""
+    tp_beside: bool = False
+    """Messages of tensor parallelism run beside products."""
+    tp_beside_weight_gradients: bool = False
+    """In backward, what can be: the sums of input gradients, and gathering inputs once more, run beside products."""
+    sends_beside: bool = True
+    """A pipeline rank computes on while it sends; otherwise both sides wait until a message is there."""
+    scatters_sends: bool = False
+    """Each tp rank sends its part of what all of them have, and they gather it on the other side (Narayanan 2021)."""
+    accumulates_in_product: bool = False
+    """A product adds to the gradient itself."""
+    wide_gradient_bytes: int = 4
+    """Of an element of a gradient that is accumulated, and summed over replicas."""
+    optimizer_bytes: float = 38.0
+    """Read and written per element of a shard: norm, clipping, AdamW, the weights that are computed with."""
+    steps_together: bool = True
+    """No pipeline rank begins the next step before all are done (they agree on the gradient's norm)."""
+    product_dtype: str = ""
+    """Of the products of layers, where it is another than the rest's: their factors are cast for them."""
+    attention_speed: float = 1.0
+    """Of the fused attention kernel, where it is another than the device's usual one."""
+    context: int = 1
+    """Ranks over which each sequence is split."""
+    context_exchange: str = "heads"
+    """"heads": queries, keys, values and outputs change places, so that a rank has all of some heads. "keys": keys and
+    values go round."""
+
+
+MEASURED = Reached(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
+"""Of rates that are measured, all is reached."""
+ON_CORES = Habits(reduces_beside=False, gathers_beside=False)
+"""Where messages are carried by the cores that compute."""
+
+TILE = (128, 128)
+ROWS = 128
+"""Of queries that a processor works on at once in attention."""
+
+
+def _peak(hardware: Hardware, dtype: str) -> float:
+    return float(hardware.flops_per_s[dtype])
+
+
+def work_s(
+    work: Work, hardware: Hardware, dtype: str, reached: Reached, *, backward: bool, attention_speed: float = 1.0
+) -> float:
+    """Seconds of one of these operations."""
+    if hardware.products:
+        return _measured(work, hardware)
+    memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
+    if work.kind is Kind.ATTENTION:
+        waves = work.shape[0] * work.shape[1] / ROWS / hardware.processors
+        share = hardware.attention_share * attention_speed * reached.attention
+        share *= reached.attention_backward if backward else waves / (waves + reached.last_wave)
+        return max(work.flops / (_peak(hardware, "bfloat16") * share), memory_s) + reached.operation_s
+    if work.kind is Kind.MEMORY:
+        return memory_s + reached.operation_s
+    share = product_share(work.shape, hardware, reached)
+    return max(work.flops / (_peak(hardware, dtype) * share), memory_s) + reached.operation_s
+
+
+def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: Reached) -> float:
+    """Of the peak, what a product of (batch, m, n, k) reaches."""
+    batch, m, n, k = shape
+    tiles = batch * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
+    waves = tiles / hardware.processors
+    full = (waves / math.ceil(waves)) ** reached.tiling
+    edges = (m / (math.ceil(m / TILE[0]) * TILE[0])) * (n / (math.ceil(n / TILE[1]) * TILE[1]))
+    share: float = hardware.product_share * reached.product * full * edges * k / (k + reached.short_k)
+    return share
+
+
+def _measured(work: Work, hardware: Hardware) -> float:
+    memory_s = time_on(hardware.copies, work.bytes) if hardware.copies else work.bytes / hardware.memory_bytes_per_s
+    if work.kind is Kind.MEMORY:
+        return memory_s + hardware.operation_s
+    return max(time_on(hardware.products, work.flops), memory_s) + hardware.operation_s
+
+
+class Wire(NamedTuple):
+    """The links of one axis for one layout."""
+
+    bytes_per_s: float
+    ring_s: float
+    """Of the way once around."""
+    size: int
+    call_s: float = 0.0
+    """Of each message, to be started."""
+
+    def seconds(self, wire_bytes: float, calls: float = 1, *, sums: bool = False) -> float:
+        """Of so many messages, which together put so many bytes on the wire per rank.
+
+        Gathering and scattering go once around a ring, however long it is; a sum to all goes around twice or, among
+        many, up and down a tree (NCCL's choices).
+        """
+        if self.size == 1:
+            return 0.0
+        latency = self.ring_s
+        if sums:
+            latency *= min(2.0, 4.0 * math.log2(self.size) / (self.size - 1))
+        return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
+
+
+def wire_of(size: int, stride: int, hardware: Hardware, reached: Reached) -> Wire:
+    """The links that ``size`` ranks talk over which stand ``stride`` apart.
+
+    Those of one node go by the node's link. Across nodes, each device has a way out of its own: of a group with
+    several ranks in a node, all of theirs carry its messages.
+    """
+    node, cluster = hardware.node_link, hardware.cluster_link
+    within = node.bytes_per_s * reached.node_link
+    call_s = reached.message_s if hardware.kind == "cuda" else 0.0
+    if size * stride <= hardware.devices_per_node:
+        return Wire(within, (size - 1) * node.latency_s, size, call_s)
+    in_node = min(max(1, hardware.devices_per_node // stride), size)
+    crossings = math.ceil(size / in_node)
+    ring = crossings * cluster.latency_s + (size - crossings) * node.latency_s
+    return Wire(min(cluster.bytes_per_s * reached.cluster_link * in_node, within), ring, size, call_s)
+
+
+class StageTime(NamedTuple):
+    """Seconds of one micro-batch of one stage."""
+
+    forward: float
+    backward: float
+    weight_half: float
+    message: float
+    """To the next stage."""
+    tp: float
+    """Of forward and backward, what messages of tensor parallelism take."""
+    flops: float
+    """Model FLOPs of forward and backward, without what is recomputed."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step."""
+
+    total: float
+    pipeline: float
+    """The schedule, simulated."""
+    reduce: float
+    """What is left of the sums over replicas when the last backward is done."""
+    gather: float
+    """What is left of gathering weights."""
+    optimizer: float
+    bubble_share: float
+    timeline: Timeline
+    stages: tuple[StageTime, ...]
+
+
+def layer_s(
+    layer: LayerProfile,
+    hardware: Hardware,
+    dtype: str,
+    reached: Reached,
+    tp: Wire,
+    habits: Habits,
+    context: Wire | None = None,
+) -> tuple[float, float, float, float]:
+    """(forward, backward, weight half, of these messages)."""
+    narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
+
+    def one(work: Work, backward: bool) -> float:
+        if narrow and work.kind is Kind.PRODUCT:
+            batch, m, n, k = work.shape
+            cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
+            casting = 2 * (cast / (hardware.memory_bytes_per_s * reached.memory * 2) + reached.operation_s)
+            return work_s(work, hardware, narrow, reached, backward=backward) + casting
+        return work_s(work, hardware, dtype, reached, backward=backward, attention_speed=habits.attention_speed)
+
+    def of(works: Sequence[Work], backward: bool) -> float:
+        return sum(work.times * one(work, backward) for work in works)
+
+    def said(messages: Sequence[Said], beside: Mapping[str, float]) -> float:
+        seconds = 0.0
+        for message in messages:
+            takes = tp.seconds(message.wire_bytes, message.calls, sums=message.operation == "all_reduce")
+            share = 1.0 if habits.tp_beside else min(1.0, beside.get(message.operation, 0.0) / message.calls)
+            seconds += takes * (1 - reached.hidden * share)
+        return seconds
+
+    forward_says = said(layer.forward_says, {})
+    beside = beside_products(layer) if habits.tp_beside_weight_gradients else {}
+    backward_says = said(layer.backward_says, beside)
+    if context is not None and context.size > 1:
+        once, again = exchanged_s(layer, context, habits)
+        forward_says += once
+        backward_says += again
+    add_bytes = 0 if habits.accumulates_in_product else layer.num_parameters * (2 + 2 * habits.wide_gradient_bytes)
+    adds = add_bytes / (hardware.memory_bytes_per_s * reached.memory)
+    backward, weight_half = of(layer.backward, True), of(layer.weight_half, True)
+    if layer.weight_half:
+        weight_half += adds
+    else:
+        backward += adds
+    return of(layer.forward, False) + forward_says, backward + backward_says, weight_half, forward_says + backward_says
+
+
+def beside_products(layer: LayerProfile) -> dict[str, float]:
+    """Calls in backward that products of weight gradients can hide: as many sums as in forward; gathers that are more
+    than the scatters, of inputs that were kept as shards."""
+    forward = {message.operation: message.calls for message in layer.forward_says}
+    backward = {message.operation: message.calls for message in layer.backward_says}
+    found = {name: float(forward.get(name, 0)) for name in ("all_reduce", "reduce_scatter")}
+    found["all_gather"] = float(max(0, backward.get("all_gather", 0) - backward.get("reduce_scatter", 0)))
+    return found
+
+
+def exchanged_s(layer: LayerProfile, context: Wire, habits: Habits) -> tuple[float, float]:
+    """Messages among the ranks of one sequence, in forward and in backward."""
+    forward = backward = 0.0
+    others = context.size - 1
+    for queries, keys in layer.attended:
+        if habits.context_exchange == "heads":
+            bytes_ = (2 * queries + keys) * others / context.size
+            forward += context.seconds(bytes_, 4)
+            backward += context.seconds(bytes_, 4)
+        else:
+            forward += context.seconds(keys * others)
+            backward += context.seconds(2 * keys * others, 2)
+    return forward, backward
+
+
+def step_time(
+    sketch: Sketch,
+    hardware: Hardware,
+    reached: Reached | None = None,
+    habits: Habits | None = None,
+    *,
+    simulated: bool = True,
+    seen: dict[Any, Any] | None = None,
+) -> StepTime:
+    """Of one layout. ``simulated = False``: the schedule by a formula, good enough to choose what to look at. ``seen``:
+    what has been timed before, of the same model on the same hardware."""
+    on_cores = hardware.kind == "cpu"
+    reached, habits = reached or (MEASURED if on_cores else Reached()), habits or (ON_CORES if on_cores else Habits())
+    config = sketch.config
+    parallel = config.parallel
+    dp = parallel.dp
+    assert isinstance(dp, int)
+    tp = wire_of(parallel.tp, 1, hardware, reached)
+    context = wire_of(habits.context, parallel.tp, hardware, reached)
+    pp = wire_of(2 if parallel.pp > 1 else 1, parallel.tp * dp, hardware, reached)
+    key = ("stages", id(sketch.layers), tuple(run.start for run in sketch.stages), pp)
+    seen = {} if seen is None else seen
+    if key not in seen:
+        seen[key] = _stage_times(sketch, hardware, reached, habits, tp, pp, context)
+    stages: list[StageTime] = seen[key]
+    crowd = max(1.0, dp * parallel.tp / hardware.processors) if on_cores else 1.0
+    stages = [StageTime(*(seconds * crowd for seconds in stage)) for stage in stages] if crowd > 1 else stages
+    costs = _costs(stages, habits)
+    timeline = simulate(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
+    pipeline = _pipeline_s(timeline, habits) if simulated else formula_s(sketch, costs, habits)
+    more = batch_numbers(config).chunks - sketch.schedule.chunks
+    if more and simulated:
+        pipeline += more * one_more_s(timeline, sketch.schedule)
+    if on_cores and parallel.pp > 1:  # idle ranks leave their core to others, who cannot be quicker than all cores
+        pipeline = max(pipeline, _all_cores_s(sketch, stages, dp * parallel.tp / crowd, hardware))
+    reduce, gather = _replicas(sketch, hardware, reached, habits, stages)
+    optimizer = max(
+        _optimizer_s(config, sketch.elements, sketch.schedule.stages_of(rank), hardware, reached, habits)
+        for rank in range(sketch.schedule.pp)
+    )
+    optimizer *= crowd
+    total = pipeline + (reduce + gather) * crowd + optimizer
+    devices = dp * parallel.tp * parallel.pp
+    total = total * (1 + reached.waits * math.log2(max(devices / hardware.devices_per_node, 1.0))) + reached.step_s
+    bubble = bubble_share(timeline) if simulated else 0.0
+    return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
+
+
+def _all_cores_s(sketch: Sketch, stages: Sequence[StageTime], ranks: float, hardware: Hardware) -> float:
+    """Of the whole pipeline's computing, if no core is ever idle. ``ranks``: that run a stage at once."""
+    busy = sum(stage.forward + stage.backward + stage.weight_half for stage in stages)
+    return float(batch_numbers(sketch.config).chunks * busy * ranks / hardware.processors)
+
+
+def _stage_times(
+    sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, tp: Wire, pp: Wire, context: Wire
+) -> list[StageTime]:
+    """Of each stage. Layers that are alike are timed once."""
+    times: dict[int, tuple[float, float, float, float]] = {}
+    stages = []
+    for index in range(len(sketch.stages)):
+        forward = backward = half = messages = 0.0
+        for layer in sketch.stage(index):
+            key = id(layer.forward)
+            if key not in times:
+                times[key] = layer_s(layer, hardware, sketch.config.train.dtype, reached, tp, habits, context)
+            forward += times[key][0]
+            backward += times[key][1]
+            half += times[key][2]
+            messages += times[key][3]
+        stages.append(StageTime(forward, backward, half, _message_s(sketch, index, pp, tp, habits), messages, 0.0))
+    return stages
+
+
+@lru_cache(maxsize=1024)
+def _by_rank(pp: int, num_stages: int, placement: Placement) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(pp)]
+    for stage in range(num_stages):
+        found[placement.pp_rank(stage, pp)].append(stage)
+    return found
+
+
+def stages_by_rank(schedule: Schedule) -> list[list[int]]:
+    """The stages of each pipeline rank."""
+    return _by_rank(schedule.pp, schedule.num_stages, schedule.placement)
+
+
+FILL = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
+"""Of the bubble of 1f1b, what schedules leave that split the backward, as simulated with halves that are not equal."""
+
+
+def _costs(stages: Sequence[StageTime], habits: Habits) -> list[Costs]:
+    """A message that both sides wait for belongs to the computation before it."""
+    costs = []
+    waits = 0.0 if habits.sends_beside else 1.0
+    for index, stage in enumerate(stages):
+        before = stages[index - 1].message if index else 0.0
+        costs.append(
+            Costs(
+                f=stage.forward + waits * stage.message,
+                b=stage.backward + stage.weight_half + waits * before,
+                i=stage.backward + waits * before,
+                w=stage.weight_half,
+                comm=stage.message * (1 - waits),
+            )
+        )
+    return costs
+
+
+def one_more_s(timeline: Timeline, schedule: Schedule) -> float:
+    """What a micro-batch more adds in the middle of a schedule: as the last of its last stage are apart."""
+    last = schedule.num_stages - 1
+    ends = [s.end for s in timeline.spans if s.action.stage == last and s.action.kind in (Does.B, Does.I)]
+    return (ends[-1] - ends[-1 - schedule.pp]) / schedule.pp
+
+
+def steady_s(sketch: Sketch, stages: Sequence[StageTime], habits: Habits) -> float:
+    """What one micro-batch more adds: one of the dearest rank."""
+    costs, schedule = _costs(stages, habits), sketch.schedule
+    return max(sum(costs[s].f + costs[s].b for s in schedule.stages_of(rank)) for rank in range(schedule.pp))
+
+
+def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -> float:
+    """What a stage hands to the next one, on its way."""
+    sent = sketch.footprints[stage].outputs
+    if not sent:
+        return 0.0
+    config = sketch.config.parallel
+    if habits.scatters_sends and config.tp > 1 and not config.sequence:
+        return pp.seconds(sent / config.tp) + tp.seconds(sent * (config.tp - 1) / config.tp)
+    return pp.seconds(sent)
+
+
+def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
+    """Of all ranks, or the longest that one of them is at it, from its first forward on."""
+    if habits.steps_together:
+        return max(span.end for span in timeline.spans)
+    own: dict[int, tuple[float, float]] = {}
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            start, end = own.get(span.rank, (span.start, span.end))
+            own[span.rank] = (min(start, span.start), max(end, span.end))
+    return max(end - start for start, end in own.values())
+
+
+def formula_s(sketch: Sketch, costs: Sequence[Costs], habits: Habits) -> float:
+    """All micro-batches on the dearest rank, and one pass through the others; the halves fill what they can."""
+    schedule = sketch.schedule
+    per_rank = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
+    messages = 2 * sum(cost.comm for cost in costs[:-1])
+    if not habits.steps_together:
+        return schedule.chunks * max(per_rank)
+    fill = (sum(per_rank) - max(per_rank)) * FILL.get(schedule.name, 1 / schedule.interleave)
+    return schedule.chunks * max(per_rank) + fill + messages
+
+
+def _replicas(
+    sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, stages: Sequence[StageTime]
+) -> tuple[float, float]:
+    """Seconds that sums over replicas, and gathering weights, add to the step: the dearest rank's."""
+    config = sketch.config
+    parallel = config.parallel
+    dp, shards = parallel.dp, shard_factor(config)
+    assert isinstance(dp, int)
+    if dp == 1:
+        return 0.0, 0.0
+    narrow = {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
+    wide = max(habits.wide_gradient_bytes, narrow) if config.train.dtype != "bfloat16" else habits.wide_gradient_bytes
+    near = wire_of(shards, parallel.tp, hardware, reached)
+    far = wire_of(dp // shards, parallel.tp * shards, hardware, reached)
+    chunks = batch_numbers(sketch.config).chunks
+    worst = (0.0, 0.0)
+    by_rank = stages_by_rank(sketch.schedule)
+    fullest = max(by_rank, key=lambda own: sum(sketch.elements[stage].trained for stage in own))
+    for own in (by_rank[0], by_rank[-1], fullest):
+        elements = sum(sketch.elements[stage].trained for stage in own)
+        calls = max(1, math.ceil(elements * wide / parallel.bucket_bytes))
+        ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
+        sums = near.seconds(elements * wide * ring, calls)
+        sums += far.seconds(elements * wide / shards * across, calls, sums=True)
+        gathers = near.seconds(elements * narrow * ring, calls) if shards > 1 else 0.0
+        one_backward = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
+        one_forward = sum(stages[stage].forward for stage in own)
+        if parallel.zero == 3:
+            layers = sum(len(sketch.stages[stage]) for stage in own)
+            once_f = near.seconds(elements * narrow * ring, layers)
+            once_b = once_f + near.seconds(elements * wide * ring, layers)
+            summed = far.seconds(elements * wide / shards * across, layers, sums=True) if dp > shards else 0.0
+            reduce = chunks * _left(once_b + summed, one_backward, reached, habits.reduces_beside)
+            gather = chunks * _left(once_f, one_forward, reached, habits.gathers_beside)
+        else:
+            times = chunks if reduces_each(config) else 1
+            reduce = times * _left(sums, one_backward, reached, habits.reduces_beside)
+            gather = _left(gathers, one_forward, reached, habits.gathers_beside)
+        if reduce + gather > sum(worst):
+            worst = (reduce, gather)
+    return worst
+
+
+def _left(seconds: float, beside: float, reached: Reached, hides: bool) -> float:
+    """Of a message of so many seconds, what is not hidden by so many seconds of computation."""
+    if not hides:
+        return seconds
+    return max(seconds - reached.hidden * beside, (1 - reached.hidden) * min(seconds, beside))
+
+
+def _optimizer_s(
+    config: RunConfig,
+    elements: Sequence[Elements],
+    stages: Sequence[int],
+    hardware: Hardware,
+    reached: Reached,
+    habits: Habits,
+) -> float:
+    """Reading gradient, weights and states of a shard and writing them back; clearing the gradients."""
+    trained = sum(elements[stage].trained for stage in stages)
+    shards = shard_factor(config)
+    per_element = habits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)
+    cleared = 0 if config.parallel.zero == 3 else habits.wide_gradient_bytes
+    num_bytes = trained / shards * per_element + trained * cleared
+    seconds = num_bytes / (hardware.memory_bytes_per_s * reached.memory)
+    if config.parallel.offload:
+        seconds += trained / shards * 6.0 / hardware.host_link.bytes_per_s
+    return float(seconds)

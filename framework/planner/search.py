@@ -1,0 +1,320 @@
+"""All layouts of a model on a cluster: those that cannot be run with the rule and the number, the others by time.
+
+degrees, batch, schedule, ZeRO stage, recompute        every combination that the rules allow     choices.py
+  -> quick time and memory by formula                   all of them
+  -> schedule drawn and simulated, memory walked        in that order, until the best are known
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import NamedTuple
+
+from framework.blueprint import batch_numbers
+from framework.config import RunConfig
+from framework.planner.choices import Choice, Rejection, choices, with_choice
+from framework.planner.cost import Habits, Reached, StepTime, stages_by_rank, step_time
+from framework.planner.hardware import Hardware
+from framework.planner.memory import GLOO, NCCL, RankMemory, Transport
+from framework.planner.sketch import Sketch, Workbench
+from framework.schedule.action import Placement, Schedule
+from framework.schedule.build import build
+from framework.schedule.lower import lower
+from framework.schedule.simulate import peak_activations
+from framework.summary import held_at_rest
+from framework.summary import memory as text_of_bytes
+
+HEADROOM_SHARE = 0.08
+"""Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""
+BEST = 10
+MOST_LOOKED_AT = 14
+ENOUGH = 3
+"""Micro-batches for each pipeline rank, of a schedule that is looked at."""
+UNKNOWN_BYTES = 2**62
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    choice: Choice
+    config: RunConfig
+    sketch: Sketch
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank."""
+    mfu: float
+    """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(each.total for each in self.memory)
+
+
+@dataclass
+class Plan:
+    """What a search has found."""
+
+    base: RunConfig
+    hardware: Hardware
+    nodes: int
+    best: list[Found]
+    """By predicted time."""
+    rejected: list[Rejection]
+    num_choices: int
+    """Layouts that the rules allow."""
+    num_fitting: int
+    """Of them those that fit into memory by formula."""
+    trade_off: list[tuple[float, int, Choice]] = field(default_factory=list)
+    """Of all of those: (seconds, bytes, choice), by formula."""
+    closest: tuple[int, Choice] | None = None
+    """Where nothing fits: what needs least memory, and how much."""
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.nodes * self.hardware.devices_per_node
+
+
+class _Quick(NamedTuple):
+    """By formula; what goes first is looked at first."""
+
+    seconds: float
+    zero: int
+    bytes: int
+    choice: Choice
+
+
+def transport_of(hardware: Hardware) -> Transport:
+    """How messages are sent there."""
+    return GLOO if hardware.kind == "cpu" else NCCL
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """Of a device, what a layout may take."""
+    return int(hardware.usable_bytes * (1 - HEADROOM_SHARE))
+
+
+def search(
+    workbench: Workbench,
+    hardware: Hardware,
+    nodes: int,
+    *,
+    best: int = BEST,
+    offload: bool = False,
+    reached: Reached | None = None,
+    habits: Habits | None = None,
+) -> Plan:
+    """Look at every layout of the workbench's model and batch on so many nodes."""
+    base = workbench.config
+    hardware.check_dtype(base.train.dtype)
+    plan = Plan(base, hardware, nodes, [], [], 0, 0)
+    quick: list[_Quick] = []
+    room = usable_bytes(hardware)
+    too_large: dict[str, list[tuple[int, Choice]]] = defaultdict(list)
+    fits: set[tuple[int, int, int, int]] = set()
+    spared: dict[tuple[int, int, int, str, int, int], list[Choice]] = defaultdict(list)
+    """Not looked at: one that shards or recomputes less, and so is never slower, fits by formula."""
+    all_of_them = choices(workbench, hardware, nodes, offload=offload)
+    for rejected, group in groupby(all_of_them, key=lambda each: each if isinstance(each, Rejection) else each.shape):
+        if isinstance(rejected, Rejection):
+            plan.rejected += [each for each in group if isinstance(each, Rejection)]
+            continue
+        alike = [each for each in group if isinstance(each, Choice)]
+        plan.num_choices += len(alike)
+        first = alike[0]
+        if offload and (hosted := _least_host_bytes(workbench, alike) * hardware.devices_per_node) > (
+            hardware.host_memory_bytes
+        ):
+            needs = f"{text_of_bytes(hosted)} of a node's host, which has {text_of_bytes(hardware.host_memory_bytes)}"
+            plan.rejected.append(Rejection(f"memory, the optimizer on the host: {needs}", str(first), len(alike)))
+            continue
+        smaller = (first.pp, first.dp, first.tp, first.micro_batch_size // 2)
+        if first.micro_batch_size > 1 and smaller not in fits:
+            too_large["with half the samples in a micro-batch already"] += [(UNKNOWN_BYTES, each) for each in alike]
+            continue
+        for each, needed in _that_fit(workbench, alike, room, too_large):
+            fits.add((each.pp, each.dp, each.tp, each.micro_batch_size))
+            plan.num_fitting += 1
+            if needed is None:
+                spared[each.shape].append(each)
+                continue
+            seconds = _quick_s(workbench, hardware, each, reached, habits)
+            quick.append(_Quick(seconds, each.zero, needed, each))
+    failed: set[Choice] = set()
+    fitting: dict[tuple[int, int, int, str, int, int], list[Choice]] = defaultdict(list)
+    estimates = sorted(quick)
+    looked_at = 0
+    while estimates:
+        estimate = heapq.heappop(estimates)
+        choice = estimate.choice
+        if len(plan.best) == best and (estimate.seconds > plan.best[-1].time.total or looked_at >= MOST_LOOKED_AT):
+            break
+        if any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting[choice.shape]):
+            continue
+        config, schedule = with_choice(base, choice), drawn(workbench, choice)
+        sketch = workbench.sketch(config, schedule)
+        needed = max(sketch.memory(rank, transport_of(hardware)).total for rank in {0, choice.pp // 2, choice.pp - 1})
+        if needed > room:
+            failed.add(choice)
+            too_large["at the highest point of a step"].append((needed, choice))
+            for each in spared.pop(choice.shape, ()):  # they shard or recompute more
+                seconds = _quick_s(workbench, hardware, each, reached, habits)
+                found = _Quick(seconds, each.zero, _quick_bytes(workbench, each), each)
+                quick.append(found)
+                heapq.heappush(estimates, found)
+            continue
+        looked_at += 1
+        fitting[choice.shape].append(choice)
+        plan.best.append(examine(workbench, hardware, config, choice, schedule, reached, habits))
+        plan.best.sort(key=lambda each: each.time.total)
+        del plan.best[best:]
+    plan.num_fitting -= len(failed)
+    plan.trade_off = [(each.seconds, each.bytes, each.choice) for each in quick if each.choice not in failed]
+    plan.rejected += _too_large(too_large, room)
+    if not plan.best and too_large:
+        plan.closest = min(chain.from_iterable(too_large.values()), key=lambda each: each[0])
+    return plan
+
+
+def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterator[Rejection]:
+    for why, large in found.items():
+        least, choice = min(large, key=lambda each: each[0])
+        closest = f" (the closest by {text_of_bytes(least - room)})" if least < UNKNOWN_BYTES else ""
+        rule = f"memory, {why}: more than the {text_of_bytes(room)} of a device that may be used{closest}"
+        yield Rejection(rule, str(choice), len(large))
+
+
+def _least_bytes(workbench: Workbench, choice: Choice) -> int:
+    """What a rank holds at rest if all pipeline ranks hold alike."""
+    config = with_choice(workbench.config, choice)
+    total = workbench.total_elements(choice.tp, choice.sequence)
+    share = type(total)(*(number // choice.pp for number in total))
+    return sum(held_at_rest(config, share)[:3])
+
+
+def _least_host_bytes(workbench: Workbench, alike: Sequence[Choice]) -> int:
+    """The same in the host's memory, of the choice that shards most."""
+    most = max(alike, key=lambda each: (each.zero, each.shard_factor))
+    total = workbench.total_elements(most.tp, most.sequence)
+    share = type(total)(*(number // most.pp for number in total))
+    return held_at_rest(with_choice(workbench.config, most), share)[3]
+
+
+def hollow(choice: Choice) -> Schedule:
+    """A schedule of which only the numbers are there."""
+    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
+    rows: tuple[tuple[()], ...] = ((),) * choice.pp
+    return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
+
+
+def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
+    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage."""
+    key = ("in flight", choice.schedule, choice.pp, _in_full_swing(choice), choice.interleave)
+    if key not in workbench.seen:
+        workbench.seen[key] = peak_activations(build(choice.schedule, choice.pp, key[3], choice.interleave))
+    peaks: tuple[int, ...] = workbench.seen[key]
+    return peaks
+
+
+def _in_full_swing(choice: Choice) -> int:
+    """So many micro-batches that the others add one more each, and no memory. Interleaved ones go in groups of pp, and
+    what is over makes groups larger: it stays."""
+    pp, chunks = choice.pp, choice.chunks
+    return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
+
+
+def _that_fit(
+    workbench: Workbench, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
+) -> Iterator[tuple[Choice, int | None]]:
+    """Of choices that differ in what is sharded and recomputed only: those that fit, with their bytes; without, where
+    one fits that shards and recomputes less, and so is never slower."""
+    least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
+    at_rest = _least_bytes(workbench, least)
+    if at_rest > room:
+        too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(alike)
+        return
+    needed = _quick_bytes(workbench, least)
+    if needed > room:
+        too_large["activations besides"] += [(needed, least)] * len(alike)
+        return
+    fitting: list[Choice] = []
+    for each in alike:
+        if any(other.zero <= each.zero and other.effort <= each.effort for other in fitting):
+            yield each, None
+            continue
+        needed = _quick_bytes(workbench, each)
+        if needed > room:
+            too_large["activations besides"].append((needed, each))
+            continue
+        fitting.append(each)
+        yield each, needed
+
+
+def _rough(workbench: Workbench, choice: Choice) -> Sketch:
+    return workbench.sketch(with_choice(workbench.config, choice), hollow(choice), roughly=True)
+
+
+def _quick_s(
+    workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
+) -> float:
+    sketch = _rough(workbench, choice)
+    return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
+
+
+def _quick_bytes(workbench: Workbench, choice: Choice) -> int:
+    sketch, most = _rough(workbench, choice), 0
+    by_rank, flying = stages_by_rank(sketch.schedule), in_flight(workbench, choice)
+    for rank in {0, choice.pp // 2, choice.pp - 1}:
+        stages = by_rank[rank]
+        held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
+        kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
+        besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
+        most = max(most, int(held + kept * flying[rank] + max(besides, 0)))
+    return most
+
+
+def drawn(workbench: Workbench, choice: Choice) -> Schedule:
+    """Its schedule, or one of fewer micro-batches that stands for it."""
+    chunks = _in_full_swing(choice)
+    key = ("schedule", choice.schedule, choice.pp, chunks, choice.interleave)
+    if key not in workbench.seen:
+        workbench.seen[key] = lower(build(choice.schedule, choice.pp, chunks, choice.interleave))
+    schedule: Schedule = workbench.seen[key]
+    return schedule
+
+
+def memories(sketch: Sketch, hardware: Hardware) -> tuple[RankMemory, ...]:
+    """Of each pipeline rank."""
+    return tuple(sketch.memory(rank, transport_of(hardware)) for rank in range(sketch.schedule.pp))
+
+
+def examine(
+    workbench: Workbench,
+    hardware: Hardware,
+    config: RunConfig,
+    choice: Choice,
+    schedule: Schedule | None = None,
+    reached: Reached | None = None,
+    habits: Habits | None = None,
+) -> Found:
+    """A configuration as it stands."""
+    hardware.check_dtype(config.train.dtype)
+    sketch = workbench.sketch(config, schedule)
+    time = step_time(sketch, hardware, reached, habits)
+    memory = memories(sketch, hardware)
+    flops = workbench.flops_per_step(config)
+    size = choice.tp * choice.pp * choice.dp
+    mfu = flops / time.total / (size * hardware.flops_per_s[config.train.dtype])
+    return Found(choice, config, sketch, time, memory, mfu)
+
+
+def tokens_per_second(found: Found, workbench: Workbench) -> float:
+    """Of all devices together."""
+    batch = batch_numbers(found.config)
+    return batch.global_batch * workbench.example(1).tokens_per_sample / found.time.total

@@ -1,0 +1,408 @@
+"""What a computation does, operation by operation, taken down as it runs on the meta device: work and live bytes.
+
+    op          FLOPs   bytes   storages read and written        -> Work: kinds of operations, to be timed on a device
+    storages    born when an operation makes them, gone when nobody holds them any more -> live and highest bytes
+
+Operations that are not products are counted one by one (``fused = False``, torch as it is) or, where a compiler or
+hand-written kernels run them together, as one that reads what comes from outside and writes what goes out again.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from framework.mesh.comm import PaperGroup
+from framework.meter import op_bytes, stored_bytes
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.embedding_dense_backward, aten.index_put_}
+
+
+class Practice(NamedTuple):
+    """How operations are run, where that is not the model's own matter."""
+
+    fused: bool = False
+    """Neighbouring operations that are no products run as one: by a compiler, or kernels written for it."""
+    fused_attention: bool = True
+    """Attention never writes its scores."""
+    takes_everything: bool = True
+    """That kernel takes dropout, and masks that need a gradient."""
+    drops_probabilities: bool = False
+    """Where attention writes its scores, it also drops some of its probabilities: one more pass, and a mask."""
+    context: int = 1
+    """Ranks over which a sequence is split (context parallelism): what is given is one rank's part, and it attends to
+    as many times its keys."""
+    any_order: bool = False
+    """No copies that only change the order of elements: kernels read them as they lie."""
+    saves_inputs: bool = False
+    """Kernels written for a norm, a gated activation and the loss keep what they are given, and nothing in between."""
+    accumulates: bool = False
+    """A product adds to the gradient itself: a block needs no room for the gradient of a weight besides."""
+    recomputes_whole: bool = False
+    """What runs again in backward runs to its end, also where nobody needs that any more."""
+
+
+class Kind(StrEnum):
+    """What bounds an operation."""
+
+    PRODUCT = "product"
+    """A matrix product."""
+    ATTENTION = "attention"
+    """The fused kernel."""
+    MEMORY = "memory"
+    """All else: its bytes."""
+
+
+class Work(NamedTuple):
+    """Operations that are alike."""
+
+    kind: Kind
+    flops: float
+    """Computed by one of them (half of all, in causal attention)."""
+    bytes: float
+    """Read and written by one of them."""
+    shape: tuple[int, int, int, int] = (1, 0, 0, 0)
+    """(batch, m, n, k) of a product; of attention the first two are samples times heads, and queries."""
+    times: int = 1
+
+
+@dataclass
+class Op:
+    """One operation as it ran."""
+
+    kind: Kind
+    flops: float
+    bytes: float
+    shape: tuple[int, int, int, int] = (1, 0, 0, 0)
+    reads: dict[int, float] = field(default_factory=dict)
+    """Storage -> bytes."""
+    writes: dict[int, float] = field(default_factory=dict)
+    fusable: bool = False
+    times: int = 1
+    """It stands for so many."""
+    copies: bool = False
+    """All that it does is to lay its input out anew."""
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within: operations are taken down. Only storages that are made within count as live."""
+
+    def __init__(self, group: PaperGroup) -> None:
+        """``group``: says when one pass of a loop stands for all."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.group = group
+        self.ops: list[Op] = []
+        self.attended: list[tuple[int, int]] = []
+        self.no_room: tuple[set[tuple[int, ...]], set[int]] = set(), set()
+        """Products of these shapes over so many elements are written to where there is room already."""
+        self.live = 0
+        self.peak = 0
+        self.watched = 0
+        self.peak_unwatched = 0
+        """The highest point, without storages that are watched."""
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._watched_numbers: set[int] = set()
+        self._number = 0
+
+    def restart_peak(self) -> None:
+        """The highest point from here on."""
+        self.peak = self.live
+        self.peak_unwatched = self.live - self.watched
+
+    def watch(self, tensor: Tensor) -> None:
+        """Leave its storage out of ``peak_unwatched``: somebody else has it, too."""
+        key = tensor.untyped_storage()._cdata
+        self._watched_numbers.add(self._known[key][0])
+        self.watched += tensor.untyped_storage().nbytes()
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Of its storage: the same for views, another one for whatever takes the same address later."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known[1]() is not None:
+            return known[0]
+        return self._enter(storage, key, 0)
+
+    def _enter(self, storage: Any, key: int, size: int) -> int:
+        self._number += 1
+        tape, number = weakref.ref(self), self._number
+
+        def gone(_: object) -> None:
+            alive = tape()
+            if alive is not None:
+                alive.live -= size
+                if number in alive._watched_numbers:
+                    alive.watched -= size
+
+        self._known[key] = (number, weakref.ref(storage, gone))
+        self.live += size
+        return self._number
+
+    def alive(self) -> set[int]:
+        """The numbers of the storages that somebody holds."""
+        return {number for number, storage in self._known.values() if storage() is not None}
+
+    def add(
+        self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
+    ) -> None:
+        """The fused attention kernel (see :class:`framework.meter.Attention`)."""
+        self.ops.append(Op(Kind.ATTENTION, flops * done_share, num_bytes, shape))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        reads = {self.number_of(tensor): stored_bytes(tensor) for tensor in given}
+        result = func(*args, **kwargs)
+        writes: dict[int, float] = {}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                known = self._known.get(storage._cdata)
+                if known is None or known[1]() is None:
+                    inner = given[0].shape[-1] if given and given[0].dim() == 2 else 0
+                    is_added = func._overloadpacket is aten.mm and inner in self.no_room[1]
+                    is_added = is_added and tuple(tensor.shape) in self.no_room[0]
+                    size = 0 if is_added else storage.nbytes()
+                    writes[self._enter(storage, storage._cdata, size)] = stored_bytes(tensor)
+                elif func._schema.is_mutable:
+                    writes[known[0]] = stored_bytes(tensor)
+        self.peak = max(self.peak, self.live)
+        self.peak_unwatched = max(self.peak_unwatched, self.live - self.watched)
+        num_bytes = op_bytes(func, args, kwargs, result)
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+        if flops or num_bytes:
+            product = flops > 0
+            self.ops.append(
+                Op(
+                    Kind.PRODUCT if product else Kind.MEMORY,
+                    flops,
+                    num_bytes,
+                    _shape(packet, args, flops) if product else (1, 0, 0, 0),
+                    reads,
+                    writes,
+                    not product and packet not in GATHERS,
+                    copies=packet is aten.clone,
+                    times=self.group.times,
+                )
+            )
+        return result
+
+    def work(self, start: int, stop: int, practice: Practice) -> tuple[Work, ...]:
+        """Of the operations ``start`` to ``stop``, those that are alike together."""
+        ops: Iterable[Op] = _fuse(self.ops, start, stop) if practice.fused else self.ops[start:stop]
+        if practice.any_order:
+            ops = [op for op in ops if not op.copies]
+        counted: Counter[tuple[Kind, float, float, tuple[int, int, int, int]]] = Counter()
+        for op in ops:
+            counted[op.kind, op.flops, op.bytes, op.shape] += op.times
+        return tuple(Work(*what, times=times) for what, times in counted.items())
+
+
+def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a product; of one that has no such form, a square one of as many FLOPs."""
+    if packet in PRODUCTS:
+        a, b = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+        batch = a.shape[0] if a.dim() == 3 else 1
+        return batch, a.shape[-2], b.shape[-1], a.shape[-1]
+    side = max(1, round((flops / 2) ** (1 / 3)))
+    return 1, side, side, side
+
+
+def _fuse(ops: list[Op], start: int, stop: int) -> Iterator[Op]:
+    """Neighbouring operations that hand each other what they have made, as one: what is made and used up within it
+    costs nothing."""
+    used_later: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        for number in op.reads:
+            used_later[number] = position
+    group: list[Op] = []
+    for position in range(start, stop):
+        op = ops[position]
+        made = {number for member in group for number in member.writes}
+        if op.fusable and group and made & op.reads.keys() and op.times == group[0].times:
+            group.append(op)
+            continue
+        if group:
+            yield _as_one(group, position, used_later)
+            group = []
+        if op.fusable:
+            group = [op]
+        else:
+            yield op
+    if group:
+        yield _as_one(group, stop, used_later)
+
+
+def _as_one(group: list[Op], end: int, used_later: dict[int, int]) -> Op:
+    if len(group) == 1:
+        return group[0]
+    made: dict[int, float] = {}
+    read: dict[int, float] = {}
+    for op in group:
+        for number, size in op.reads.items():
+            if number not in made:
+                read[number] = max(read.get(number, 0.0), size)
+        for number, size in op.writes.items():
+            made[number] = max(made.get(number, 0.0), size)
+    out = sum(size for number, size in made.items() if used_later.get(number, -1) >= end)
+    last = max(group[-1].writes.values(), default=0.0)
+    return Op(Kind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)
+
+
+class AttentionKernel(TorchFunctionMode):
+    """Within: ``F.scaled_dot_product_attention`` is one operation on the tape, as on a real device.
+
+    Unless attention is fused, it is taken apart into two products and a softmax of all scores.
+    """
+
+    def __init__(self, tape: Tape, practice: Practice) -> None:
+        super().__init__()
+        self.tape, self.practice = tape, practice
+        self._called: Any = None
+        self._made_again: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if not self.practice.saves_inputs:
+            return func(*args, **(kwargs or {}))
+        if func is F.rms_norm:
+            return _Norm.apply(*args)  # type: ignore[no-untyped-call]
+        self._called = func
+        result = func(*args, **(kwargs or {}))
+        if func is F.silu:
+            self._made_again.add(self.tape.number_of(result))
+        return result
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept of a tensor for backward: of an activation that is multiplied with its gate, only its form."""
+        is_factor = self._called is Tensor.mul and not tensor.is_leaf
+        if is_factor and self.tape.number_of(tensor) in self._made_again:
+            return tensor.shape, tensor.dtype
+        return tensor
+
+    @staticmethod
+    def unpack(kept: Any) -> Tensor:
+        """The other way."""
+        return kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1], device="meta")
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
+        fused = self.practice.fused_attention
+        if fused and (self.practice.takes_everything or not needs_more):
+            self.tape.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
+            return _Kernel.apply(self.tape, is_causal, self.practice, query, key, value, attn_mask)  # type: ignore[no-untyped-call,no-any-return]
+        if fused:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+        probabilities = scores.softmax(-1)
+        if self.practice.drops_probabilities:
+            probabilities = torch.native_dropout(probabilities, 0.1, True)[0]
+        mixed: Tensor = probabilities @ value
+        return mixed
+
+
+class _Kernel(torch.autograd.Function):
+    """Attention that nobody computes: two products in forward, five in backward, which makes the scores again.
+
+    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as torch's own formulas have it. What it
+        output = torch.empty_like(query)
+        if practice.any_order or practice.saves_inputs:  # as whoever comes next reads it
+            *batch, heads, length, _ = query.shape
+            output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        elif value.shape[-1] != query.shape[-1]:
+            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        context = practice.context
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, is_causal: bool, practice: Practice, *tensors: Tensor | None) -> Tensor:
+        query, key, value, _ = tensors
+        assert query is not None and key is not None and value is not None
+        given = [t for t in tensors if t is not None]
+        output = torch.empty_like(query)
+        if practice.any_order or practice.saves_inputs:  # as whoever comes next reads it
+            *batch, heads, length, _ = query.shape
+            output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        elif value.shape[-1] != query.shape[-1]:
+            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        context = practice.context
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        flops = 2.0 * query.shape[:-1].numel() * context * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
+        done_share = 0.5 if is_causal else 1.0
+        shape = (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2] * context, query.shape[-1])
+        tape.add(flops, num_bytes, done_share, shape)
+        ctx.save_for_backward(*tensors, output, row_sums)
+        ctx.count = lambda: tape.add(2.5 * flops, 2 * num_bytes, done_share, shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.count()
+        given = ctx.saved_tensors[:-2]
+        found = (
+            torch.empty_like(t) if wanted else None for t, wanted in zip(given, ctx.needs_input_grad[3:], strict=True)
+        )
+        return (None, None, None, *found)
+
+
+class _Norm(torch.autograd.Function):
+    """A norm as one kernel: it keeps what it is given, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return gradient + x, None, None if weight is None else torch.empty_like(weight), None
+
+
+class LossKernel(torch.autograd.Function):
+    """Cross-entropy as one kernel, which writes the gradient over the logits that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        largest = logits.amax(-1)
+        gradient = logits.detach().mul_(1)
+        ctx.gradient = gradient
+        return largest.float()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        gradient: Tensor = ctx.gradient
+        del ctx.gradient
+        return gradient

@@ -1,0 +1,53 @@
+"""megatron-core's regions without anyone to talk to: the same shapes, copies and memory, on the meta device.
+
+What the planner sees of a tensor-parallel layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.tensor_parallel.core import Mappings
+
+
+class _Pass(torch.autograd.Function):
+    """The identity both ways: sums are made in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Resize(torch.autograd.Function):
+    """(S, ...) -> (S times or over the group's size, ...), and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: int) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty((length, *x.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(ctx.shape), None
+
+
+def mappings(size: int) -> Mappings:
+    """For a group of ``size`` ranks."""
+
+    def passes(x: Tensor, group: Any) -> Tensor:
+        return _Pass.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+
+    def lengthens(x: Tensor, group: Any) -> Tensor:
+        return _Resize.apply(x, x.shape[0] * size)  # type: ignore[no-untyped-call,no-any-return]
+
+    def shortens(x: Tensor, group: Any) -> Tensor:
+        return _Resize.apply(x, x.shape[0] // size)  # type: ignore[no-untyped-call,no-any-return]
+
+    return Mappings(passes, passes, lengthens, shortens, shortens)
