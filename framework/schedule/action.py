@@ -141,8 +141,8 @@ class Schedule:
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
-        return self._ranks[stage]
+        """The pipeline rank that holds a stage, or would: a damaged row may name one that is not there."""
+        return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
