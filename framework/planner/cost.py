@@ -24,9 +24,9 @@ from framework.planner.hardware import Hardware, time_on
 from framework.planner.profile import LayerProfile, Said
 from framework.planner.sketch import Sketch
 from framework.planner.tape import Kind, Work
-from framework.schedule.action import COMPUTE, Placement, Schedule
+from framework.schedule.action import COMPUTE, Action, Placement, Schedule
 from framework.schedule.action import Kind as Does
-from framework.schedule.simulate import Costs, Timeline, bubble_share, simulate
+from framework.schedule.simulate import Costs, Timeline, bubble_share, pace, simulate
 from framework.summary import Elements
 
 
@@ -320,7 +320,8 @@ def step_time(
     crowd = max(1.0, dp * parallel.tp / hardware.processors) if on_cores else 1.0
     stages = [StageTime(*(seconds * crowd for seconds in stage)) for stage in stages] if crowd > 1 else stages
     costs = _costs(stages, habits)
-    timeline = simulate(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
+    run = simulate if sketch.schedule.rows[0][-1:] == (Action(Does.STEP),) else pace
+    timeline = run(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
     pipeline = _pipeline_s(timeline, habits) if simulated else formula_s(sketch, costs, habits)
     more = batch_numbers(config).chunks - sketch.schedule.chunks
     if more and simulated:
