@@ -125,11 +125,12 @@ def read_hardware(name: str) -> Hardware:
         text = (resources.files("framework.planner") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
         return _parse(text, name)
     path = Path(name)
-    if path.suffix != ".toml" and not path.exists():
-        close = difflib.get_close_matches(name.lower(), known(), 1)
+    if not path.is_file():
+        close = difflib.get_close_matches(path.stem.lower(), known(), 1)
         hint = f"did you mean {close[0]}? " if close else ""
+        there = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
         raise ConfigError(
-            f"--cluster {name}: no hardware of that name; {hint}known are {', '.join(known())}; or name a TOML file, "
+            f"--cluster {name or repr(name)}: {there}; {hint}known are {', '.join(known())}; or name a TOML file, "
             f"such as `meshwright calibrate --out FILE.toml` writes"
         )
     try:

@@ -123,6 +123,7 @@ def search(
     quick: list[_Quick] = []
     room = usable_bytes(hardware)
     too_large: dict[str, list[tuple[int, Choice]]] = defaultdict(list)
+    tried: set[tuple[int, int, int, int]] = set()
     fits: set[tuple[int, int, int, int]] = set()
     spared: dict[Shape, list[Choice]] = defaultdict(list)
     """Not looked at: one that shards or recomputes less, and so is never slower, fits by formula."""
@@ -141,7 +142,8 @@ def search(
             plan.rejected.append(Rejection(f"memory, the optimizer on the host: {needs}", str(first), len(alike)))
             continue
         smaller = (first.pp, first.dp, first.tp, first.micro_batch_size // 2)
-        if first.micro_batch_size > 1 and smaller not in fits:
+        tried.add((first.pp, first.dp, first.tp, first.micro_batch_size))
+        if smaller in tried and smaller not in fits:
             too_large["with half the samples in a micro-batch already"] += [(UNKNOWN_BYTES, each) for each in alike]
             continue
         for each, needed in _that_fit(workbench, alike, room, too_large):

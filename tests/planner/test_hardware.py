@@ -83,8 +83,9 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, sai
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "cannot be read" in refused(str(tmp_path / "none.toml"))
-    assert "cannot be read" in refused(str(tmp_path))
+    assert "no such file; known are" in refused(str(tmp_path / "none.toml"))
+    assert "no such file; did you mean h200?" in refused("H200.toml")
+    assert "this is a folder" in refused(str(tmp_path))
     (tmp_path / "latin.toml").write_bytes(b"name = '\xff'")
     assert "not UTF-8" in refused(str(tmp_path / "latin.toml"))
 

@@ -109,6 +109,13 @@ def test_a_prime_batch_leaves_one_replica() -> None:
     assert {(each.choice.dp, each.choice.micro_batch_size) for each in plan.best} == {(1, 1)}
 
 
+def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
+    _, plan = found(samples=4096, devices=1)
+    assert plan.best
+    assert {each.choice.micro_batch_size for each in plan.best} <= {4, 8, 16, 32, 64}
+    assert any("micro-batches in a step (most looked at" in each.rule for each in plan.rejected)
+
+
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
     bench = workbench("models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
