@@ -10,11 +10,11 @@ import torch
 
 from framework.config import RunConfig, load
 from framework.errors import CheckpointError
-from framework.sample import load_plain
 from framework.train import run_directory
 from framework.verify import Layout, default_layouts, parse_layout, traits_of, verify
 from launch.pool import RankError, RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
+from tests.plain import load_plain
 
 VISION = Path(__file__).parents[2] / "examples" / "vision"
 
