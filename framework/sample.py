@@ -64,8 +64,8 @@ class Written(NamedTuple):
     prompt: str
     text: str
     """The prompt included."""
-    num_tokens: int
-    """That were written; the end of the document, where it came, left out."""
+    ids: tuple[int, ...]
+    """The tokens that were written; the end of the document, where it came, left out."""
     ended: bool
     """The model has ended the document by itself."""
 
@@ -155,7 +155,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
             if all(ended):
                 break
     return [
-        Written(prompt, str(tokenizer.decode(row)), len(row) - first, is_over)
+        Written(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
         for prompt, row, first, is_over in zip(ask.prompts, rows, begun, ended, strict=True)
     ]
 

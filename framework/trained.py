@@ -37,6 +37,10 @@ KEPT = frozenset({("train", "device"), ("train", "dtype"), ("batch", "micro_batc
 """Other keys that a use may have otherwise than the training."""
 
 
+ONLY_TRAINING = ("optimizer", "checkpoint", "watch", "tracking")
+"""Sections that say nothing of a model that is done with training: left out, they hold with any other key."""
+
+
 class Place(NamedTuple):
     """Where a trained model is."""
 
@@ -100,6 +104,8 @@ def config_for(
             f"may be changed"
         )
     tree = parse(json.dumps(place.saved), place.source).model_dump(mode="json")
+    for section in ONLY_TRAINING:
+        del tree[section]
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["train"]["compile"] = False
     tree["parallel"] |= {"offload": False, "offload_directory": None}
