@@ -15,6 +15,9 @@ from framework.tracking.console import duration
 from framework.tracking.plot import SMOOTHED_FROM, running_mean
 from framework.tracking.record import GIB, StepRecord
 
+MOST_BAD = 200
+"""Marks of steps that were not finite."""
+
 
 class Quantity(NamedTuple):
     """A number of each step, as it is drawn."""
@@ -54,7 +57,7 @@ def of_run(run: RunSeen) -> list[Markup]:
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
     charts = [chart(LOSS.title, loss_curves(run), unit=LOSS.unit, marks=marks, levels=levels)]
     for each in QUANTITIES:
-        curves = [Curve("taken again", points(lost, each), 0, "pale dashed") for lost in lost_of(run)]
+        curves = [Curve("taken again", points(lost, each), 0, "lost") for lost in lost_of(run)]
         curves.append(Curve(each.title.lower(), points(run.records, each), 0))
         drawn = chart(
             each.title,
@@ -63,6 +66,7 @@ def of_run(run: RunSeen) -> list[Markup]:
             from_zero=each.from_zero,
             may_be_log=each.may_be_log,
             marks=marks,
+            legend=False,
         )
         charts.append(drawn)
     return [drawn for drawn in charts if drawn]
@@ -71,7 +75,7 @@ def of_run(run: RunSeen) -> list[Markup]:
 def loss_curves(run: RunSeen) -> list[Curve]:
     """Training, smoothed where there are many steps; validation; what was lost and taken again."""
     training = points(run.records, LOSS)
-    curves = [Curve("taken again", points(lost, LOSS), 0, "pale dashed") for lost in lost_of(run)]
+    curves = [Curve("taken again", points(lost, LOSS), 0, "lost") for lost in lost_of(run)]
     if len(training) >= SMOOTHED_FROM:
         reach = len(training) // 60
         smooth = running_mean([y for _, y in training], reach)
@@ -99,12 +103,9 @@ def points(
 
 def marks_of(run: RunSeen) -> list[Mark]:
     """Restarts, and steps that were not taken."""
-    marks = [
-        Mark(attempt.from_step, f"start {attempt.number + 1}, from step {attempt.from_step}: {attempt.layout}")
-        for attempt in run.attempts[1:]
-    ]
-    bad = [record for record in run.records if record.skipped or not math.isfinite(record.loss)]
-    return marks + [Mark(record.step, f"step {record.step} was not finite", bad=True) for record in bad]
+    marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
+    bad = [record.step for record in run.records if record.skipped or not math.isfinite(record.loss)]
+    return marks + [Mark(step, "not finite", bad=True) for step in bad[:MOST_BAD]]
 
 
 def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
@@ -181,7 +182,7 @@ def final(run: RunSeen) -> Final:
         f"{sum(last) / len(last):.4f}",
         f"{validated[-1][0]:.4f} at step {validated[-1][1]:,}" if validated else "–",
         f"{best[0]:.4f} at step {best[1]:,}" if best else "–",
-        f"{median(record.tokens_per_s for record in records):,.4g}",
+        _rate(median(record.tokens_per_s for record in records)),
         f"{median(record.step_s for record in records):.3g}",
         f"{max(record.memory_bytes for record in records) / GIB:.3g} GiB",
         f"{median(bubbles):.1%}" if bubbles else "–",
@@ -189,6 +190,10 @@ def final(run: RunSeen) -> Final:
         str(len(run.attempts)),
         layout,
     )
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
 def layout_of(run: RunSeen) -> str:

@@ -240,7 +240,7 @@ def _trace(directory: Path, remarks: list[str]) -> Measured | None:
 
 def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     if not (directory / STATUS).is_file():
-        return "no status.json: it was not heard of", False
+        return "no status.json: nothing was heard of it", False
     try:
         found = standing(read_status(directory))
     except DataError as error:
