@@ -132,12 +132,12 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     """Every rank calls it, and gets all texts."""
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
-    end = _end_of_document(config, tokenizer)
+    ends = _ends_of_document(config, tokenizer)
     blueprint = draw_blueprint(config, mesh.tp)
     windows = _windows(blueprint, len(ask.prompts))
     logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
     forward, _ = open_trained(config, mesh, place, logits, blueprint)
-    rows = [tokenizer.encode(prompt).ids or [end or 0] for prompt in ask.prompts]
+    rows = [tokenizer.encode(prompt).ids or [min(ends, default=0)] for prompt in ask.prompts]
     begun = [len(row) for row in rows]
     ended = [False] * len(rows)
     draws = _draws(ask, config.run.seed)
@@ -149,7 +149,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
                 chosen.copy_(choose(logits.found, ask, draws))
             mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
             for index, token in enumerate(chosen.tolist()):
-                ended[index] = ended[index] or token == end
+                ended[index] = ended[index] or token in ends
                 if not ended[index]:
                     rows[index].append(token)
             if all(ended):
@@ -250,10 +250,12 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     }
 
 
-def _end_of_document(config: RunConfig, tokenizer: Tokenizer) -> int | None:
-    """What the corpus was closed with, else what the tokenizer calls so."""
-    known = fingerprint.read(Path(config.data.train).parent) if config.data.train else None
-    return known.end_of_document_id if known is not None else end_of_document_id(tokenizer)
+def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
+    """What the tokenizer calls so, and what the corpus that lies beside it was closed with."""
+    assert config.data.tokenizer is not None
+    known = fingerprint.read(Path(config.data.tokenizer).parent)
+    found = {end_of_document_id(tokenizer), known.end_of_document_id if known is not None else None}
+    return {number for number in found if number is not None}
 
 
 def _draws(ask: Ask, seed: int) -> list[torch.Generator]:

@@ -296,7 +296,7 @@ def build_parser() -> argparse.ArgumentParser:
             "place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*"
         )
         parser_.add_argument(
-            "--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)"
+            "--step", type=_whole, metavar="N", help="the checkpoint of this step (default: the newest)"
         )
         parser_.usage = f"{parser_.prog} RUN [options] [--section.key=value ...]"
 

@@ -135,11 +135,11 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
     ask = Ask(("the mesh waits. ", "a rank"), 12, seed=3)
-    monkeypatch.setattr(framework.sample, "_end_of_document", lambda *_: None)
+    monkeypatch.setattr(framework.sample, "_ends_of_document", lambda *_: set())
     free = write(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
-    monkeypatch.setattr(framework.sample, "_end_of_document", lambda *_: end)
+    monkeypatch.setattr(framework.sample, "_ends_of_document", lambda *_: {end})
     first, second = write(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]
