@@ -8,8 +8,11 @@ batches of its validation set: these are told apart, and are the same number as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +31,16 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
 from framework.process import GiveUp, end_process
 from framework.runs import write_out
+from framework.stderr import tell
 from framework.step import TotalLoss, total_loss
+from framework.tracking.console import duration
 from framework.tracking.jsonl import read_records
 from framework.tracking.record import perplexity
 from framework.trained import Place, open_trained
 from framework.watch.hang import LATER_S
 
+SAY_EVERY_S = 10.0
+"""Between two words of how far an evaluation has come."""
 WINDOWS_AT_ONCE = 256
 """Of whose labels the bytes are counted together."""
 
@@ -66,7 +73,8 @@ class Evaluated:
     unigram_entropy: float | None
     """Nats per token of the same text: the loss of who knows token frequencies alone."""
     while_training: dict[str, float | int | None] | None
-    """The loss of the first batches, those that the training looks at, and what it has written down of this step."""
+    """The loss of the first batches, those that the training looks at, and what it has written down of this step; None
+    where these are not looked at."""
 
     def lines(self) -> str:
         """For people."""
@@ -141,9 +149,10 @@ class Evaluation:
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began
         batches = batches_of(source, config, self.steps)
-        logged = min(batches, validation_steps(source.num_samples, batch_numbers(config).global_batch, seen(config)))
-        first = total_loss(forward, source, range(logged))
-        rest = total_loss(forward, source, range(logged, batches))
+        logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
+        told = told_of(batches, mesh.rank == 0)
+        first = total_loss(forward, source, itertools.islice(told, min(logged, batches)))
+        rest = total_loss(forward, source, told)
         found = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
         text = count_text(source, config, batches) if mesh.rank == 0 else None
         assert text is None or text.tokens == found.num_tokens, (text, found)
@@ -167,14 +176,20 @@ class Evaluation:
                 "batches": logged,
                 "logged": logged_loss(self.place.run, step),
             }
-            if self.is_own_data
+            if self.is_own_data and logged <= batches
             else None,
         )
 
 
-def seen(config: RunConfig) -> int:
-    """Global batches of one validation while a run trains."""
-    return config.train.validate_steps
+def told_of(batches: int, speaks: bool) -> Iterator[int]:
+    """0, 1, ... batches - 1; now and then it is said on stderr how far they have come."""
+    begun_s = said_s = time.monotonic()
+    for batch in range(batches):
+        yield batch
+        now_s = time.monotonic()
+        if speaks and now_s - said_s > SAY_EVERY_S and batch + 1 < batches:
+            said_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
+            tell(f"{batch + 1:,} of {batches:,} global batches, {duration(left_s)} left")
 
 
 def batches_of(source: AnyFeed, config: RunConfig, at_most: int | None) -> int:

@@ -94,8 +94,7 @@ def chart(
             drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(points, place, dots=True)))
     told = [
         Markup('<span class="{} c{}">{}</span>').format(curve.look, curve.colour % NUM_COLOURS, curve.name)
-        for curve in curves
-        if curve.name and curve.points
+        for curve in {curve.name: curve for curve in curves if curve.name and curve.points}.values()
     ]
     for look, names in (("mark", {m.name for m in marks if not m.bad}), ("mark bad", {m.name for m in marks if m.bad})):
         if names:

@@ -57,8 +57,7 @@ def of_run(run: RunSeen) -> list[Markup]:
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
     charts = [chart(LOSS.title, loss_curves(run), unit=LOSS.unit, marks=marks, levels=levels)]
     for each in QUANTITIES:
-        curves = [Curve("taken again", points(lost, each), 0, "lost") for lost in lost_of(run)]
-        curves.append(Curve(each.title.lower(), points(run.records, each), 0))
+        curves = [Curve(each.title.lower(), points(run.records, each), 0), *lost_curves(run, each)]
         drawn = chart(
             each.title,
             curves,
@@ -75,7 +74,7 @@ def of_run(run: RunSeen) -> list[Markup]:
 def loss_curves(run: RunSeen) -> list[Curve]:
     """Training, smoothed where there are many steps; validation; what was lost and taken again."""
     training = points(run.records, LOSS)
-    curves = [Curve("taken again", points(lost, LOSS), 0, "lost") for lost in lost_of(run)]
+    curves = []
     if len(training) >= SMOOTHED_FROM:
         reach = len(training) // 60
         smooth = running_mean([y for _, y in training], reach)
@@ -85,12 +84,13 @@ def loss_curves(run: RunSeen) -> list[Curve]:
     else:
         curves.append(Curve("training", training, 0))
     curves.append(Curve("validation", points(run.records, VALIDATION), 1, "dots"))
-    return curves
+    return [*curves, *lost_curves(run, LOSS)]
 
 
-def lost_of(run: RunSeen) -> list[Sequence[StepRecord]]:
+def lost_curves(run: RunSeen, quantity: Quantity) -> list[Curve]:
     """Of each start the steps that a later one took again."""
-    return [attempt.again for attempt in run.attempts if attempt.again]
+    lost = [attempt.again for attempt in run.attempts if attempt.again]
+    return [Curve("taken again", points(each, quantity), 0, "lost") for each in lost]
 
 
 def points(

@@ -172,6 +172,7 @@ def test_another_corpus(trained: RunConfig, corpus: Path, tmp_path: Path, capfd:
     assert main([*words, f"--data={corpus}", "--train.dtype=bfloat16"]) == 0
     other = json.loads(out.read_text())
     assert other["data"] == str(corpus / "validation") and other["loss"] == pytest.approx(found["loss"], rel=0.1)
+    assert main([*words, "--batches=1"]) == 0 and json.loads(out.read_text())["while_training"] is None
     assert "in bfloat16" in capfd.readouterr().out
 
 
