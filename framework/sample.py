@@ -86,11 +86,7 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
         raise ConfigError("parallel.dp has no use here: all prompts go through one replica; leave it out")
     load(Path(config.data.tokenizer))
     batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
-    order = {"schedule": "gpipe", "interleave": None, "schedule_file": None}
-    if isinstance(config.pipeline.balance, list) and len(config.pipeline.balance) != config.parallel.pp:
-        order["balance"] = "time"
-    pipeline = config.pipeline.model_copy(update=order)
-    config = resolve(config.model_copy(update={"batch": batch, "pipeline": pipeline}), world_size)
+    config = resolve(config.model_copy(update={"batch": batch}), world_size)
     draw_blueprint(config)
     return config
 

@@ -90,12 +90,13 @@ def config_for(
     may_change: Collection[tuple[str, str]] = KEPT,
 ) -> RunConfig:
     """The configuration that the model was trained with, ``defaults`` and then ``overrides`` on top; nothing of it is
-    resolved. ``what``: what it is for, in an error.
+    resolved. What only training needs is at its default, and the micro-batches go through the stages in their order.
+    ``what``: what it is for, in an error.
 
     Raises:
         ConfigError: an override of what is not the layout's, or one that does not hold with the others.
     """
-    given = {given.path[:2] for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
     refused = sorted(".".join(path) for path in given if path[0] not in LAYOUT and path not in may_change)
     if refused:
         others = ", ".join(sorted(".".join(path) for path in may_change))
@@ -108,8 +109,11 @@ def config_for(
         del tree[section]
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["train"]["compile"] = False
-    tree["parallel"] |= {"offload": False, "offload_directory": None}
-    tree["pipeline"] |= {"recompute": "none"}
+    tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
+    if given.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in given:
+        tree["parallel"]["sequence"] = False
+    balance = tree["pipeline"]["balance"]
+    tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
     tree["launch"] |= {"processes": "auto", "max_restarts": 0}
     return change(tree, [*defaults, *overrides], place.source)
 
