@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from framework.trained import config_for, locate
 from launch.cli import main
 from launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
+from tests.end_to_end.shell import Shell
 from tests.plain import load_plain
 
 LAYOUTS = ["", "dp2", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
@@ -204,3 +206,43 @@ def test_what_cannot_be_used_is_one_message(
         assert main(words) == 2
         shown = capfd.readouterr()
         assert said in shown.err and "Traceback" not in shown.err and shown.out == "", (words, shown)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    trained: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when a run goes on; and a checkpoint that was copied out of its run is enough."""
+    run = tmp_path / "copied"
+    shutil.copytree(run_directory(trained), run)
+    newest = run / "checkpoints" / "step-00000010"
+    file = next(newest.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    words = [*keys(""), "--batches=1"]
+    assert main(["eval", str(run), *words]) == 0
+    shown = capfd.readouterr()
+    assert "step-00000005, step 5, on dp1 x pp1 x tp1" in shown.out and f"{file}: its sha256" in shown.err
+    assert main(["eval", str(newest), *words]) == 2
+    assert f"{file}: its sha256" in capfd.readouterr().err
+    alone = tmp_path / "alone"
+    shutil.copytree(run / "checkpoints" / "step-00000005", alone)
+    assert main(["eval", str(alone), *words]) == 0
+    assert "alone, step 5" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Path, shell: Shell) -> None:
+    """By the command itself, and by torchrun: pp 2, as the run has it."""
+    run, out = str(run_directory(trained)), tmp_path / "found.json"
+    logs = sorted(run_directory(trained).rglob("*"))
+    done = shell.run("-m", "launch", "eval", run, "--parallel.dp=1", f"--out={out}")
+    assert (done.returncode, done.stderr) == (0, "") and "on dp1 x pp2 x tp1" in done.stdout
+    logged = [line["validation/loss"] for line in lines(trained) if "validation/loss" in line][-1]
+    assert json.loads(out.read_text())["while_training"]["loss"] == pytest.approx(logged, rel=1e-6)
+    words = ("sample", run, "--prompt=the mesh", "--temperature=0", "--tokens=12")
+    alone = shell.run("-m", "launch", *words)
+    together = shell.run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch", *words)
+    assert (alone.returncode, together.returncode) == (0, 0)
+    assert alone.stdout == together.stdout and len(alone.stdout) > len("the mesh\n")
+    assert sorted(run_directory(trained).rglob("*")) == logs, "nothing is written into the run"
