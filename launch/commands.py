@@ -269,3 +269,26 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
     print(describe(options.directory))
     return 0
+
+
+def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import import_config
+
+    source = getattr(options, "from")
+    import_config(options.file, source, overrides, options.ranks, options.out, replace=options.replace)
+    return 0
+
+
+def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import show
+
+    print(show(options.config, overrides, options.ranks, everything=options.all))
+    return 0
+
+
+def completion(options: argparse.Namespace, _: list[str]) -> int:
+    from launch.arguments import build_parser
+    from launch.completion import script
+
+    print(script(build_parser(), options.shell), end="")
+    return 0

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "versions": set(),
     "process": {"errors", "stderr"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
+    "foreign": GROUND | {"config"},
     "mesh": GROUND,
     "schedule": GROUND,
     "host_memory": GROUND | {"mesh"},
@@ -76,7 +77,7 @@ ON_TOP = {"train", "verify", "sample", "reshard", "doctor", "planner", "dryrun"}
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config", "framework.scheduling")
+PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"
