@@ -14,6 +14,7 @@ from framework.foreign import megatron, nanotron, torchtitan
 from framework.foreign.draft import Draft, Item, Left
 from framework.foreign.read import read_text, read_toml, read_yaml
 from framework.foreign.shell import read_script
+from framework.foreign.torchtitan_keys import MOVED
 
 SUFFIXES = {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
 TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
@@ -85,7 +86,7 @@ def _read(path: Path, framework: str) -> dict[str, Item]:
         sections = {split(key)[0] for key in items}
         if sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
             raise ConfigError(f"{path}: this is a configuration of meshwright already: nothing to import")
-        return {torchtitan.MOVED.get(key, key): item for key, item in items.items()}
+        return {MOVED.get(key, key): item for key, item in items.items()}
     if framework == "nanotron":
         items = read_yaml(path, text)
         return {nanotron.canonical(key): item for key, item in items.items()}

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from framework.errors import ConfigError
 from framework.foreign.draft import Item
+from framework.foreign.shell_values import both, compute, either, holds
+from framework.foreign.shell_words import Part, Token, split_words, tokens
 
 LAUNCHER = "launcher."
 """Before the names of the launcher's own flags, such as ``launcher.nproc-per-node``."""
-OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n", "(", ")")
-REDIRECT = re.compile(r"\d*(>>|>&|<<<|<<|>|<|&>)")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
@@ -31,128 +30,11 @@ ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|([A-Za-z_]\w*|[0-9@*#?!$-]))")
 
 
-class Part(NamedTuple):
-    """A piece of a word, as it was quoted."""
-
-    text: str
-    quote: str
-    """``'``, ``"`` or nothing."""
-
-
-class Token(NamedTuple):
-    """A word, or an operator (which has no parts)."""
-
-    parts: tuple[Part, ...]
-    operator: str
-    line: int
-
-    @property
-    def bare(self) -> str:
-        """As written, without quotes."""
-        return self.operator or "".join(part.text for part in self.parts)
-
-    @property
-    def keyword(self) -> str:
-        """What a shell would take for ``if`` or ``fi``: only where nothing is quoted."""
-        return self.bare if self.parts and not any(part.quote for part in self.parts) else ""
-
-
 class Word(NamedTuple):
     """What is left of a token when variables are put in."""
 
     text: str
     line: int
-
-
-def tokens(text: str, path: Path) -> list[Token]:
-    """The words and operators of a script; comments and continued lines are gone.
-
-    Raises:
-        ConfigError: a quote or a ``$(`` is never closed.
-    """
-    found: list[Token] = []
-    at, line = 0, 1
-    while at < len(text):
-        char = text[at]
-        if text.startswith("\\\n", at):
-            at, line = at + 2, line + 1
-        elif char in " \t\r":
-            at += 1
-        elif char == "#":
-            at = (text.find("\n", at) + len(text) + 1) % (len(text) + 1)
-        elif match := REDIRECT.match(text, at):
-            found.append(Token((), ">", line))
-            at = match.end()
-        elif operator := next((each for each in OPERATORS if text.startswith(each, at)), ""):
-            found.append(Token((), operator, line))
-            at, line = at + len(operator), line + (operator == "\n")
-        else:
-            parts, end = _word(text, at, f"{path}:{line}")
-            found.append(Token(tuple(parts), "", line))
-            line += text.count("\n", at, end)
-            at = end
-    return found
-
-
-def _word(text: str, at: int, place: str) -> tuple[list[Part], int]:
-    """One word from ``at`` on -> (its parts, where it ends)."""
-    parts: list[Part] = []
-    start = at
-
-    def plain(end: int) -> None:
-        piece = re.sub(r"\\(?!\n)(.)", r"\1", text[start:end]).replace("\\\n", "")
-        if piece:
-            parts.append(Part(piece, ""))
-
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-        elif char in "'\"":
-            plain(at)
-            end = _closing(text, at, char, place)
-            inner = text[at + 1 : end]
-            parts.append(Part(inner if char == "'" else re.sub(r'\\(["$`\\\n])', _escaped, inner), char))
-            at = start = end + 1
-        elif text.startswith("$(", at) or char == "`" or text.startswith("${", at):
-            at = _balanced(text, at, place)
-        elif char in " \t\r\n;|&<>()":
-            break
-        else:
-            at += 1
-    plain(min(at, len(text)))
-    return parts, min(at, len(text))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return "" if match[1] == "\n" else match[1]
-
-
-def _closing(text: str, at: int, quote: str, place: str) -> int:
-    end = at + 1
-    while end < len(text):
-        if text[end] == "\\" and quote == '"':
-            end += 2
-        elif text[end] == quote:
-            return end
-        else:
-            end += 1
-    raise ConfigError(f"{place}: the quote {quote} is never closed")
-
-
-def _balanced(text: str, at: int, place: str) -> int:
-    """After ``$(...)``, ``$((...))``, ``${...}`` or backticks."""
-    if text[at] == "`":
-        return _closing(text, at, "`", place) + 1
-    opening = text[at + 1]
-    closing = {"(": ")", "{": "}"}[opening]
-    depth, end = 0, at + 1
-    while end < len(text):
-        depth += (text[end] == opening) - (text[end] == closing)
-        end += 1
-        if depth == 0:
-            return end
-    raise ConfigError(f"{place}: ${opening} is never closed")
 
 
 class Script:
@@ -202,10 +84,10 @@ class Script:
             while self.rest and self.rest[0].keyword != "then":
                 condition.append(self.rest.pop(0))
             self.rest[:1] = []
-            holds = self._condition(condition)
-            follow = live and taken is False and holds is True
+            met = self._condition(condition)
+            follow = live and taken is False and met is True
             ended = self._statements(live=follow, until=("elif", "else", "fi"))
-            taken = True if holds or taken else None if holds is None or taken is None else False
+            taken = True if met or taken else None if met is None or taken is None else False
             if ended == "else":
                 self._statements(live=live and taken is False, until=("fi",))
                 return
@@ -277,11 +159,11 @@ class Script:
             held = self.variables.get(array[1])
             if held is None:
                 return [Word(token.bare, token.line)]
-            return [Word(each, word.line) for word in held for each in _split(word.text)]
+            return [Word(each, word.line) for word in held for each in split_words(word.text)]
         text = "".join(self._put_in(part) for part in token.parts)
         if any(part.quote for part in token.parts) or "$" not in token.bare:
             return [Word(text, token.line)]
-        return [Word(each, self._line(each, token.line)) for each in _split(text)]
+        return [Word(each, self._line(each, token.line)) for each in split_words(text)]
 
     def _line(self, flag: str, otherwise: int) -> int:
         """Where a flag that came out of a variable was written down."""
@@ -320,7 +202,7 @@ class Script:
         text = VARIABLE.sub(self._value, text)
         text = re.sub(r"[A-Za-z_]\w*", lambda match: self._held(match[0]) or match[0], text)
         try:
-            return str(_compute(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
+            return str(compute(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return written
 
@@ -328,7 +210,7 @@ class Script:
         """A whole command in one word, as in ``eval "$cmd"`` or ``bash -c "..."``, taken apart; else the word alone."""
         if ".py --" not in word.text and word.text.count(" --") < 2:
             return [word]
-        return [Word(each, self._line(each, word.line)) for each in _split(word.text)]
+        return [Word(each, self._line(each, word.line)) for each in split_words(word.text)]
 
     # -- conditions
 
@@ -342,8 +224,8 @@ class Script:
             ends = [at for at, word in enumerate(words) if word in ("]]", "]")]
             if words[0] not in ("[[", "[") or not ends:
                 return None
-            holds = _test(words[1 : ends[0]])
-            told = holds if not joined else _either(told, holds) if joined == "||" else _both(told, holds)
+            met = holds(words[1 : ends[0]])
+            told = met if not joined else either(told, met) if joined == "||" else both(told, met)
             rest = words[ends[0] + 1 :]
             if not rest:
                 return told
@@ -351,66 +233,6 @@ class Script:
             if joined not in ("||", "&&"):
                 return None
         return told
-
-
-def _either(one: bool | None, other: bool | None) -> bool | None:
-    return True if one or other else None if one is None or other is None else False
-
-
-def _both(one: bool | None, other: bool | None) -> bool | None:
-    return False if one is False or other is False else None if one is None or other is None else True
-
-
-def _test(words: list[str]) -> bool | None:
-    if any("$" in word or "`" in word for word in words):
-        return None
-    match words:
-        case ["-z", text]:
-            return not text
-        case ["-n", text]:
-            return bool(text)
-        case [one, "==" | "=", other]:
-            return one == other
-        case [one, "!=", other]:
-            return one != other
-        case [one, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, other] if _whole(one) and _whole(other):
-            a, b = int(one), int(other)
-            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[how]
-    return None
-
-
-def _whole(text: str) -> bool:
-    return re.fullmatch(r"-?\d+", text) is not None
-
-
-def _compute(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_compute(inner)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _compute(left), _compute(right)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.FloorDiv():
-                    return a // b
-                case ast.Mod():
-                    return a % b
-    raise ValueError("not arithmetic of whole numbers")
-
-
-def _split(text: str) -> list[str]:
-    """As a shell would, where quotes inside a variable (``"--split '99,1,0'"``) were meant as quotes."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
 
 
 def read_script(path: Path, text: str) -> dict[str, Item]:
@@ -450,7 +272,7 @@ def _launched(script: Script) -> tuple[list[Word], list[Word]]:
     if loose:
         return [], loose
     held = [words for name, words in script.variables.items() if name in script.arrays or " --" in f" {words[0].text}"]
-    return [], [Word(each, word.line) for words in held for word in words for each in _split(word.text)]
+    return [], [Word(each, word.line) for words in held for word in words for each in split_words(word.text)]
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:
@@ -463,7 +285,7 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:
         flag, equals, value = word.text.partition("=")
         values = [value] if equals else []
         if " " in flag:  # an array's element of two words, "--fp8-format hybrid"
-            flag, *values = _split(flag)
+            flag, *values = split_words(flag)
         while at < len(words) and not re.match(r"--[A-Za-z]", words[at].text):
             if not ARGUMENTS.fullmatch(words[at].text):
                 values.append(words[at].text)
