@@ -7,6 +7,7 @@ Item per key of the file --read--> Draft.put(our key) --> tree ----> config.chan
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -127,17 +128,24 @@ class Draft:
         if isinstance(found, bool):
             raise self._wrong(name, "a number")
         try:
-            return float(found)
-        except (TypeError, ValueError):
+            value = float(found)
+        except (TypeError, ValueError, OverflowError):
             raise self._wrong(name, "a number") from None
+        if not math.isfinite(value):
+            raise self._wrong(name, "a number")
+        return value
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int, *, most: int = 10**9) -> int:
         """A whole number from 1 up."""
         found = self.integer(name, default)
         assert found is not None
-        if found < 1:
-            raise self._wrong(name, "a whole number from 1 up")
+        if not 1 <= found <= most:
+            raise self._wrong(name, f"a whole number from 1 to {most}")
         return found
+
+    def maybe_count(self, name: str) -> int | None:
+        """A whole number from 1 up, if the file has one."""
+        return self.count(name, 1) if self.given(name) else None
 
     def truth(self, name: str, default: bool = False) -> bool:
         """true or false; a flag that stands alone is true."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from framework.errors import ConfigError
 from framework.foreign.draft import Draft, Why
 from framework.foreign.megatron_keys import PREPARED, REST
-from framework.foreign.megatron_model import model
+from framework.foreign.megatron_model import MOST_LAYERS, model
 from framework.foreign.shell import LAUNCHER
 
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -18,7 +18,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     Raises:
         ConfigError: a value is none that Megatron-LM takes, or the model is none that there is here.
     """
-    num_layers = draft.integer("num-layers") if draft.own_model else model(draft)
+    num_layers = draft.count("num-layers", 1, most=MOST_LAYERS) if draft.own_model else model(draft)
     size = ranks or _ranks(draft)
     _layout(draft, size, num_layers)
     _recompute(draft, num_layers)
@@ -40,7 +40,7 @@ def _ranks(draft: Draft) -> int | None:
 
 def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     tp, pp = draft.count("tensor-model-parallel-size", 1), draft.count("pipeline-model-parallel-size", 1)
-    context = draft.integer("context-parallel-size") or 1
+    context = draft.maybe_count("context-parallel-size") or 1
     if context > 1:
         draft.leave("context-parallel-size", Why.NONE, "there is no context parallelism")
     draft.put("parallel.tp", tp)
@@ -83,21 +83,21 @@ def _zero(draft: Draft, dp: int | None) -> None:
         draft.put("parallel.zero", 1, "--use-distributed-optimizer")
     else:
         draft.put("parallel.zero", 0, "no --use-distributed-optimizer: each replica has all of the optimizer")
-    instances = draft.integer("num-distributed-optimizer-instances") or 1
+    instances = draft.maybe_count("num-distributed-optimizer-instances") or 1
     if instances > 1 and dp is not None and dp % instances == 0:
         draft.put("parallel.shard_factor", dp // instances)
     elif instances > 1:
         draft.leave("num-distributed-optimizer-instances", Why.BY_HAND, "parallel.shard_factor, dp divided by so many")
     if draft.truth("optimizer-cpu-offload"):
         draft.put("parallel.offload", True)
-    bucket = draft.integer("ddp-bucket-size")
+    bucket = draft.maybe_count("ddp-bucket-size")
     if bucket is not None:
         draft.put("parallel.bucket_bytes", 4 * bucket, "so many float32")
 
 
 def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
-    per_stage = draft.integer("num-layers-per-virtual-pipeline-stage")
-    virtual = draft.integer("num-virtual-stages-per-pipeline-rank")
+    per_stage = draft.maybe_count("num-layers-per-virtual-pipeline-stage")
+    virtual = draft.maybe_count("num-virtual-stages-per-pipeline-rank")
     if per_stage is not None and num_layers is not None:
         virtual, rest = divmod(num_layers, pp * per_stage)
         if rest or not virtual:
@@ -152,12 +152,12 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
 
 def _batch(draft: Draft) -> int | None:
     """Returns the samples of a step, if they are known."""
-    micro = draft.integer("micro-batch-size") or draft.integer("batch-size")
+    micro = draft.maybe_count("micro-batch-size") or draft.maybe_count("batch-size")
     if micro is None:
         micro = 1
         draft.put("batch.micro_batch_size", 1, "to be said by hand: the file has no --micro-batch-size")
     draft.put("batch.micro_batch_size", micro)
-    total = draft.integer("global-batch-size")
+    total = draft.maybe_count("global-batch-size")
     if total is not None:
         draft.put("batch.global_batch", total)
         return total
@@ -242,7 +242,7 @@ def _optimizer(draft: Draft, rate: float) -> None:
 
 
 def _data(draft: Draft) -> None:
-    length = draft.integer("seq-length") or draft.integer("encoder-seq-length")
+    length = draft.maybe_count("seq-length") or draft.maybe_count("encoder-seq-length")
     if length is None:
         raise ConfigError("--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it")
     draft.put("data.sequence_length", length)
@@ -274,7 +274,7 @@ def _is_path(value: object) -> bool:
 def _services(draft: Draft) -> None:
     draft.put("run.seed", draft.integer("seed", 1234))
     draft.put("tracking.log_every", draft.count("log-interval", 100))
-    every = draft.integer("save-interval") or draft.integer("persistent-save-interval")
+    every = draft.maybe_count("save-interval") or draft.maybe_count("persistent-save-interval")
     if every is not None:
         draft.put("checkpoint.every", every)
         draft.put("checkpoint.asynchronous", draft.truth("async-save"))

@@ -22,6 +22,7 @@ OTHER = {
     "spec": "layers of its own",
 }
 """Flags of models that neither builder makes."""
+MOST_LAYERS = 100_000
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Of tokenizers that are one and the same everywhere."""
 
@@ -40,8 +41,9 @@ def model(draft: Draft) -> int:
         raise ConfigError(
             f"{' and '.join(missing)}: nowhere in the file: it is no list of Megatron-LM's flags, or not all of it"
         )
-    layers, hidden, heads = (draft.count(name, 1) for name in ("num-layers", "hidden-size", "num-attention-heads"))
-    channels = draft.integer("kv-channels")
+    layers = draft.count("num-layers", 1, most=MOST_LAYERS)
+    hidden, heads = draft.count("hidden-size", 1), draft.count("num-attention-heads", 1)
+    channels = draft.maybe_count("kv-channels")
     if channels is not None and channels * heads != hidden:
         raise draft.no_such_model("kv-channels", f"heads of {channels}, not {hidden} / {heads}")
     is_llama = _is_llama(draft)
@@ -53,7 +55,7 @@ def model(draft: Draft) -> int:
     draft.put("model.options.hidden_size", hidden)
     draft.put("model.options.num_layers", layers)
     draft.put("model.options.num_heads", heads)
-    groups = draft.integer("num-query-groups") or 1
+    groups = draft.maybe_count("num-query-groups") or 1
     if draft.truth("group-query-attention"):
         if not is_llama:
             raise draft.no_such_model("group-query-attention", "GPT-2's layers and grouped queries")
@@ -61,8 +63,8 @@ def model(draft: Draft) -> int:
     elif is_llama:
         draft.put("model.options.num_kv_heads", heads)
     usual = int(4 * hidden * 2 / 3 / 64) * 64 if is_llama else 4 * hidden
-    draft.put("model.options.ffn_size", draft.integer("ffn-hidden-size") or usual)
-    length = draft.integer("max-position-embeddings") or draft.integer("seq-length")
+    draft.put("model.options.ffn_size", draft.maybe_count("ffn-hidden-size") or usual)
+    length = draft.maybe_count("max-position-embeddings") or draft.maybe_count("seq-length")
     if length is not None:
         draft.put("model.options.max_sequence_length", length)
     draft.put("model.options.norm_eps", draft.number("norm-epsilon", 1e-5))
@@ -100,7 +102,7 @@ def _is_llama(draft: Draft) -> bool:
 
 
 def _vocabulary(draft: Draft, is_llama: bool) -> int:
-    size = draft.integer("vocab-size")
+    size = draft.maybe_count("vocab-size")
     if size is not None:
         return size
     kind = draft.text("tokenizer-type") or ("GPT2BPETokenizer" if draft.given("merge-file") else None)

@@ -67,8 +67,9 @@ def read_yaml(path: Path, text: str) -> dict[str, Item]:
     import yaml
 
     try:
-        document = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+        root = loader.get_single_node()
+        document = None if root is None else loader.construct_document(root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         said = getattr(error, "problem", None) or str(error).splitlines()[0]

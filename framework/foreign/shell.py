@@ -268,7 +268,7 @@ def _launched(script: Script) -> tuple[list[Word], list[Word]]:
         for at, word in enumerate(words):
             if word.text.endswith(".py") and any(each.text.startswith("--") for each in words[at:]):
                 return words[:at], words[at + 1 :]
-    loose = [word for command in script.commands if command[0].text.startswith("--") for word in command]
+    loose = [word for command in script.commands if command and command[0].text.startswith("--") for word in command]
     if loose:
         return [], loose
     held = [words for name, words in script.variables.items() if name in script.arrays or " --" in f" {words[0].text}"]

@@ -105,7 +105,7 @@ def _pipeline(draft: Draft, num_layers: int | None) -> int:
     """The schedule. Returns the number of stages of a rank."""
     pp = draft.tree["parallel.pp"]
     theirs = (draft.text("parallelism.pipeline_parallel_schedule", "1F1B" if pp > 1 else None) or "").lower()
-    per_stage = draft.integer("parallelism.pipeline_parallel_layers_per_stage")
+    per_stage = draft.maybe_count("parallelism.pipeline_parallel_layers_per_stage")
     if pp == 1:
         return 1
     schedule = SCHEDULES.get(theirs)
@@ -128,7 +128,7 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
     total = draft.integer("training.global_batch_size", -1)
     micro = local
     if pp > 1:
-        chunks = draft.integer("parallelism.pipeline_parallel_microbatches")
+        chunks = draft.maybe_count("parallelism.pipeline_parallel_microbatches")
         old = draft.items.get("parallelism.pipeline_parallel_degree")
         if chunks is None and old is not None and old.key.startswith("experimental."):
             chunks = pp * stages_per_rank
@@ -144,7 +144,7 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
             )
     else:
         draft.integer("parallelism.pipeline_parallel_microbatch_size")
-        draft.integer("parallelism.pipeline_parallel_microbatches")
+        draft.maybe_count("parallelism.pipeline_parallel_microbatches")
     draft.put("batch.micro_batch_size", micro)
     if total is not None and total > 0:
         draft.put("batch.global_batch", total)
@@ -175,7 +175,7 @@ def _optimizer(draft: Draft) -> None:
 def _learning_rate(draft: Draft, rate: float) -> None:
     steps = draft.count("training.steps", 10000)
     draft.put("train.steps", steps)
-    total = draft.integer("lr_scheduler.total_steps")
+    total = draft.maybe_count("lr_scheduler.total_steps")
     if total is not None and total != steps:
         draft.leave("lr_scheduler.total_steps", Why.DIFFERS, f"here the learning rate ends with the run, {steps} steps")
     warmup = min(draft.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
