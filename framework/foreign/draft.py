@@ -42,7 +42,7 @@ class Item(NamedTuple):
         """``key = value``, a flag with its words; the value of what looks like a secret is not told."""
         if names_a_secret(self.key):
             return f"{self.key} = (not shown)"
-        if not self.key.startswith("-"):
+        if not self.key.startswith("-") and not self.key.endswith(".py"):
             return f"{self.key} = {shown(self.value)}"
         words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
         return " ".join(map(str, [self.key, *words]))

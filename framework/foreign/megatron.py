@@ -272,7 +272,10 @@ def _is_path(value: object) -> bool:
 
 
 def _services(draft: Draft) -> None:
-    draft.put("run.seed", draft.integer("seed", 1234))
+    if str(draft.items["seed"].value if "seed" in draft.items else "").startswith("$"):
+        draft.leave("seed", Why.BY_HAND, "run.seed")
+    else:
+        draft.put("run.seed", draft.integer("seed", 1234))
     draft.put("tracking.log_every", draft.count("log-interval", 100))
     every = draft.maybe_count("save-interval") or draft.maybe_count("persistent-save-interval")
     if every is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from framework.errors import ConfigError
 from framework.foreign.draft import Draft, Why
+from framework.foreign.shell import PROGRAM
 
 OTHER = {
     "num-experts": "mixture of experts",
@@ -33,6 +36,9 @@ def model(draft: Draft) -> int:
     Raises:
         ConfigError: no such model here; names the flag.
     """
+    program = draft.items.get(PROGRAM)
+    if program is not None and re.search(r"pretrain_(?!gpt)\w+\.py$", program.key):
+        raise draft.no_such_model(PROGRAM, f"what {program.key} trains, only pretrain_gpt.py's,")
     for name, what in OTHER.items():
         if draft.given(name):
             raise draft.no_such_model(name, what)

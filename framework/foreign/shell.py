@@ -22,6 +22,8 @@ from framework.foreign.shell_words import Part, Token, split_words, tokens
 
 LAUNCHER = "launcher."
 """Before the names of the launcher's own flags, such as ``launcher.nproc-per-node``."""
+PROGRAM = f"{LAUNCHER}program"
+"""The Python file that is started; without a value."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
@@ -245,8 +247,10 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
         ConfigError: a quote or bracket is never closed.
     """
     script = Script(text, path)
-    launcher, words = _launched(script)
+    launcher, program, words = _launched(script)
     found: dict[str, Item] = {}
+    if program is not None:
+        found[PROGRAM] = Item(program.text, True, f"{path}:{program.line}")
     for prefix, these in ((LAUNCHER, launcher), ("", words)):
         for flag, values, line in _flags(these):
             value: object = True if not values else values[0] if len(values) == 1 else values
@@ -258,8 +262,8 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
     return found
 
 
-def _launched(script: Script) -> tuple[list[Word], list[Word]]:
-    """(the launcher's words, Megatron's) of the command that trains: the last one with a .py and flags after it.
+def _launched(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
+    """(the launcher's words, the program, Megatron's) of the command that trains: the last with a .py and flags after it.
 
     A file without such a command is a list of flags, or of arrays of them.
     """
@@ -267,12 +271,12 @@ def _launched(script: Script) -> tuple[list[Word], list[Word]]:
         words = [inner for word in command for inner in script.inside(word)]
         for at, word in enumerate(words):
             if word.text.endswith(".py") and any(each.text.startswith("--") for each in words[at:]):
-                return words[:at], words[at + 1 :]
+                return words[:at], word, words[at + 1 :]
     loose = [word for command in script.commands if command and command[0].text.startswith("--") for word in command]
     if loose:
-        return [], loose
+        return [], None, loose
     held = [words for name, words in script.variables.items() if name in script.arrays or " --" in f" {words[0].text}"]
-    return [], [Word(each, word.line) for words in held for word in words for each in split_words(word.text)]
+    return [], None, [Word(each, word.line) for words in held for word in words for each in split_words(word.text)]
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:

@@ -367,6 +367,7 @@ def test_a_model_of_ones_own(adopted: Callable[..., Adopted]) -> None:
         ("a.sh", "torchrun pretrain_gpt.py --bf16\n", "--num-layers and --hidden-size and"),
         ("a.sh", "--num-layers $L --hidden-size 8 --num-attention-heads 2", "a.sh:1: --num-layers $L: the file does"),
         ("a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --swiglu", "have SwiGLU, but not rotary"),
+        ("a.sh", "torchrun pretrain_bert.py --bf16\n", "a.sh:1: pretrain_bert.py: there is no model with what"),
         ("a.sh", samples.MEGATRON_FLAGS.replace("10", "-10"), "train.steps"),
     ],
 )  # fmt: skip

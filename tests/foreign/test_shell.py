@@ -76,6 +76,7 @@ def test_lines_words_and_what_is_not_followed() -> None:
 
 def test_what_the_file_does_not_define_stays_as_it_is_written() -> None:
     found = read_script(Path("s.sh"), "torchrun x.py --a $A --b ${B[@]} --c $(date) --d $1 $@")
+    assert found.pop("launcher.program").key == "x.py"
     assert {key: item.value for key, item in found.items()} == {"a": "$A", "b": True, "c": "$(date)", "d": "$1"}
 
 
