@@ -224,6 +224,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _data_commands(data)
 
+    config = _command(
+        added,
+        "config",
+        None,
+        "read another framework's configuration; show what one of ours means",
+        "Without torch, a device or the data.",
+        "meshwright config show configs/demo.toml",
+    )
+    _config_commands(config)
+
     checkpoint = _command(
         added,
         "checkpoint",
@@ -325,6 +335,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plot.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
     plot.add_argument("--out", type=Path, metavar="PNG", help="default: loss.png in the run directory")
+
+    completion = _command(
+        added,
+        "completion",
+        commands.completion,
+        "a script with which a shell completes commands, options and keys",
+        "For bash, zsh or fish: commands, options, files, and the keys of the configuration with the words they allow. "
+        "Evaluate it when the shell starts, as in the example (fish: meshwright completion fish | source).",
+        "meshwright completion bash\n  echo 'eval \"$(meshwright completion bash)\"' >> ~/.bashrc",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
 
 
@@ -381,6 +402,40 @@ def _data_commands(data: argparse.ArgumentParser) -> None:
             "--validation-share", type=float, default=0.05, metavar="X", help="of the documents (default: 0.05)"
         )
         parser.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+
+
+def _config_commands(config: argparse.ArgumentParser) -> None:
+    commands_of = config.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
+    imported = _command(
+        commands_of,
+        "import",
+        commands.config_import,
+        "one of torchtitan, nanotron or Megatron-LM as one of ours",
+        "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, in a shell script (which is "
+        "not run) or as they stand. Says what was decided, and each key that could not come along, with the reason. "
+        "Keys of ours on the command line go on top. Without --out the file goes to stdout.",
+        "meshwright config import llama3_8b.toml --from torchtitan --ranks 64 --out configs/imported.toml",
+        takes_overrides=True,
+    )
+    imported.add_argument("file", metavar="FILE", type=Path, help="a .toml, a .yaml, or a script or list of flags")
+    imported.add_argument(
+        "--from", choices=("torchtitan", "nanotron", "megatron"), help="whose it is (default: by the end of its name)"
+    )
+    imported.add_argument("--ranks", type=_count, metavar="N", help="of the whole job, where the file leaves dp open")
+    imported.add_argument("--out", type=Path, metavar="FILE", help="a TOML file (default: on stdout)")
+    imported.add_argument("--replace", action="store_true", help="write over a file that is there")
+    shown = _command(
+        commands_of,
+        "show",
+        commands.config_show,
+        "what a configuration comes to, and where each value comes from",
+        "The file, the command line, a default, or what follows from the others for so many ranks.",
+        "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
+        takes_overrides=True,
+    )
+    _config(shown)
+    shown.add_argument("--ranks", type=_count, metavar="N", help="that would run it (default: what the degrees say)")
+    shown.add_argument("--all", action="store_true", help="also what stands at its default")
 
 
 def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:

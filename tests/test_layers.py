@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "versions": set(),
     "process": {"errors", "stderr"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
+    "foreign": GROUND | {"config"},
     "mesh": GROUND,
     "schedule": GROUND,
     "host_memory": GROUND | {"mesh"},
@@ -81,7 +82,7 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "doctor"
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config", "framework.scheduling", "framework.runs")
+PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling", "framework.runs")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"
