@@ -9,7 +9,7 @@ from torch import nn
 
 from framework.checkpoint import Kind, newest_valid
 from framework.config import RunConfig, parse
-from framework.data.tokenizer import end_of_document_id, load
+from framework.data.tokenizer import end_of_document_id, ending_ids, load
 from framework.errors import CheckpointError, ConfigError
 from framework.model import build_model
 from framework.parameters import ParameterInfo
@@ -64,7 +64,7 @@ def sample(run_directory: Path, prompt: str, num_tokens: int, temperature: float
     if config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set: without it the tokens that the model writes are only numbers")
     tokenizer = load(Path(config.data.tokenizer))
-    end = end_of_document_id(tokenizer)
+    end, ends = end_of_document_id(tokenizer), ending_ids(Path(config.data.tokenizer), tokenizer)
     ids: list[int] = tokenizer.encode(prompt).ids or ([end] if end is not None else [0])
     generator = torch.Generator().manual_seed(derive(config.run.seed, "sample", prompt))
     window = config.data.sequence_length
@@ -77,7 +77,7 @@ def sample(run_directory: Path, prompt: str, num_tokens: int, temperature: float
                 values, tokens = logits.topk(min(top_k, logits.numel()))
                 shares = torch.softmax(values / temperature, dim=-1)
                 chosen = int(tokens[torch.multinomial(shares, 1, generator=generator)])
-            if chosen == end:
+            if chosen in ends:
                 break
             ids.append(chosen)
     return str(tokenizer.decode(ids))

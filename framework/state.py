@@ -97,9 +97,12 @@ def restore(
 ) -> None:
     """Overwrite weights, running buffers, master weights and moments with a checkpoint's, whatever layout wrote it.
 
+    A checkpoint that no optimizer has stepped (an imported model) has weights alone: master weights begin as these.
+
     Raises:
         CheckpointError: a parameter is not in it, or has another shape.
     """
+    is_fresh = not optimizer_steps and not checkpoint.parameters(Kind.MASTER)
     for name, buffer in running.items():
         saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
@@ -112,8 +115,11 @@ def restore(
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
-                master = None if bucket.same_dtype else _read_bucket(checkpoint, Kind.MASTER, bucket)
-                bucket.load(_read_bucket(checkpoint, Kind.WEIGHTS, bucket), master)
+                weights = _read_bucket(checkpoint, Kind.WEIGHTS, bucket)
+                master = None
+                if not bucket.same_dtype:
+                    master = weights if is_fresh else _read_bucket(checkpoint, Kind.MASTER, bucket)
+                bucket.load(weights, master)
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, Kind(name), bucket)[start:stop].clone()

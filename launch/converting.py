@@ -1,0 +1,76 @@
+"""What ``meshwright convert`` does and tells: which way, what was written, what to do next. No ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from framework.errors import ConfigError
+from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
+from framework.summary import columns, memory
+from launch.checkpoints import pick, size_of
+
+
+def convert(
+    run: Path,
+    source: Sequence[str] | None,
+    target: Sequence[str] | None,
+    overrides: Sequence[str],
+    step: int | None,
+    dtype: str | None,
+    shard_bytes: int | None,
+) -> str:
+    """One way or the other; ``source`` and ``target``: (form, path), one of them None.
+
+    Raises:
+        UserError: what keeps it from being done; nothing is written then.
+    """
+    form, path = source or target or ("", "")
+    if form != "hf":
+        raise ConfigError(f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's")
+    if source is not None:
+        given = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
+        useless = [name for name, value in given.items() if value is not None]
+        if useless:
+            raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
+        return brought(Path(path), run, bring(Path(path), run, overrides))
+    if overrides:
+        raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
+    chosen = pick(run, step)
+    return taken(chosen.path, take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES))
+
+
+def brought(source: Path, run: Path, done: Brought) -> str:
+    """What has become a run, and how to train it."""
+    tensors = done.manifest.tensors.values()
+    options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
+    train = f"meshwright train {run / 'config.toml'}"
+    lines = [
+        f"{source}: {done.family.architecture}, {done.config.model.builder}",
+        f"  {options}",
+        f"{done.path}: {len(tensors):,} tensors, {memory(sum(map(size_of, tensors)))}",
+        *([f"{run / 'huggingface'}: {', '.join(done.companions)}"] if done.companions else []),
+        *(f"note: {note}" for note in done.notes),
+        f"fine-tune with: {train}"
+        + ("" if done.config.data.train or done.config.data.builder else " --data.train=PATH"),
+    ]
+    if done.config.data.tokenizer and done.family.task == "causal":
+        lines.append(f"or let it write: meshwright sample {run} --prompt TEXT")
+    return "\n".join(lines)
+
+
+def taken(source: Path, done: Taken) -> str:
+    """What was written, and how it is opened."""
+    opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
+    files = [(f"  {name}", memory(size)) for name, size in done.files.items()]
+    shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]
+    return "\n".join(
+        [
+            f"{source}: step {source.name.removeprefix('step-').lstrip('0') or '0'}",
+            f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
+            *columns(shown, "<>"),
+            f"{len(files):,} file{'s' * (len(files) != 1)}, {memory(sum(done.files.values()))}",
+            *(f"note: {note}" for note in done.notes),
+            f"open it with: transformers.{opened}.from_pretrained({str(done.path)!r})",
+        ]
+    )
