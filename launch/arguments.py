@@ -250,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
         takes_overrides=True,
     )
     convert.add_argument(
-        "run",
+        "place",
         type=Path,
         metavar="RUN",
         help="the run directory to be written; with --to a run, or a checkpoints/step-*",

@@ -243,7 +243,7 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> int:
 
     print(
         converting.convert(
-            options.run, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
+            options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
         )
     )
     return 0

@@ -44,18 +44,20 @@ def brought(source: Path, run: Path, done: Brought) -> str:
     """What has become a run, and how to train it."""
     tensors = done.manifest.tensors.values()
     options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
-    train = f"meshwright train {run / 'config.toml'}"
+    corpus = Path(done.config.data.train)
     lines = [
         f"{source}: {done.family.architecture}, {done.config.model.builder}",
         f"  {options}",
         f"{done.path}: {len(tensors):,} tensors, {memory(sum(map(size_of, tensors)))}",
         *([f"{run / 'huggingface'}: {', '.join(done.companions)}"] if done.companions else []),
         *(f"note: {note}" for note in done.notes),
-        f"fine-tune with: {train}"
-        + ("" if done.config.data.train or done.config.data.builder else " --data.train=PATH"),
     ]
+    if done.config.data.builder is None and not corpus.with_name(f"{corpus.name}.bin").exists():
+        lines.append(f"data.train = {corpus} is still missing: text in the tokens of this model, as with")
+        lines.append(f"  meshwright data prepare TEXT --tokenizer {run / 'huggingface'} --out {corpus.parent}")
+    lines.append(f"fine-tune with: meshwright train {run / 'config.toml'}")
     if done.config.data.tokenizer and done.family.task == "causal":
-        lines.append(f"or let it write: meshwright sample {run} --prompt TEXT")
+        lines.append(f"let it write:   meshwright sample {run} --prompt TEXT")
     return "\n".join(lines)
 
 

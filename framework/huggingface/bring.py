@@ -37,7 +37,8 @@ from framework.parameters import ParameterInfo
 
 LONGEST_SEQUENCE = 2048
 """Of data.sequence_length, if nobody says otherwise: the memory of a step grows with it."""
-UNSET = "unset"
+CORPUS = "data"
+"""In the run directory: where its config.toml looks for text, until somebody says otherwise."""
 
 
 class Brought(NamedTuple):
@@ -134,20 +135,20 @@ def _config(
     tree: dict[str, Any] = {
         "run": {"name": out.name, "directory": str(out.parent)},
         "model": {"builder": family.builder, "options": dict(options)},
-        "data": {"train": UNSET, "sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task},
+        "data": {"train": str(out / CORPUS / "train"), "validation": str(out / CORPUS / "validation")},
         "batch": {"micro_batch_size": 1, "global_batch": 16},
         "optimizer": {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "warmup_steps": 10, "weight_decay": 0.0},
         "train": {"steps": 100, "dtype": "bfloat16" if floats & {"BF16", "F16"} else "float32"},
     }
+    given = {given.path[:2] for given in read_overrides(overrides).given}
+    if ("data", "train") in given:
+        tree["data"] = {}
+    tree["data"] |= {"sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task}
     if (source.path / companions.TOKENIZER).is_file():
         tree["data"]["tokenizer"] = str(out / companions.DIRECTORY / companions.TOKENIZER)
-    given = {given.path[:2] for given in read_overrides(overrides).given}
     if ("data", "builder") in given:
-        tree["data"] = {"train": ""}
-    config = change(tree, overrides, str(source.path / CONFIG))
-    if config.data.train == UNSET:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"train": ""})})
-    return config
+        tree["data"] = {}
+    return change(tree, overrides, str(source.path / CONFIG))
 
 
 def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
@@ -278,8 +279,8 @@ def _introduction(source_path: Path, family: Family, config: RunConfig) -> str:
     return (
         f"# {family.architecture} of {source_path.name}: training starts from its weights, checkpoints/step-00000000.\n"
         f"#\n"
-        f"#   meshwright train {Path(config.run.directory) / config.run.name}/config.toml --data.train=PATH\n"
+        f"#   meshwright train {Path(config.run.directory) / config.run.name}/config.toml\n"
         f"#\n"
-        f"# The numbers of [batch], [optimizer] and [train] are a careful beginning; parallel.* and pipeline.* may be "
-        f"anything.\n\n"
+        f"# on data.train, text in the tokens of this model. The numbers of [batch], [optimizer] and [train] are a "
+        f"careful\n# beginning; parallel.* and pipeline.* may be anything. docs/convert.md tells more.\n\n"
     )

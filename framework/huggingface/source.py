@@ -70,8 +70,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise CheckpointError(
-            f"{path} is no directory: nothing is downloaded here; fetch the model first, as with `hf download NAME "
-            f"--local-dir {path}`, and give that directory"
+            f"there is no directory {path}: nothing is downloaded here; fetch the model first, as with `hf download "
+            f"NAME --local-dir DIR`, and give that directory"
         )
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: give the directory that it lies in, with its {CONFIG}")
