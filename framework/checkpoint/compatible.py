@@ -65,10 +65,13 @@ def compatible(
                 f"the samples seen so far were others"
             )
     if problems:
+        move = "set these back to go on, or choose another run.name to start anew"
+        if is_fresh:
+            move = "set these back; or convert the model again, with these keys after `meshwright convert --from hf`"
         raise CheckpointError(
             f"{place} (step {manifest.step}) cannot go on as this run:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + "\nset these back to go on, or choose another run.name to start anew"
+            + f"\n{move}"
         )
     return differences
 

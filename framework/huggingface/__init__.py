@@ -1,7 +1,7 @@
 """Models in the form that transformers reads and writes, in and out: safetensors, config.json, tokenizer files.
 
-    bring.py      a directory in Hugging Face's form -> a run directory of ours, ready to be trained on
-    take.py       a checkpoint of ours, of any layout -> such a directory
+    bringing.py   a directory in Hugging Face's form -> a run directory of ours, ready to be trained on
+    taking.py     a checkpoint of ours, of any layout -> such a directory
     families.py   which kinds of models there are: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3), t5.py
     family.py     what is known of one: config.json <-> model.options, tensors <-> ours
     rules.py      one tensor of ours <-> those of theirs: order of rows, transposition, parts
@@ -11,7 +11,7 @@
 Nothing here needs transformers, opens a connection or unpickles a file.
 """
 
-from framework.huggingface.bring import Brought, bring
-from framework.huggingface.take import SHARD_BYTES, Taken, take
+from framework.huggingface.bringing import Brought, bring
+from framework.huggingface.taking import SHARD_BYTES, Taken, take
 
 __all__ = ["SHARD_BYTES", "Brought", "Taken", "bring", "take"]

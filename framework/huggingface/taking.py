@@ -93,14 +93,14 @@ def take(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int 
         with explained(out.parent):
             temporary.mkdir(parents=True)
         try:
-            files = _write(checkpoint, rules, kinds, planned, temporary, shard_bytes)
-            ids = companions.write(beside, temporary, config)
-            base = companions.base_of(beside, family.model_type)
-            companions.write_json(temporary / CONFIG, _fields(family, options, base, ids, planned))
-            if not (temporary / companions.TOKENIZER).is_file():
-                notes.append("there is no tokenizer.json beside it: the run has none (data.tokenizer)")
-            _sync(temporary)
-            with explained(out):
+            with explained(temporary):
+                files = _write(checkpoint, rules, kinds, planned, temporary, shard_bytes)
+                ids = companions.write(beside, temporary, config)
+                base = companions.base_of(beside, family.model_type)
+                companions.write_json(temporary / CONFIG, _fields(family, options, base, ids, planned))
+                if not (temporary / companions.TOKENIZER).is_file():
+                    notes.append("there is no tokenizer.json beside it: the run has none (data.tokenizer)")
+                _sync(temporary)
                 if out.is_dir():
                     out.rmdir()
                 temporary.rename(out)

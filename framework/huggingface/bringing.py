@@ -83,13 +83,13 @@ def bring(
     with explained(out.parent):
         temporary.mkdir(parents=True)
     try:
-        copied = companions.copy(source_path, temporary / companions.DIRECTORY)
-        shutil.copyfile(source_path / CONFIG, temporary / companions.DIRECTORY / CONFIG)
-        manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes)
-        keep(temporary, resolved)
-        (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
-        sync_directory(temporary)
-        with explained(out):
+        with explained(temporary):
+            copied = companions.copy(source_path, temporary / companions.DIRECTORY)
+            shutil.copyfile(source_path / CONFIG, temporary / companions.DIRECTORY / CONFIG)
+            manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes)
+            keep(temporary, resolved)
+            (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
+            sync_directory(temporary)
             if out.is_dir():
                 out.rmdir()  # empty: _check_free has seen it
             temporary.rename(out)
@@ -137,7 +137,7 @@ def _config(
         "model": {"builder": family.builder, "options": dict(options)},
         "data": {"train": str(out / CORPUS / "train"), "validation": str(out / CORPUS / "validation")},
         "batch": {"micro_batch_size": 1, "global_batch": 16},
-        "optimizer": {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "warmup_steps": 10, "weight_decay": 0.0},
+        "optimizer": {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "weight_decay": 0.0},
         "train": {"steps": 100, "dtype": "bfloat16" if floats & {"BF16", "F16"} else "float32"},
     }
     given = {given.path[:2] for given in read_overrides(overrides).given}
