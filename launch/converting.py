@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from framework.errors import ConfigError
 from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
+from framework.stderr import tell
 from framework.summary import columns, memory
+from framework.tracking.console import duration
 from launch.checkpoints import pick, size_of
 
 
@@ -33,11 +36,29 @@ def convert(
         useless = [name for name, value in given.items() if value is not None]
         if useless:
             raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
-        return brought(Path(path), run, bring(Path(path), run, overrides))
+        return brought(Path(path), run, bring(Path(path), run, overrides, on_bytes=Progress()))
     if overrides:
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = pick(run, step)
-    return taken(chosen.path, take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES))
+    done = take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=Progress())
+    return taken(chosen.path, done)
+
+
+class Progress:
+    """A line every few seconds on stderr: a large model takes minutes."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self.every_s = every_s
+        self.start_s = self.told_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self.told_s < self.every_s:
+            return
+        self.told_s = now_s
+        per_s = done / (now_s - self.start_s)
+        left_s = (total - done) / per_s
+        tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {duration(left_s)} left")
 
 
 def brought(source: Path, run: Path, done: Brought) -> str:

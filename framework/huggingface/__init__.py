@@ -6,6 +6,7 @@
     family.py     what is known of one: config.json <-> model.options, tensors <-> ours
     rules.py      one tensor of ours <-> those of theirs: order of rows, transposition, parts
     settings.py   a config.json read field by field
+    places.py     where it is written, and appears whole
     source.py     what lies on the disk, and what is damaged of it
 
 Nothing here needs transformers, opens a connection or unpickles a file.

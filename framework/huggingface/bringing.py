@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from framework.checkpoint import Head, Kind, Manifest, Piece, begin, publish, write_shard
-from framework.checkpoint.files import explained, sync_directory
 from framework.checkpoint.save import final_directory
 from framework.checkpoint.shard import MAX_FILE_BYTES
 from framework.config import RunConfig, change, default_world_size, keep, resolve, to_toml
@@ -29,6 +28,7 @@ from framework.errors import CheckpointError
 from framework.huggingface import companions
 from framework.huggingface.families import complete, family_of_type
 from framework.huggingface.family import Family
+from framework.huggingface.places import OnBytes, keep_quiet, named, published
 from framework.huggingface.rules import Rule
 from framework.huggingface.settings import Settings
 from framework.huggingface.source import CONFIG, DTYPES, Source, open_source, read_config
@@ -53,7 +53,12 @@ class Brought(NamedTuple):
 
 
 def bring(
-    source_path: Path, out: Path, overrides: Sequence[str] = (), *, max_file_bytes: int = MAX_FILE_BYTES
+    source_path: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    on_bytes: OnBytes = keep_quiet,
 ) -> Brought:
     """Write the model in ``source_path`` as the run directory ``out``, new or empty; ``overrides`` go into its config.
 
@@ -61,10 +66,9 @@ def bring(
         CheckpointError, ModelError, DataError, ConfigError: what is damaged, not supported or does not fit; nothing is
             written then.
     """
-    out = out.resolve() if out.name in ("", "..") else out
+    out = named(out)
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
-    _check_free(out)
     source = open_source(source_path)
     settings = Settings(fields, str(source_path / CONFIG))
     options = family.read(settings)
@@ -79,32 +83,14 @@ def bring(
     _check(source, family, rules, shapes)
     notes += _dtypes(source, rules, config)
     resolved = resolve(config, default_world_size(config, 0))
-    temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
-    with explained(out.parent):
-        temporary.mkdir(parents=True)
-    try:
-        with explained(temporary):
-            copied = companions.copy(source_path, temporary / companions.DIRECTORY)
-            shutil.copyfile(source_path / CONFIG, temporary / companions.DIRECTORY / CONFIG)
-            manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes)
-            keep(temporary, resolved)
-            (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
-            sync_directory(temporary)
-            if out.is_dir():
-                out.rmdir()  # empty: _check_free has seen it
-            temporary.rename(out)
-            sync_directory(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
+    with published(out, num_bytes) as temporary:
+        copied = companions.copy(source_path, temporary / companions.DIRECTORY)
+        shutil.copyfile(source_path / CONFIG, temporary / companions.DIRECTORY / CONFIG)
+        manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
+        keep(temporary, resolved)
+        (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
     return Brought(final_directory(out, 0), manifest, resolved, family, notes, copied)
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new, for a run of its own"
-        )
 
 
 def _named_as_theirs(source: Source, family: Family) -> Source:
@@ -249,10 +235,14 @@ def _write(
     config: RunConfig,
     run: Path,
     max_file_bytes: int,
+    on_bytes: OnBytes,
 ) -> Manifest:
     """The checkpoint of step 0: weights alone, which any layout begins from."""
 
+    total = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
+
     def pieces() -> Iterator[Piece]:
+        done = 0
         for rule in rules:
             dtype = torch.float16
             for at, name in enumerate(rule.theirs):
@@ -260,6 +250,8 @@ def _write(
                 dtype = own if at == 0 else torch.promote_types(dtype, own)
             tensor = rule.join(source.read, shapes[rule.ours], dtype)
             yield Piece(Kind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
+            done += sum(map(source.num_bytes, rule.theirs))
+            on_bytes(done, total)
 
     temporary = begin(run, 0, secrets.token_hex(4))
     write_shard(temporary, "pp0-tp0", pieces(), max_file_bytes=max_file_bytes, copied=True)

@@ -10,6 +10,7 @@ What is damaged is named by file and tensor before a number is read: the headers
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,6 +57,11 @@ class Source:
             raise CheckpointError(f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
         assert isinstance(found, Tensor)
         return found
+
+    def num_bytes(self, name: str) -> int:
+        """Of a tensor whose element type is one that we read."""
+        stored = self.tensors[name]
+        return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
 
     def dtypes(self, names: Iterable[str]) -> Counter[str]:
         """How many of these tensors are of which element type."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +27,7 @@ from framework.errors import CheckpointError
 from framework.huggingface import companions
 from framework.huggingface.families import complete, family_of_model
 from framework.huggingface.family import Family
+from framework.huggingface.places import OnBytes, keep_quiet, named, published
 from framework.huggingface.rules import Rule
 from framework.huggingface.source import CONFIG, INDEX, ONE_FILE
 from framework.parameters import ParameterInfo
@@ -66,7 +65,14 @@ class Taken(NamedTuple):
     notes: list[str]
 
 
-def take(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> Taken:
+def take(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: OnBytes = keep_quiet,
+) -> Taken:
     """Write the checkpoint ``source`` as the directory ``out``, new or empty.
 
     ``dtype``: of all tensors; None: each as it was saved. float32 of a run in bfloat16 are its master weights.
@@ -75,9 +81,7 @@ def take(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int 
     Raises:
         CheckpointError, ModelError, DataError: the checkpoint is damaged, the model or its tokenizer do not fit.
     """
-    out = out.resolve() if out.name in ("", "..") else out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new")
+    out = named(out)
     with open_checkpoint(source) as checkpoint:
         checkpoint.verify()
         config = parse(json.dumps(checkpoint.manifest.config), f"{source}/manifest.json")
@@ -89,25 +93,14 @@ def take(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int 
         kinds = _kinds(checkpoint, dtype)
         planned = _plan(checkpoint, rules, kinds, dtype)
         notes = _vocabulary(beside, config, options)
-        temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
-        with explained(out.parent):
-            temporary.mkdir(parents=True)
-        try:
-            with explained(temporary):
-                files = _write(checkpoint, rules, kinds, planned, temporary, shard_bytes)
-                ids = companions.write(beside, temporary, config)
-                base = companions.base_of(beside, family.model_type)
-                companions.write_json(temporary / CONFIG, _fields(family, options, base, ids, planned))
-                if not (temporary / companions.TOKENIZER).is_file():
-                    notes.append("there is no tokenizer.json beside it: the run has none (data.tokenizer)")
-                _sync(temporary)
-                if out.is_dir():
-                    out.rmdir()
-                temporary.rename(out)
-                sync_directory(out.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        with published(out, sum(each.num_bytes for each in planned)) as temporary:
+            files = _write(checkpoint, rules, kinds, planned, temporary, shard_bytes, on_bytes)
+            ids = companions.write(beside, temporary, config)
+            base = companions.base_of(beside, family.model_type)
+            companions.write_json(temporary / CONFIG, _fields(family, options, base, ids, planned))
+            if not (temporary / companions.TOKENIZER).is_file():
+                notes.append("there is no tokenizer.json beside it: the run has none (data.tokenizer)")
+            _sync(temporary)
     return Taken(out, family, files, len(planned), sorted({WORDS[each.dtype] for each in planned}), notes)
 
 
@@ -180,6 +173,7 @@ def _write(
     planned: Sequence[Planned],
     directory: Path,
     shard_bytes: int,
+    on_bytes: OnBytes,
 ) -> dict[str, int]:
     """All tensors into as many files as they take, and the index where they are several; file name -> bytes."""
     shards: list[list[Planned]] = [[]]
@@ -195,10 +189,16 @@ def _write(
             "weight_map": {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard},
         }
         companions.write_json(directory / INDEX, index)
-    tensors = _theirs(checkpoint, rules, kinds)
-    files = {}
+    tensors, files, done = _theirs(checkpoint, rules, kinds), {}, 0
+    total = sum(each.num_bytes for each in planned)
+
+    def on_tensor(written: Planned) -> None:
+        nonlocal done
+        done += written.num_bytes
+        on_bytes(done, total)
+
     for name, shard in zip(names, shards, strict=True):
-        files[name] = write_in_order(directory / name, shard, tensors)
+        files[name] = write_in_order(directory / name, shard, tensors, on_tensor)
     return files
 
 
@@ -212,7 +212,12 @@ def _theirs(checkpoint: Checkpoint, rules: Sequence[Rule], kinds: Mapping[str, K
         yield from rule.split(ours)
 
 
-def write_in_order(path: Path, planned: Sequence[Planned], tensors: Iterator[tuple[str, Tensor]]) -> int:
+def write_in_order(
+    path: Path,
+    planned: Sequence[Planned],
+    tensors: Iterator[tuple[str, Tensor]],
+    on_tensor: Callable[[Planned], None] = lambda written: None,
+) -> int:
     """One safetensors file of the next tensors, each written as it comes; its size in bytes.
 
     The header stands before the numbers, and says where each of them will be: that is known from the plan.
@@ -237,6 +242,7 @@ def write_in_order(path: Path, planned: Sequence[Planned], tensors: Iterator[tup
             file.seek(8 + len(text) + places[name])
             for part in torch.split(tensor.reshape(-1), BYTES_AT_ONCE // each.dtype.itemsize):
                 file.write(part.to(each.dtype).view(torch.uint8).numpy().data)
+            on_tensor(each)
         file.flush()
         os.fsync(file.fileno())
     return 8 + len(text) + start

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,14 @@ from framework.huggingface.decoders import read_llama, read_mistral
 from framework.huggingface.settings import Settings
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
+
+
+class Usage(NamedTuple):
+    """Of a disk."""
+
+    total: int
+    free: int
+
 
 Write = Callable[..., Written]
 
@@ -248,6 +256,7 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
     """Neither way: what was written before the failure goes, too."""
     path, _ = written("gpt2")
     done = bring(path, tmp_path / "run")
+    (tmp_path / ".tmp-out-0123abcd").mkdir()  # of one that was killed
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -260,6 +269,10 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
         patched.setattr("framework.huggingface.bringing.keep", fail)
         with pytest.raises(UserError, match="No space left"):
             bring(path, tmp_path / "again")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: Usage(total=10**9, free=1000))
+        with pytest.raises(UserError, match=r"has 1,000 bytes free, and [\d,]+ are to be written"):
+            take(done.path, tmp_path / "out")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
 
 
