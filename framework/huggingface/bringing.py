@@ -75,10 +75,12 @@ def bring(
     settings.end()
     source = _named_as_theirs(source, family)
     if family.head_by_file:
+        source = _under_first_names(source, family.rules(complete(family.builder, options | {"tied": False})))
         options["tied"] = not _has_own_head(source)
     config = _config(family, options, source, out, overrides)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     rules = family.rules(complete(family.builder, config.model.options))
+    source = _under_first_names(source, rules)
     shapes = _shapes(config)
     _check(source, family, rules, shapes)
     notes += _dtypes(source, rules, config)
@@ -102,6 +104,16 @@ def _named_as_theirs(source: Source, family: Family) -> Source:
         name if name in family.unprefixed else f"{family.prefix}{name}": stored for name, stored in names.items()
     }
     return Source(source.path, renamed)
+
+
+def _under_first_names(source: Source, rules: Sequence[Rule]) -> Source:
+    """A tied weight that the files hold under another of its names only has its first one."""
+    found = dict(source.tensors)
+    for rule in rules:
+        others = [name for name in rule.same_as if name in found]
+        if others and rule.theirs[0] not in found:
+            found[rule.theirs[0]] = found.pop(others[0])
+    return Source(source.path, found)
 
 
 def _has_own_head(source: Source) -> bool:

@@ -104,6 +104,32 @@ def test_files_of_the_bare_model_and_tensors_that_carry_nothing(written: Write, 
     assert not differing(tensors(tmp_path / "bare-run"), tensors(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("t5", "shared.weight", ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")),
+        ("qwen2", "model.embed_tokens.weight", ("lm_head.weight",)),
+    ],
+)
+def test_a_tied_weight_under_any_of_its_names(
+    name: str, first: str, others: tuple[str, ...], written: Write, tmp_path: Path
+) -> None:
+    """Which of the names a file has of it depends on what wrote it; it may have several, too."""
+    from safetensors.torch import save_file
+
+    path, _ = written(name)
+    bring(path, tmp_path / "run")
+    for at, names in enumerate((others[-1:], (first, *others))):
+        source = tmp_path / f"source{at}"
+        source.mkdir()
+        found = files(path)
+        found |= dict.fromkeys(names, found.pop(first))
+        save_file({key: tensor.clone() for key, tensor in found.items()}, source / "model.safetensors")
+        (source / "config.json").write_text((path / "config.json").read_text())
+        bring(source, tmp_path / f"run{at}")
+        assert not differing(tensors(tmp_path / f"run{at}"), tensors(tmp_path / "run"))
+
+
 def test_both_ways_of_writing_positions(written: Write, tmp_path: Path) -> None:
     """transformers 4 says rope_theta and rope_scaling, 5 says rope_parameters; ours says both, alike."""
     path, _ = written("llama 3.1")
