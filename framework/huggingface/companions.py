@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,26 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
         return {}
     tokenizer = load(target / TOKENIZER)
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
-    _write_tokenizer_config(target, tokenizer, config)
-    if end is None:
-        return {}
-    if GENERATION not in copied:
-        write_json(target / GENERATION, {"bos_token_id": end, "eos_token_id": end})
-    return {"bos_token_id": end, "eos_token_id": end}
+    ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    base = base_of(source)
+    _write_tokenizer_config(target, tokenizer, base if "eos_token_id" in base else ids, config)
+    if ids and not base and GENERATION not in copied:
+        write_json(target / GENERATION, ids)
+    return ids
 
 
-def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, config: RunConfig) -> None:
+def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], config: RunConfig) -> None:
+    """As a class of no model in particular: that all of the tokenizer is in tokenizer.json."""
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.model.options.get("max_sequence_length", config.data.sequence_length),
+        "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids, which GPT-2 would add to the tokens
         "clean_up_tokenization_spaces": False,
     }
-    if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
-        fields |= {"bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        found = ids.get(f"{name}_id")
+        token = tokenizer.id_to_token(found) if isinstance(found, int) else None
+        fields |= {name: token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
 
 

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from framework.checkpoint import find
-from framework.config import load, parse
+from framework.config import keep, load, parse
 from framework.data.prepare import prepare_files
 from framework.huggingface import take
 from framework.huggingface.families import FAMILIES
+from framework.sample import sample
 from framework.train import run_directory
 from launch.arguments import _bytes, build_parser
 from launch.cli import main, split_overrides
@@ -142,11 +143,15 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer("the cat").input_ids
     assert tokenizer.decode(tokenizer("the cat sat").input_ids) == "the cat sat"
+    said = json.loads((out / "tokenizer_config.json").read_text())
+    assert said["model_input_names"] == ["input_ids", "attention_mask"], "transformers 4 has a third, which GPT-2 adds"
     model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert type(model).__name__ == "GPT2LMHeadModel" and model.config.eos_token_id == tokenizer.eos_token_id
-    written = model.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=3, do_sample=False)
-    assert written.shape[1] > 3
+    written = model.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=9, do_sample=False)
+    keep(run_directory(config), config)
+    expected = sample(run_directory(config), "the cat", 9, temperature=0.0)
+    assert tokenizer.decode(written[0], skip_special_tokens=True) == expected != "the cat"
 
 
 MEASURED = """
