@@ -83,7 +83,7 @@ def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
 
 
 def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any]:
-    """Write the companions of a model into ``target``; the ids of special tokens that a config.json should name.
+    """Write the companions of a model into ``target``; the ids of special tokens that its config.json should name.
 
     ``source``: where they are; what is not there is made from ``data.tokenizer``.
     """
@@ -91,30 +91,45 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
     if TOKENIZER not in copied and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
         shutil.copyfile(config.data.tokenizer, target / TOKENIZER)
         copied.append(TOKENIZER)
-    if TOKENIZER not in copied or TOKENIZER_CONFIG in copied:
-        return {}
-    tokenizer = load(target / TOKENIZER)
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
-    ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
-    base = base_of(source)
-    _write_tokenizer_config(target, tokenizer, base if "eos_token_id" in base else ids, config)
-    if ids and not base and GENERATION not in copied:
-        write_json(target / GENERATION, ids)
+    tokenizer = load(target / TOKENIZER) if TOKENIZER in copied else None
+    ids = _special_ids(source, target, tokenizer)
+    if tokenizer is not None and TOKENIZER_CONFIG not in copied:
+        _write_tokenizer_config(target, tokenizer, ids, config)
+    if GENERATION not in copied and any(found is not None for found in ids.values()):
+        write_json(target / GENERATION, {name: found for name, found in ids.items() if found is not None})
     return ids
 
 
+def _special_ids(source: Path | None, target: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The first that says what ends a text: generation_config.json, config.json, tokenizer_config.json, the tokenizer.
+
+    null where nobody says it: the defaults of transformers' classes are those of one released model each.
+    """
+    names = ("bos_token_id", "eos_token_id")
+    said = [read_json(target / GENERATION, "")] if (target / GENERATION).is_file() else []
+    said.append(base_of(source))
+    if tokenizer is not None:
+        fields = read_json(target / TOKENIZER_CONFIG, "") if (target / TOKENIZER_CONFIG).is_file() else {}
+        tokens = {name: fields.get(name.removesuffix("_id")) for name in names}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        said.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
+        said.append(dict.fromkeys(names, tokenizer.token_to_id(END_OF_DOCUMENT)))
+    found = next((each for each in said if each.get("eos_token_id") is not None), {})
+    return {name: found.get(name) for name in names}
+
+
 def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], config: RunConfig) -> None:
-    """As a class of no model in particular: that all of the tokenizer is in tokenizer.json."""
+    """As a class of no model in particular: all that the tokenizer does is in tokenizer.json."""
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.model.options.get("max_sequence_length", config.data.sequence_length),
         "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids, which GPT-2 would add to the tokens
         "clean_up_tokenization_spaces": False,
     }
-    for name in ("bos_token", "eos_token", "pad_token"):
-        found = ids.get(f"{name}_id")
+    for name, found in ids.items():
+        found = found[0] if isinstance(found, list) and found else found
         token = tokenizer.id_to_token(found) if isinstance(found, int) else None
-        fields |= {name: token} if token is not None else {}
+        fields |= {name.removesuffix("_id"): token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,28 @@ def test_what_a_config_says_besides_stays(written: Write, tmp_path: Path) -> Non
     }
     for name in ("generation_config.json", "chat_template.jinja", "tokenizer.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_a_model_of_ours_with_the_tokenizer_of_another(written: Write, tmp_path: Path) -> None:
+    """data.tokenizer points into a directory of another model: its tokens go along, its numbers do not."""
+    path, _ = written("gpt2")
+    elsewhere = tmp_path / "llama"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text('{"model_type": "llama", "rope_theta": 7.0, "eos_token_id": 5}')
+    (elsewhere / "tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes())
+    (elsewhere / "tokenizer_config.json").write_text('{"eos_token": {"content": "w3"}, "bos_token": "w2"}')
+    done = bring(path, tmp_path / "run", [f"--data.tokenizer={elsewhere / 'tokenizer.json'}"])
+    shutil.rmtree(tmp_path / "run/huggingface")  # as of a run that began here
+    back = json.loads((take(done.path, tmp_path / "out").path / "config.json").read_text())
+    assert (back["model_type"], back["eos_token_id"], "rope_theta" in back) == ("gpt2", 5, False)
+    (elsewhere / "config.json").unlink()
+    back = json.loads((take(done.path, tmp_path / "tokens").path / "config.json").read_text())
+    assert (back["bos_token_id"], back["eos_token_id"]) == (2, 3)
+    (elsewhere / "tokenizer_config.json").unlink()
+    out = take(done.path, tmp_path / "ours").path
+    back = json.loads((out / "config.json").read_text())
+    assert back["bos_token_id"] == back["eos_token_id"] == 0
+    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    (elsewhere / "tokenizer.json").unlink()
+    back = json.loads((take(done.path, tmp_path / "none").path / "config.json").read_text())
+    assert back["bos_token_id"] is None and back["eos_token_id"] is None
