@@ -115,11 +115,9 @@ def restore(
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
-                weights = _read_bucket(checkpoint, Kind.WEIGHTS, bucket)
-                master = None
-                if not bucket.same_dtype:
-                    master = weights if is_fresh else _read_bucket(checkpoint, Kind.MASTER, bucket)
-                bucket.load(weights, master)
+                has_master = not bucket.same_dtype and not is_fresh
+                master = _read_bucket(checkpoint, Kind.MASTER, bucket) if has_master else None
+                bucket.load(_read_bucket(checkpoint, Kind.WEIGHTS, bucket), master)
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, Kind(name), bucket)[start:stop].clone()

@@ -5,7 +5,6 @@ The bias by distance is in the first block of each of their stacks; ours has it 
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -86,7 +85,7 @@ def read(settings: Settings) -> dict[str, Any]:
 
 
 def write(options: Options) -> dict[str, Any]:
-    """T5Config."""
+    """T5Config. transformers 4 scales what is tied and nothing else; 5 reads ``scale_decoder_outputs``."""
     hidden, heads, tied = options["hidden_size"], options["num_heads"], options["tied"]
     scaled = tied if options["scaled"] is None else options["scaled"]
     return {
@@ -110,20 +109,13 @@ def write(options: Options) -> dict[str, Any]:
     }
 
 
-def _holds(options: Options) -> str | None:
-    """Whether transformers could say it: a head of its own is never scaled there unless the file is older than that."""
-    if not options["tied"] and options["scaled"]:
-        return f"model.options.scaled = {json.dumps(options['scaled'])} with tied = false"
-    return None
-
-
 T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     "models.t5:build",
     read,
     write,
-    _holds,
+    lambda options: None,
     rules,
     ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     head_by_file=True,

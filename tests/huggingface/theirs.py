@@ -70,7 +70,11 @@ CASES = {
         "T5ForConditionalGeneration",
         T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
     ),
+    "t5, own head, scaled": Case("T5Config", "T5ForConditionalGeneration", T5),
+    "t5, tied, not scaled": Case("T5Config", "T5ForConditionalGeneration", T5 | {"tie_word_embeddings": False}),
 }
+OWN_HEAD = ("t5, version 1.1", "t5, own head, scaled")
+"""T5's class ties its head whatever the configuration says; the released files of version 1.1 have one of its own."""
 
 
 def build(case: Case, *, dtype: torch.dtype = torch.float32, own_head: bool = False) -> Any:
@@ -89,7 +93,7 @@ def build(case: Case, *, dtype: torch.dtype = torch.float32, own_head: bool = Fa
 
 def write(name: str, path: Path, *, shard_size: str = "1GB", dtype: torch.dtype = torch.float32) -> Any:
     """The model of a case as its own library writes it, with a tokenizer; the model."""
-    model = build(CASES[name], dtype=dtype, own_head=name == "t5, version 1.1")
+    model = build(CASES[name], dtype=dtype, own_head=name in OWN_HEAD)
     model.save_pretrained(path, max_shard_size=shard_size)
     tokenizer().save(str(path / "tokenizer.json"))
     return model
