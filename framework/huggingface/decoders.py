@@ -11,8 +11,8 @@ from framework.huggingface.rules import Rule
 from framework.huggingface.settings import Settings
 
 BUILDER = "models.llama:build"
-NO_ROPE_SCALING = (1.0, 1.0, 4.0, 8192)
-"""Factor, low, high and original length, as our builder has them by default."""
+MOST_LAYERS = 10_000
+"""Of which a list is made, to be compared with theirs."""
 
 
 def rules(options: Options) -> list[Rule]:
@@ -111,9 +111,9 @@ def read_common(settings: Settings, *, norm_eps: float, length: int) -> dict[str
             f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
             f"drops nothing (model.options.dropout)"
         )
-    head_dim = settings.get("head_dim")
-    if head_dim is not None and head_dim * heads != hidden:
-        found["head_dim"] = settings.number("head_dim")
+    head_dim = settings.number("head_dim", max(1, hidden // heads))
+    if head_dim * heads != hidden:
+        found["head_dim"] = head_dim
     return found
 
 
@@ -135,14 +135,14 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
         found["sliding_window"] = (
             window if isinstance(window, int) and window > 0 else settings.number("sliding_window")
         )
-    settings.must_be("layer_types", *_layer_types(settings, found["num_layers"], window is not None))
+    settings.must_be("layer_types", *_layer_types(found["num_layers"], sliding=window is not None))
     return found
 
 
-def _layer_types(settings: Settings, num_layers: int, sliding: bool) -> list[Any]:
+def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
     """All layers alike, and nothing said."""
     kind = "sliding_attention" if sliding else "full_attention"
-    return [None, [kind] * num_layers]
+    return [None, [kind] * min(num_layers, MOST_LAYERS)]
 
 
 def _read_qwen(settings: Settings) -> dict[str, Any]:
@@ -151,15 +151,14 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
     layers = found["num_layers"]
     if not settings.flag("use_sliding_window", False):
         settings.get("sliding_window")
-        settings.must_be("layer_types", None, ["full_attention"] * layers)
+        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
         return found
-    first = settings.get("max_window_layers", 28)
-    types = settings.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
-    if set(types) == {"sliding_attention"}:
+    first = settings.number("max_window_layers", 28, least=0)
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(min(layers, MOST_LAYERS))]
+    types = settings.get("layer_types") or types
+    if types == ["sliding_attention"] * layers:
         found["sliding_window"] = settings.number("sliding_window", 4096)
-    elif set(types) != {"full_attention"}:
+    elif types != ["full_attention"] * layers:
         settings.problems.append(
             f"use_sliding_window with max_window_layers = {first}: some layers see a window and others all, which is "
             f"not supported; set use_sliding_window to false for sequences no longer than sliding_window"
@@ -175,7 +174,7 @@ def read_qwen2(settings: Settings) -> dict[str, Any]:
 def read_qwen3(settings: Settings) -> dict[str, Any]:
     """Qwen3Config."""
     found = _read_qwen(settings) | {"qk_norm": True}
-    if "head_dim" not in settings.fields:
+    if settings.fields.get("head_dim") is None:
         found["head_dim"] = 128
     if settings.flag("attention_bias", False):
         found |= {"qkv_bias": True, "out_bias": True}

@@ -76,6 +76,10 @@ SILENT = {
 """Fields that say nothing about the logits of the model itself."""
 
 
+MOST = 2**40
+"""No size of a model is beyond it."""
+
+
 class Settings:
     """The fields of one config.json, with the problems found on the way, all told at once."""
 
@@ -92,13 +96,13 @@ class Settings:
         found = self.fields.get(name)
         return default if found is None else found
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 up."""
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number from ``least`` up."""
         found = self.get(name, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found < MOST:
             said = "is missing" if found is None else f"= {json.dumps(found)}"
-            self.problems.append(f"{name} {said}: a whole number from 1 up is needed")
-            return 1
+            self.problems.append(f"{name} {said}: a whole number from {least} up is needed")
+            return max(least, 1)
         return found
 
     def real(self, name: str, default: float) -> float:

@@ -92,6 +92,8 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}; get the file again") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror} (errno {error.errno})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object; get the file again")
     return found

@@ -64,7 +64,7 @@ def read(settings: Settings) -> dict[str, Any]:
         settings.get(name)  # they follow from feed_forward_proj, or say nothing
     tied = settings.flag("tie_word_embeddings", True)
     num_layers = settings.number("num_layers", 6)
-    padding_id = settings.get("pad_token_id", 0)
+    padding_id = settings.number("pad_token_id", 0, least=-1)
     return {
         "vocab_size": settings.number("vocab_size", 32128),
         "hidden_size": settings.number("d_model", 512),

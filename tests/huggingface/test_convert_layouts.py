@@ -39,15 +39,15 @@ def test_the_options_of_the_relatives_in_every_layout(text: str, pool: RankPool)
     laid_out = parse_layout(text)
     size = size_for(laid_out)
     config = model_config("llama", size, **ALL)
-    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=3, twice=False)
+    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2, twice=False)
     assert row.passed, row
 
 
 def test_an_unscaled_head_that_is_tied_in_a_pipeline(pool: RankPool) -> None:
-    laid_out = parse_layout("pp2,tp2")
+    laid_out = parse_layout("pp2")
     size = size_for(laid_out)
     config = model_config("t5", size, scaled=False, gated=True)
-    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=3, twice=False)
+    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2, twice=False)
     assert row.passed, row
 
 
@@ -91,9 +91,7 @@ def fine_tuning(config: RunConfig, text: str, **sections: dict[str, Any]) -> Run
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("qwen3", "dp2,pp2,tp2"), ("gpt2", "pp2,tp2"), ("mistral, window", "dp2,tp2,zero3,sequence")]
-)
+@pytest.mark.parametrize(("name", "text"), [("gpt2", "dp2,pp2,tp2"), ("mistral, window", "dp2,tp2,zero3,sequence")])
 def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
     name: str, text: str, written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:

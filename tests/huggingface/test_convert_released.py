@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from framework.config import RunConfig
+from framework.errors import UserError
 from framework.huggingface.families import complete, family_of_model, family_of_type
 from framework.huggingface.settings import Settings
 from framework.model import build_model
+from tests.huggingface import theirs
 from tests.huggingface.released import RELEASED
 
 
@@ -39,3 +43,54 @@ def test_they_are_read_whole_and_have_the_parameters_that_are_published(name: st
             assert fields[field] == value, field
     config = RunConfig.model_validate({"model": {"builder": family.builder, "options": options}})
     assert family_of_model(config, family.model_type) is family
+
+
+STRANGE: list[Any] = [
+    None,
+    "x",
+    "",
+    [],
+    ["x"],
+    [[1]],
+    {},
+    {"rope_type": []},
+    -1,
+    0,
+    1,
+    3,
+    1.5,
+    True,
+    False,
+    10**30,
+    "nan",
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama 3.1", "mistral, window", "qwen2, window", "qwen3", "t5, version 1.1"])
+def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
+    """A model is built of it, or it is named; never another kind of failure."""
+    case = theirs.CASES[name]
+    model_type = case.config.removesuffix("Config").lower()
+    family = family_of_type(model_type, "config.json")
+    extra = {"head_dim": 8, "layer_types": None, "rope_scaling": None, "tie_word_embeddings": False, "n_inner": None}
+    extra |= {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": None, "quantization_config": None}
+    extra |= {"max_window_layers": 0, "sliding_window": None, "scale_decoder_outputs": None, "pad_token_id": None}
+    fields = extra | {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "resid_pdrop": 0.1} | case.settings
+    rope = fields.get("rope_parameters") or {}
+    spoiled = [{field: value} for field in fields for value in STRANGE]
+    spoiled += [{"rope_parameters": rope | {field: value}} for field in rope for value in STRANGE]
+    refused = 0
+    for change in spoiled:
+        settings = Settings(fields | change, "config.json")
+        try:
+            options = family.read(settings)
+            settings.end()
+            if change.popitem()[1] == 3:  # each takes its time
+                rules = family.rules(complete(family.builder, options))
+                model = build_model(family.builder, options, 0)
+                names = {n for n, _ in model.layers.named_parameters() if model.canonical(n) == n}
+                assert {rule.ours for rule in rules} == names
+        except UserError as error:
+            refused += 1
+            assert "config.json: " in str(error) or "model.options" in str(error)
+    assert refused > len(spoiled) / 4
