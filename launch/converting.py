@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.checkpoint import Candidate
 from framework.errors import ConfigError
 from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
 from framework.stderr import tell
@@ -41,7 +42,7 @@ def convert(
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = pick(run, step)
     done = take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=Progress())
-    return taken(chosen.path, done)
+    return taken(chosen, done)
 
 
 class Progress:
@@ -82,14 +83,14 @@ def brought(source: Path, run: Path, done: Brought) -> str:
     return "\n".join(lines)
 
 
-def taken(source: Path, done: Taken) -> str:
+def taken(source: Candidate, done: Taken) -> str:
     """What was written, and how it is opened."""
     opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
     files = [(f"  {name}", memory(size)) for name, size in done.files.items()]
     shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]
     return "\n".join(
         [
-            f"{source}: step {source.name.removeprefix('step-').lstrip('0') or '0'}",
+            f"{source.path}: step {source.step}",
             f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
             *columns(shown, "<>"),
             f"{len(files):,} file{'s' * (len(files) != 1)}, {memory(sum(done.files.values()))}",

@@ -182,13 +182,12 @@ class AttentionCore(nn.Module):
         The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
-        is_near = self.window is not None and self.window < length
-        if dropout is None:
-            near = self.seen(length, q.device) if is_near else None
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=near, is_causal=near is None, enable_gqa=heads_per_group > 1
-            )
+        sees_all = self.window is None or self.window >= length
+        if dropout is None and sees_all:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
+        if dropout is None:  # keys of each head their own: no kernel that takes a mask shares them on a GPU
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
         scores = scores.masked_fill(~self.seen(length, scores.device), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)

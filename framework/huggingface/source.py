@@ -24,6 +24,7 @@ from framework.errors import CheckpointError
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -81,6 +82,11 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: give the directory that it lies in, with its {CONFIG}")
+    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
+            f"merge_and_unload() and save_pretrained(), and convert what that has written"
+        )
     return read_json(path / CONFIG, "a directory of a model in Hugging Face's form has one")
 
 

@@ -230,6 +230,8 @@ def test_places_that_are_no_model_or_cannot_take_a_run(source: Path, written: Wr
     assert "is a file: give the directory" in refused(source / "config.json")
     (source / "config.json").unlink()
     assert f"{source / 'config.json'} is missing" in refused(source)
+    (source / "adapter_config.json").write_text("{}")
+    assert "holds an adapter" in refused(source) and "merge_and_unload" in refused(source)
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
