@@ -75,11 +75,13 @@ def brought(source: Path, run: Path, done: Brought) -> str:
         *(f"note: {note}" for note in done.notes),
     ]
     if done.config.data.builder is None and not corpus.with_name(f"{corpus.name}.bin").exists():
-        lines.append(f"data.train = {corpus} is still missing: text in the tokens of this model, as with")
-        lines.append(f"  meshwright data prepare TEXT --tokenizer {run / 'huggingface'} --out {corpus.parent}")
-    lines.append(f"fine-tune with: meshwright train {run / 'config.toml'}")
+        lines.append(f"data.train = {corpus} is still missing: text in the tokens of this model")
+        if done.config.data.tokenizer is not None:
+            tokenizer = Path(done.config.data.tokenizer)
+            lines.append(f"prepare it with: meshwright data prepare TEXT --tokenizer {tokenizer} --out {corpus.parent}")
+    lines.append(f"fine-tune with:  meshwright train {run / 'config.toml'}")
     if done.config.data.tokenizer and done.family.task == "causal":
-        lines.append(f"let it write:   meshwright sample {run} --prompt TEXT")
+        lines.append(f"let it write:    meshwright sample {run} --prompt TEXT")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from framework.checkpoint.save import final_directory
 from framework.checkpoint.shard import MAX_FILE_BYTES
 from framework.config import RunConfig, change, default_world_size, keep, resolve, to_toml
 from framework.config.given import read_overrides
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, ConfigError
 from framework.huggingface import companions
 from framework.huggingface.families import complete, family_of_type
 from framework.huggingface.family import Family
@@ -79,9 +79,9 @@ def bring(
         options["tied"] = not _has_own_head(source)
     config = _config(family, options, source, out, overrides)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
+    shapes = _shapes(config)
     rules = family.rules(complete(family.builder, config.model.options))
     source = _under_first_names(source, rules)
-    shapes = _shapes(config)
     _check(source, family, rules, shapes)
     notes += _dtypes(source, rules, config)
     resolved = resolve(config, default_world_size(config, 0))
@@ -139,6 +139,8 @@ def _config(
         "train": {"steps": 100, "dtype": "bfloat16" if floats & {"BF16", "F16"} else "float32"},
     }
     given = {given.path[:2] for given in read_overrides(overrides).given}
+    if ("model", "builder") in given:
+        raise ConfigError(f"model.builder follows from {source.path / CONFIG}, it is {family.builder}: leave it out")
     if ("data", "train") in given:
         tree["data"] = {}
     tree["data"] |= {"sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task}

@@ -264,6 +264,12 @@ def _own_head_dim(options: Options) -> str | None:
     return f"model.options.head_dim = {options['head_dim']}" if own else None
 
 
+def _uneven(options: Options) -> str | None:
+    """LlamaConfig wants the heads to divide the hidden size, also where head_dim is said."""
+    hidden, heads = options["hidden_size"], options["num_heads"]
+    return f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
+
+
 LEFT_OUT = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 LLAMA = Family(
@@ -272,7 +278,7 @@ LLAMA = Family(
     BUILDER,
     read_llama,
     write_llama,
-    lambda options: _misfit(options, qk_norm=False, sliding_window=None) or _other_bias(options),
+    lambda options: _misfit(options, qk_norm=False, sliding_window=None) or _other_bias(options) or _uneven(options),
     rules,
     LEFT_OUT,
     "model.",

@@ -62,8 +62,8 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
     assert f"{path}: LlamaForCausalLM, models.llama:build\n" in said and "rope_scaling_factor 8.0" in said
     assert f"{run}/checkpoints/step-00000000: 21 tensors, " in said
     assert f"data.train = {run}/data/train is still missing" in said
-    assert f"meshwright data prepare TEXT --tokenizer {run}/huggingface --out {run}/data\n" in said
-    assert f"fine-tune with: meshwright train {run}/config.toml\n" in said
+    assert f"meshwright data prepare TEXT --tokenizer {run}/huggingface/tokenizer.json --out {run}/data\n" in said
+    assert f"fine-tune with:  meshwright train {run}/config.toml\n" in said
     config = load(run / "config.toml")
     assert (config.parallel.pp, config.train.steps, config.parallel.dp) == (2, 7, "auto")
     assert run_directory(config) == run
@@ -96,6 +96,9 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
         (["--from", "hf", "PATH", "NEW", "--train.stepz=3"], "did you mean"),
         (["--from", "hf", "PATH", "NEW", "--model.options.dropuot=0.1"], "did you mean dropout?"),
         (["--from", "hf", "PATH", "NEW", "--model.options.hidden_size=64"], "config.json asks for"),
+        (["--from", "hf", "PATH", "NEW", "--model.options.num_heads=0"], "num_heads=0"),
+        (["--from", "hf", "PATH", "NEW", "--model.options.num_layers=2"], "tensor transformer.h.2.attn.c_attn.bias"),
+        (["--from", "hf", "PATH", "NEW", "--model.builder=models.llama:build"], "model.builder follows from"),
     ],
 )
 def test_what_is_refused(arguments: list[str], said: str, written: Write, tmp_path: Path, capsys: Any) -> None:

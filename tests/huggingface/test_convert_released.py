@@ -94,3 +94,33 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
             refused += 1
             assert "config.json: " in str(error) or "model.options" in str(error)
     assert refused > len(spoiled) / 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "llama"),
+        ({"qkv_bias": True, "out_bias": True, "mlp_bias": True}, "llama"),
+        ({"sliding_window": 8}, "mistral"),
+        ({"hidden_size": 30, "head_dim": 8}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "sliding_window": 8}, "qwen2"),
+        ({"qk_norm": True, "head_dim": 16}, "qwen3"),
+        (
+            {"qk_norm": True, "mlp_bias": True},
+            "fit no model of transformers that is known here: llama: .*qk_norm = true",
+        ),
+        ({"out_bias": True}, "qwen2: model.options.qkv_bias = false"),
+    ],
+)
+def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict[str, Any], said: str) -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 40}
+    config = RunConfig.model_validate({"model": {"builder": "models.llama:build", "options": sizes | options}})
+    if " " in said:
+        with pytest.raises(UserError, match=said):
+            family_of_model(config)
+        return
+    family = family_of_model(config)
+    assert family.model_type == said
+    with pytest.raises(UserError, match="its tensors have no names in transformers"):
+        family_of_model(config.model_copy(update={"model": config.model.model_copy(update={"builder": "my.own:net"})}))
