@@ -19,6 +19,7 @@ from framework.huggingface.decoders import read_llama, read_mistral
 from framework.huggingface.settings import Settings
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
+from tests.huggingface.test_convert_families import files, same_bits
 
 
 class Usage(NamedTuple):
@@ -135,6 +136,11 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
     dtypes = {name: entry.dtype for name, entry in done.manifest.tensors.items()}
     assert dtypes["weights/block1.attention_norm.weight"] == "BF16"
     assert dtypes["weights/block1.attention.qkv.weight"] == "F32"
+    taken = take(done.path, source.parent / "out")  # two types in one file
+    assert taken.dtypes == ["bfloat16", "float32"]
+    expected = files(source)
+    expected["model.layers.1.self_attn.k_proj.weight"] = expected["model.layers.1.self_attn.k_proj.weight"].float()
+    same_bits(files(taken.path), expected)
 
 
 @pytest.mark.parametrize(
