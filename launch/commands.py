@@ -238,6 +238,17 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     return 0
 
 
+def convert(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch import converting
+
+    print(
+        converting.convert(
+            options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
+        )
+    )
+    return 0
+
+
 def plot(options: argparse.Namespace, _: list[str]) -> int:
     from framework.config import parse
     from framework.data.fingerprint import read

@@ -71,13 +71,14 @@ JOINING = [
     "sample",
     "evaluate",
     "report",
+    "huggingface",
     "doctor",
     "planner",
     "dryrun",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "doctor", "planner", "dryrun"}
+ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "huggingface", "doctor", "planner", "dryrun"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
