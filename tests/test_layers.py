@@ -68,10 +68,11 @@ JOINING = [
     "doctor",
     "planner",
     "dryrun",
+    "huggingface",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "reshard", "doctor", "planner", "dryrun"}
+ON_TOP = {"train", "verify", "sample", "reshard", "doctor", "planner", "dryrun", "huggingface"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")

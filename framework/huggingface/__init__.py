@@ -1,0 +1,13 @@
+"""Models of Hugging Face's ``transformers``, an optional extra, as layers of a Sequential, and back.
+
+    restructure.py   model.builder = "hf:DIRECTORY": the layers and all that they carry
+    frame.py         what a model does between its layers, done by its own code
+    plans.py         its own plan for tensor parallelism -> a sharding plan
+    probe.py         randomness that nobody can seed by name, and who works on what
+    initial.py       first values: of the directory's files, or drawn by the model's rules
+    directory.py     config.json and safetensors files; what is refused of them
+    back.py          a checkpoint -> a directory that transformers opens
+    library.py       the one door to transformers
+
+transformers is imported inside functions, never at import, and nothing here opens a network connection.
+"""
