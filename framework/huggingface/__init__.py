@@ -2,6 +2,7 @@
 
     restructure.py   model.builder = "hf:DIRECTORY": the layers and all that they carry
     frame.py         what a model does between its layers, done by its own code
+    wide.py          float64 that stays float64
     plans.py         its own plan for tensor parallelism -> a sharding plan
     probe.py         randomness that nobody can seed by name, and who works on what
     initial.py       first values: of the directory's files, or drawn by the model's rules

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from framework.errors import ModelError
 from framework.huggingface.library import whole_rows
+from framework.huggingface.wide import wide
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
 """Keys of what goes in and between the layers. Positions that came with the samples may start anew within a row, where
@@ -194,6 +195,11 @@ class Piece(nn.Module):
 
     def forward(self, value: Any) -> Any:
         value = {IDS: value} if isinstance(value, Tensor) else value
+        numbers = value[HIDDEN] if HIDDEN in value else next(self.parameters())
+        with wide(numbers.dtype):
+            return self._handed_on(value)
+
+    def _handed_on(self, value: dict[str, Tensor]) -> Any:
         hidden = value[IDS] if IDS in value else value[HIDDEN]
         documents = DOCUMENT_POSITIONS in value or (IDS in value and POSITIONS in value)
         positions = value.get(DOCUMENT_POSITIONS, value.get(POSITIONS))
