@@ -30,9 +30,8 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> Any:
     transformers = library()
     kind = raw.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
-        own = f", and code of its own ({', '.join(raw['auto_map'].values())}), which is not run" * bool(
-            raw.get("auto_map")
-        )
+        code = raw.get("auto_map") or {}
+        own = f", and code of its own ({', '.join(map(str, code.values()))}), which is not run" if code else ""
         close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1)
         raise ModelError(
             f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "

@@ -1,8 +1,8 @@
 """In float64 all of a model is in float64: what its code casts to float32, norms and softmaxes, stays as wide as it is.
 
-transformers takes float32 for the widest there is. A float64 run, which is there to compare layouts by, would be rounded
-to float32 in the middle of each layer: 1e-7 of a gradient, as much as many an error. In float32 and bfloat16, which
-models are trained in, nothing is touched.
+transformers takes float32 for the widest there is. A float64 run, which is there to compare layouts by, would be
+rounded to float32 in the middle of each layer: 1e-7 of a gradient, as much as many an error. In float32 and bfloat16,
+which models are trained in, nothing is touched.
 """
 
 from __future__ import annotations

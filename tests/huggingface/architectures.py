@@ -64,7 +64,8 @@ def directory(kind: str, place: Path, *, weights: bool = False, shard: str = "5G
         model = library().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(path, max_shard_size=shard)
     else:
-        config.architectures = [library().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        mapping = library().MODEL_FOR_CAUSAL_LM_MAPPING
+        config.architectures = [mapping[type(config)].__name__] if type(config) in mapping else None
         config.save_pretrained(path)
     return path
 
