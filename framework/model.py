@@ -118,16 +118,26 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
         raise ModelError("\n".join(problems))
 
 
-SCHEMES = {"hf": "framework.huggingface.restructure:builder"}
-"""``SCHEME:PATH`` as a builder -> the function of PATH that gives it. Named, and not imported, as a user's own is."""
+SCHEMES = {"hf": ("framework.huggingface.restructure:builder", "framework.huggingface.directory:vocabulary")}
+"""``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
+imported, as a user's own is."""
 
 
 def find_builder(path: str) -> Callable[..., Any]:
     """The function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
     scheme, _, rest = path.partition(":")
     if scheme in SCHEMES:
-        return find_function(SCHEMES[scheme], "model.builder", "a builder", ModelError)(rest)  # type: ignore[no-any-return]
+        return find_function(SCHEMES[scheme][0], "model.builder", "a builder", ModelError)(rest)  # type: ignore[no-any-return]
     return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
+
+
+def vocabulary(path: str, options: dict[str, Any]) -> int | None:
+    """How many token ids a model has rows for, as far as its options or its directory tell."""
+    scheme, _, rest = path.partition(":")
+    found = options.get("vocab_size")
+    if found is None and scheme in SCHEMES:
+        found = find_function(SCHEMES[scheme][1], "model.builder", "a builder", ModelError)(rest)
+    return found if isinstance(found, int) else None
 
 
 def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:

@@ -86,6 +86,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def vocabulary(path: str) -> int | None:
+    """``vocab_size`` of the configuration in ``path``; None where it says nothing. Needs no transformers."""
+    found = read_json(Path(path).expanduser()).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
 class Weights:
     """The tensors of a directory's safetensors files, by the names of transformers; mapped, and read one at a time."""
 

@@ -13,8 +13,9 @@ next mark belongs to that layer; so a piece of the pipeline holds one module, an
       lm_head(h)                -> mark 4              hidden, position_ids
       logits / softcap          -> after the last mark
 
-Nothing here knows a model: no name of an argument, no layout of a mask. A run to a mark costs what lies between layers
-(two small tensors of angles; a mask where a window or documents need one) and a call of each mark before it.
+Nothing here knows a model: no name of an argument, no layout of a mask. Where a model hands the hidden states from one
+module to the next as they are, as between all its blocks, all that a micro-batch needs besides is made by one run for
+all of them (two small tensors of angles; a mask where a window or documents need one), and kept until the next.
 """
 
 from __future__ import annotations
@@ -42,30 +43,53 @@ class Reached(BaseException):
 
 
 class Play:
-    """What the marks of one frame do: hand on what they get, up to the one before ``target``, which gives ``handed``;
-    the target stops the run."""
+    """What the marks of one frame do: note how they are called and hand on what they get, up to the one before
+    ``target``, which gives ``handed``; the target stops the run."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.positions: dict[str, int] = {}
         """Mark -> its place in the order of the forward; empty until that is known."""
+        self.direct: set[int] = set()
+        """Those that are handed what the one before has given, and not something made of it."""
         self.met: list[str] = []
+        self.last: Any = None
         self.target = -1
         self.handed: Any = None
-        self.arguments: Arguments = ((), {})
+        self.calls: list[Arguments] = []
+        """Of this run, by the marks that it met."""
+
+    def begin(self, target: int, handed: Any) -> None:
+        """Before a run."""
+        self.target, self.handed, self.calls = target, handed, []
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mark gives, called so."""
-        position = self.positions.get(name)
-        if position is None:
+        given = first_of(args, kwargs)
+        if not self.positions:
+            if given is self.last:
+                self.direct.add(len(self.met))
             self.met.append(name)
-        elif position == self.target:
-            self.arguments = (args, kwargs)
+            self.last = given.clone() if given.is_floating_point() else torch.zeros(*given.shape, self.width)
+            return self.last
+        position = self.positions[name]
+        self.calls.append((args, kwargs))
+        if position == self.target:
             raise Reached
-        elif position == self.target - 1:
-            return self.handed
-        given = args[0] if args else next(iter(kwargs.values()))
-        return given if given.is_floating_point() else torch.zeros(*given.shape, self.width)
+        return self.handed if position == self.target - 1 and self.handed is not None else given
+
+
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a module works on: what it is called with first."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def with_first(arguments: Arguments, value: Any) -> Arguments:
+    """The same call, of another value."""
+    args, kwargs = arguments
+    if args:
+        return (value, *args[1:]), dict(kwargs)
+    return (), {**kwargs, next(iter(kwargs)): value}
 
 
 class Mark(nn.Module):
@@ -92,6 +116,7 @@ class Frame:
 
     def __init__(self, model: nn.Module, play: Play, described: str) -> None:
         self._on = {torch.device("cpu"): (model, play)}
+        self._kept: tuple[Any, list[Arguments]] = (None, [])
         self.described = described
 
     def __repr__(self) -> str:
@@ -103,10 +128,10 @@ class Frame:
     def find_order(self) -> list[str]:
         """The marks in the order in which the model's forward meets them, tried on two tokens, and kept to from now."""
         model, play = self._at(torch.device("cpu"))
-        play.positions, play.met = {}, []
+        play.positions, play.met, play.direct, play.last = {}, [], set(), None
         with torch.no_grad(), whole_rows():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-        play.positions = {name: position for position, name in enumerate(play.met)}
+        play.positions, play.last = {name: position for position, name in enumerate(play.met)}, None
         return play.met
 
     @property
@@ -119,26 +144,47 @@ class Frame:
         """What the model calls its module at ``position`` with, when the one before it has given ``value``; at position
         0 that is the token ids (B, S). ``positions`` (B, S), ``documents``: rows may hold several.
         """
+        _, play = self._at(value.device)
+        if position in play.direct and position > 1:
+            return with_first(self._of_all(value, positions, documents)[position], value)
         if position != 1:
-            return self._reach(position, value, positions, documents, value if position == 0 else None)
+            return self._reach(position, value, positions, documents, value if position == 0 else None)[-1]
         # vectors given to the model take the place of its embedding
-        args, kwargs = self._reach(position, value, positions, documents, value)
+        arguments = self._reach(position, value, positions, documents, value)[-1]
         if value.shape[1] == positions.shape[1]:
-            return args, kwargs
+            return arguments
         # of a part of each sequence; masks are of the whole
-        others, named = self._reach(position, value, positions, documents, None)
-        return (args[0], *others[1:]) if args else (), named if args else named | dict([next(iter(kwargs.items()))])
+        return with_first(self._of_all(value, positions, documents)[position], first_of(*arguments))
+
+    def _of_all(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
+        """How each mark is called for these positions, whatever the hidden states are: the last answer is kept."""
+        key = (positions, positions._version, value.dtype, documents, torch.is_inference_mode_enabled())
+        kept, calls = self._kept
+        if kept is None or kept[0] is not positions or kept[1:] != key[1:]:
+            calls = self._reach(self.num_marks - 1, value, positions, documents, None, of_all=True)
+            # vectors given to the model take the place of its embedding, which is not met
+            calls = [((), {})] * (self.num_marks - len(calls)) + calls
+            self._kept = (key, [with_first(call, None) if any(call) else call for call in calls])
+            calls = self._kept[1]
+        return calls
 
     def _reach(
-        self, position: int, value: Tensor, positions: Tensor, documents: bool, first: Tensor | None
-    ) -> Arguments:
+        self,
+        position: int,
+        value: Tensor,
+        positions: Tensor,
+        documents: bool,
+        first: Tensor | None,
+        of_all: bool = False,
+    ) -> list[Arguments]:
+        """How the marks up to ``position`` are called; ``of_all``: when the hidden states are the empty ones."""
         model, play = self._at(value.device)
         try:
-            self._run(model, play, position, value, positions, documents, first)
+            self._run(model, play, position, None if of_all else value, positions, documents, first, value)
         except Reached:
-            return play.arguments
+            return play.calls
         finally:
-            play.handed, play.arguments = None, ((), {})
+            play.begin(-1, None)
         raise AssertionError(f"{self!r} ended before mark {position}")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -146,9 +192,9 @@ class Frame:
         """The logits, when the last module has given ``value``: with what the model does after it."""
         model, play = self._at(value.device)
         try:
-            logits = self._run(model, play, self.num_marks, value, positions, documents, None).logits
+            logits = self._run(model, play, self.num_marks, value, positions, documents, None, value).logits
         finally:
-            play.handed = None
+            play.begin(-1, None)
         assert isinstance(logits, Tensor)
         return logits
 
@@ -157,16 +203,17 @@ class Frame:
         model: nn.Module,
         play: Play,
         target: int,
-        value: Tensor,
+        handed: Tensor | None,
         positions: Tensor,
         documents: bool,
         first: Tensor | None,
+        like: Tensor,
     ) -> Any:
         """``first``: what the model begins with, ids or vectors; None: empty vectors, of the whole sequence also where
-        ``value`` is a part of it."""
-        play.target, play.handed = target, value
+        ``handed`` is a part of it, of the dtype of ``like``."""
+        play.begin(target, handed)
         if first is None:
-            first = value.new_zeros(()).expand(*positions.shape, play.width)
+            first = like.new_zeros(()).expand(*positions.shape, play.width)
         key = "inputs_embeds" if first.is_floating_point() else IDS
         with whole_rows(not documents):
             return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)

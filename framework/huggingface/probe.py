@@ -34,8 +34,21 @@ class Dropping(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def alike(layer: nn.Module) -> str:
+    """Equal for layers that differ in their number alone."""
+    plain = (bool, int, float, str, type(None))
+    attributes = [
+        (name, attribute, value)
+        for name, module in layer.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, plain) and attribute not in ("layer_idx", "layer_id", "first")
+    ]
+    return f"{layer} {attributes}"
+
+
 def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str, config: Any) -> dict[str, bool]:
-    """Run once on meta, with dropout modules (which get masks by name later) at rest.
+    """Run once on meta, of layers that are alike the first one, with dropout modules (which get masks by name later) at
+    rest.
 
     Args:
         beside: modules with weights -> the columns beside them, whose output tensor parallelism puts together.
@@ -46,15 +59,20 @@ def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str
     Raises:
         ModelError: dropout by a function, which draws from a generator of the process: other masks in each layout.
     """
-    on_meta = copy.deepcopy(layers).to("meta").train()
+    first_of_kind: dict[str, str] = {}
+    twins = {name: first_of_kind.setdefault(alike(layer), name) for name, layer in layers.named_children()}
+    on_meta = nn.Sequential()
+    for name in dict.fromkeys(twins.values()):
+        on_meta.add_module(name, copy.deepcopy(layers.get_submodule(name)).to("meta").train())
     for module in on_meta.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(beside, False)
-    for column in {column for columns in beside.values() for column in columns}:
+    run = [name for name in beside if name.partition(".")[0] in on_meta._modules]
+    for column in {column for name in run for column in beside[name]}:
         on_meta.get_submodule(column).register_forward_hook(lambda module, args, output: outputs.append(output))
-    for name in beside:
+    for name in run:
 
         def look(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
             uncut[name] = len(args) == 1 and any(args[0] is output for output in outputs)
@@ -76,4 +94,10 @@ def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str
             f"{place}: its code drops {dropping.found[0]} by a function, which draws from a generator of the process: "
             f"no layout could draw the same masks again. Set {options or 'it to 0 in config.json'}"
         )
-    return uncut
+    return {name: uncut[_twin(name, twins)] for name in beside}
+
+
+def _twin(name: str, twins: Mapping[str, str]) -> str:
+    """The same part of the layer that was run."""
+    layer, _, inside = name.partition(".")
+    return f"{twins[layer]}.{inside}"

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from framework.checkpoint import find
 from framework.config import RunConfig
 from framework.data.prepare import prepare_files
-from framework.errors import CheckpointError, ModelError
+from framework.errors import CheckpointError, DataError, ModelError
+from framework.feeds import open_feeds
 from framework.huggingface.back import export
 from framework.huggingface.library import library
 from framework.sample import load_plain
@@ -117,6 +118,13 @@ def test_what_options_changed_is_in_the_configuration(corpus: Path, tmp_path: Pa
         assert torch.equal(opened(input_ids=ids).logits, layers(ids))
 
 
+def test_a_corpus_that_does_not_fit_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
+    data = {"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")}
+    config = run_config(directory("llama", tmp_path), data=data)
+    with pytest.raises(DataError, match="67"):
+        open_feeds(config)
+
+
 def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     options = {"vocab_size": 280, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 16}
     config = run_config(
@@ -127,6 +135,6 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
         parallel={"dp": 1},
     )
     run = trained(pool, config)
-    with pytest.raises(ModelError, match="is of models.gpt2:build, and written back here are models"):
+    with pytest.raises(ModelError, match=r"is of models\.gpt2:build, and written back here are models"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
