@@ -158,7 +158,8 @@ class Frame:
 
     def _of_all(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
         """How each mark is called for these positions, whatever the hidden states are: the last answer is kept."""
-        key = (positions, positions._version, value.dtype, documents, torch.is_inference_mode_enabled())
+        version = 0 if positions.is_inference() else positions._version
+        key = (positions, version, value.dtype, documents, torch.is_inference_mode_enabled())
         kept, calls = self._kept
         if kept is None or kept[0] is not positions or kept[1:] != key[1:]:
             calls = self._reach(self.num_marks - 1, value, positions, documents, None, of_all=True)

@@ -120,17 +120,18 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         )
     if attention not in (None, "sdpa", "eager"):
         raise ModelError(f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out')
+    if not config.get_text_config().base_model_pp_plan:
+        name = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+        raise ModelError(
+            f"{place}: {name} declares no plan for a pipeline (base_model_pp_plan), so nothing says where it may be "
+            f"cut: bring it as code, see docs/huggingface-models.md"
+        )
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
     except Exception as error:
         raise ModelError(f"{place}: transformers cannot build it: {type(error).__name__}: {error}") from error
-    if not any("." in name for name in model._pp_plan):
-        raise ModelError(
-            f"{place}: {type(model).__name__} declares no plan for a pipeline (base_model_pp_plan, _pp_plan), so there "
-            f"is nothing that says where it may be cut: bring it as code, see docs/huggingface-models.md"
-        )
     model.config.use_cache = False
     return model.train()
 

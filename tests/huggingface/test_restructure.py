@@ -156,6 +156,23 @@ def test_training_begins_with_the_weights_that_are_there(tmp_path: Path) -> None
     assert torch.equal(fewer.initial("block0.layer.mlp.up_proj.weight"), whole.model.layers[0].mlp.up_proj.weight)
 
 
+def test_what_is_kept_between_layers_is_of_these_positions_alone(tmp_path: Path) -> None:
+    """Other lengths, evaluation and training in turns, positions that are written into: each gets its own angles."""
+    layers = plain_layers(build_model(f"hf:{directory('gemma2', tmp_path)}", {}, 1), torch.float64)
+    ids = torch.randint(3, 67, (2, 12), generator=torch.Generator().manual_seed(0))
+    first = layers(ids)
+    with torch.inference_mode():
+        assert torch.allclose(layers(ids[:, :7]), first[:, :7], atol=1e-12)
+        assert torch.allclose(layers(ids), first, atol=1e-12)
+    layers(ids).sum().backward()
+    positions = torch.arange(12).repeat(2, 1)
+    given = {"input_ids": ids, "position_ids": positions}
+    assert torch.allclose(layers(given), first, atol=1e-12)
+    positions[:, 6:] -= 6
+    assert not torch.allclose(layers(given)[:, 6:], first[:, 6:], atol=1e-6)
+    assert torch.allclose(layers(given)[:, 6:], layers(ids[:, 6:]), atol=1e-12)
+
+
 def test_documents_in_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     """Positions that come with the samples and start anew: transformers masks what lies before."""
     layers = plain_layers(build_model(f"hf:{directory('llama', tmp_path)}", {}, 1), torch.float64)
