@@ -75,6 +75,7 @@ JOINING = [
     "doctor",
     "planner",
     "dryrun",
+    "huggingface",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 

@@ -19,7 +19,6 @@ from framework.config import keep, load, parse
 from framework.data.prepare import prepare_files
 from framework.huggingface import take
 from framework.huggingface.families import FAMILIES
-from framework.sample import sample
 from framework.train import run_directory
 from launch.arguments import _bytes, build_parser
 from launch.cli import main, split_overrides
@@ -27,6 +26,7 @@ from launch.pool import RankPool
 from tests.end_to_end.driving import initial_weights, layout, run_config
 from tests.huggingface.conftest import Written
 from tests.huggingface.test_convert_families import files, same_bits
+from tests.plain import continued
 
 Write = Callable[..., Written]
 
@@ -153,7 +153,7 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
     assert type(model).__name__ == "GPT2LMHeadModel" and model.config.eos_token_id == tokenizer.eos_token_id
     written = model.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=9, do_sample=False)
     keep(run_directory(config), config)
-    expected = sample(run_directory(config), "the cat", 9, temperature=0.0)
+    expected = continued(run_directory(config), "the cat", 9)
     assert tokenizer.decode(written[0], skip_special_tokens=True) == expected != "the cat"
 
 

@@ -19,7 +19,6 @@ from framework.data.samples import IGNORE
 from framework.feeds import open_feeds
 from framework.huggingface import bring, take
 from framework.reshard import reshard
-from framework.sample import sample
 from framework.train import run_directory
 from framework.verify import parse_layout
 from launch.pool import RankError, RankPool
@@ -28,6 +27,7 @@ from tests.end_to_end.driving import changed, differing, layout, lines, tensors,
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
 from tests.huggingface.test_convert_families import files, same_bits
+from tests.plain import continued
 from tests.verify.cases import References, model_config, prove, size_for
 
 ALL = {"head_dim": 6, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 3}
@@ -169,10 +169,10 @@ def test_sample_writes_with_it_until_the_end_that_its_files_name(
         (source / file.name).write_bytes(file.read_bytes())
     (source / "generation_config.json").unlink()
     bring(source, tmp_path / "run")
-    text = sample(tmp_path / "run", "w5 w6", 6, temperature=0.0)
+    text = continued(tmp_path / "run", "w5 w6", 6)
     written_tokens = text.removeprefix("w5w6").split("w")[1:]
     assert len(written_tokens) == 6
     (source / "generation_config.json").write_text(f'{{"eos_token_id": [98, {written_tokens[2]}]}}')
     bring(source, tmp_path / "ending")
-    ended = sample(tmp_path / "ending", "w5 w6", 6, temperature=0.0)
+    ended = continued(tmp_path / "ending", "w5 w6", 6)
     assert ended == "w5w6" + "".join(f"w{t}" for t in written_tokens[: written_tokens.index(written_tokens[2])])
