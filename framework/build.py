@@ -164,7 +164,7 @@ def build(
     training, validation = open_feeds(config) if feeds is None else feeds
     for feed in (training, validation):
         if isinstance(feed, Feed | SpanCorruptionFeed):
-            feed.corpus.stream.open()
+            feed.corpus.open()
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample

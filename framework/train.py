@@ -22,7 +22,8 @@ from framework.checkpoint import find
 from framework.checkpoint.files import to_stderr
 from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
-from framework.data.samples import Feed, unigram_entropy
+from framework.data.corpus import Corpus, unigram_entropy
+from framework.data.samples import Feed
 from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted
 from framework.feeds import open_feeds
 from framework.mesh.grid import Grid
@@ -279,7 +280,7 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
     """The last validation loss above what token frequencies alone would give, where the corpus knows that."""
     said = f"validation loss  {validation_loss:.4f} nats per {parts.blueprint.example.unit[:-1]}"
     feed = parts.validation
-    if isinstance(feed, Feed) and feed.corpus.known:
+    if isinstance(feed, Feed) and isinstance(feed.corpus, Corpus) and feed.corpus.known:
         nats = unigram_entropy(feed.corpus).nats
         said += f"\nunigram entropy  {nats:.4f}, of the same text: the loss of who knows token frequencies alone"
     return said

@@ -63,6 +63,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 class Rotary(nn.Module):
     """The cos and sin of the rotary angles, each (S, head_dim / 2), for activations (..., S, head_dim).
 
+    Each (B, 1, S, head_dim / 2) where positions (B, S) are given.
+
     The frequencies are float64 and stay so when the model is cast: in bfloat16 some pairs would be whole turns off
     within 8,192 tokens. A table of all positions would be 134 MB a layer at 131,072 tokens; making the angles is cheap
     beside the attention.
@@ -75,10 +77,13 @@ class Rotary(nn.Module):
         self.values = tuple(frequencies)
         self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """In the dtype of x, float32 at least."""
-        positions = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)
-        angles = torch.outer(positions, self.frequencies.to(x.device))
+        frequencies = self.frequencies.to(x.device)
+        if positions is None:
+            angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64, device=x.device), frequencies)
+        else:
+            angles = positions[:, None, :, None] * frequencies
         dtype = torch.promote_types(x.dtype, torch.float32)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -132,6 +137,8 @@ def build(
 ) -> nn.Sequential:
     """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
+    Also {"tokens": ids, "starts": (B, S) bool}: each document of a sample on its own, see ``models/blocks.py``.
+
     ``rope_scaling_factor=1`` is Llama 3 as pre-trained on 8,192 tokens; Llama 3.1's long context is factor 8 with the
     other three as they stand. tp has to divide ``num_kv_heads``. Raises ValueError for sizes that do not fit each
     other.
@@ -168,6 +175,7 @@ def build(
             nn.RMSNorm(hidden_size, eps=norm_eps),
             SwiGlu(hidden_size, ffn_size, num_blocks),
             dropout=dropout,
+            last=i == num_layers - 1,
         )
     layers["norm"] = nn.RMSNorm(hidden_size, eps=norm_eps)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
