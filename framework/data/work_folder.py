@@ -1,7 +1,7 @@
 """What a preparation has done so far, on the disk: killed at any moment, it goes on from there.
 
     .NAME.preparing/          beside what is asked for, and gone when that is there
-        request.json          what is prepared from what: another request does not go on here
+        request.json          what is prepared from what: what has been read may not have changed since
         state.json            up to which place the sources are read, and how long each file was then
         lock                  held by the process that works here; the system lets go of it when that dies
         skipped.txt           records that were left out, a line each
@@ -50,6 +50,10 @@ class Request(_Part):
     validation_share: float
     test_share: float
     seed: int
+
+    def up_to(self, place: Place) -> Request:
+        """With those files alone of which something has been read."""
+        return self.model_copy(update={"files": self.files[: place.file + (place.position > 0)]})
 
     def differences(self, other: Request) -> list[str]:
         """What ``other`` has changed, a line each."""
@@ -119,7 +123,7 @@ class WorkFolder:
     def _take_lock(self) -> IO[bytes]:
         lock = (self.path / "lock").open("ab")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
         except OSError as error:
             lock.close()
             raise DataError(f"another process is preparing here ({self.path}): wait for it, or end it") from error
@@ -128,21 +132,24 @@ class WorkFolder:
     def _open(self, out: Path, request: Request, replace: bool) -> State:
         asked, state = self.path / "request.json", self.path / "state.json"
         begun = _read(asked, Request)
-        if begun is not None and not replace and (changes := begun.differences(request)):
+        known = _read(state, State) if begun is not None else None
+        place = Place(*known.place) if known is not None else Place()
+        changes = begun.up_to(place).differences(request.up_to(place)) if begun is not None else []
+        if changes and not replace and place != Place():
             raise DataError(
                 f"{out} is half prepared from something else:\n"
                 + "\n".join(f"  {change}" for change in changes[:10])
                 + ("\n  ..." if len(changes) > 10 else "")
                 + "\nset it back to go on, name another folder, or begin anew with --replace"
             )
-        known = _read(state, State) if begun is not None else None
-        if known is None or begun is None or begun.differences(request):
+        if known is None or changes:
             state.unlink(missing_ok=True)
             shutil.rmtree(self.corpus, ignore_errors=True)
             for left in self.path.glob("*.lengths"):
                 left.unlink()
-            _replace(asked, request.model_dump_json(indent=1))
             known = State(splits={name: SplitState() for name in SPLITS})
+        if begun != request:  # files that nobody has read yet may be others now
+            _replace(asked, request.model_dump_json(indent=1))
         self.corpus.mkdir(exist_ok=True)
         return known
 
