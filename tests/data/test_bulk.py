@@ -294,6 +294,27 @@ def test_it_goes_on_and_does_not_begin_again(
     assert later[-1].source_bytes == later[-1].total_bytes
 
 
+def test_interrupted_in_the_middle_of_a_block(
+    source: list[Path], whole: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when a block's documents are in one split and not yet in the other: that block is done again."""
+    out, append, calls = tmp_path / "corpus", WorkFolder.append, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal calls
+        append(*args)
+        calls += 1
+        if calls % 5 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkFolder, "append", interrupted)
+    for _ in range(100):
+        with contextlib.suppress(KeyboardInterrupt):
+            made(out, tokenizer, *source, validation_share=0.1, test_share=0.2, block_bytes=500, commit_every_s=0.0)
+            break
+    assert tokens_of(out) == tokens_of(whole) and calls > 50
+
+
 def test_the_index_is_what_megatron_writes(whole: Path, tmp_path: Path) -> None:
     tokens = np.fromfile(whole / "train.bin", np.uint16)
     known = fingerprint.read(whole)
