@@ -48,6 +48,27 @@ def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     return training, held_out
 
 
+def describe_feed(feed: Source, num_samples: int) -> str:
+    """What is not to be seen in the configuration, for a run of so many samples: how often each of several corpora is
+    gone through, documents that are cut. Lines, or nothing."""
+    corpus = feed.corpus if isinstance(feed, Feed | SpanCorruptionFeed) else None
+    if corpus is None:
+        return ""
+    parts = corpus.corpora if isinstance(corpus, Blend) else (corpus,)
+    lines = []
+    for at, part in enumerate(parts):
+        said = []
+        if isinstance(corpus, Blend):
+            share = corpus.weights[at] / sum(corpus.weights)
+            said.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
+        if part.packed is not None and part.packed.num_cut:
+            cut, length = part.packed.num_cut, part.sequence_length
+            said.append(f"{cut:,} of {len(part.documents):,} documents are longer than {length:,} tokens and cut")
+        if said:
+            lines.append(f"data       {part.prefix}: {'; '.join(said)}")
+    return "\n".join(lines)
+
+
 def _end_of_document_id(config: RunConfig) -> int | None:
     """Of ``data.tokenizer``, for corpora that do not say it themselves; None without one."""
     if config.data.tokenizer is None:

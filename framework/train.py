@@ -25,7 +25,7 @@ from framework.config import RunConfig, keep, resolve
 from framework.data.corpus import Corpus, unigram_entropy
 from framework.data.samples import Feed
 from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted
-from framework.feeds import open_feeds
+from framework.feeds import describe_feed, open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.optimizer.flat import states_of
@@ -120,6 +120,8 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     parts = build(config, mesh)
     say = _say if mesh.rank == 0 else _keep_quiet
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if of_data := describe_feed(parts.feed, config.train.steps * batch_numbers(config).global_batch):
+        say(of_data)
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         keep(directory, config)

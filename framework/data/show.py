@@ -52,12 +52,13 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
     tokenizer = load(tokenizer_file)
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
     whole = Corpus(prefix, 1, light=True)
-    length = min(sequence_length, max(1, len(whole.stream) - 1))
+    length = sequence_length if packing == "documents" else min(sequence_length, max(1, len(whole.stream) - 1))
     corpus = Corpus(prefix, length, packing=packing, document_boundaries=True, light=True)
     console = Console(highlight=False, soft_wrap=True)
     known, documents = corpus.known, len(corpus.documents)
     counting = "" if known is None or known.split.counting is None else f", {known.split.counting:,} of them labels"
-    cut = f", {corpus.packed.num_cut:,} documents are longer and cut" if corpus.packed is not None else ""
+    num_cut = 0 if corpus.packed is None else corpus.packed.num_cut
+    cut = f", {num_cut:,} documents are longer and cut" if num_cut else ""
     console.print(Text(f"{prefix}: {documents:,} documents, {len(corpus.stream):,} tokens{counting}", style="bold"))
     console.print(
         Text(f'  as samples of {length:,} tokens, packing = "{packing}": {corpus.num_samples:,}{cut}', style="bold")
