@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from framework.data import bulk, fingerprint, indexed
+from framework.data import bulk, fingerprint, indexed, seal
 from framework.data.bulk import Progress
 from framework.data.records import Form
 from framework.data.splits import split_of
@@ -210,7 +210,7 @@ def test_killed_before_and_after_every_thing_that_is_written(
 
                 for owner, name in (
                     (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "_replace"), (WorkFolder, "remove"),
-                    (indexed, "write_index"), (bulk.shutil, "copyfile"), (bulk, "publish"),
+                    (indexed, "write_index"), (seal.shutil, "copyfile"), (bulk, "publish"),
                 ):  # fmt: skip
                     setattr(owner, name, dies(getattr(owner, name)))
                 made(

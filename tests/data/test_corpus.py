@@ -123,6 +123,7 @@ def test_inputs_of_a_feed_with_boundaries(tmp_path: Path) -> None:
     assert batch.inputs["starts"].dtype == torch.bool
 
 
+@settings(deadline=None, max_examples=60)
 @given(weights=st.lists(st.integers(1, 1000), min_size=1, max_size=9), until=st.integers(1, 400))
 def test_a_blend_keeps_to_its_weights_at_any_moment(weights: list[int], until: int) -> None:
     """And each set's samples come one after the other, without a gap, from the first on."""

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from framework.blueprint import draw_blueprint
 from framework.config import RunConfig, load, parse, to_toml
 from framework.config.load import dump
 from framework.data.samples import Feed
-from framework.errors import ConfigError, DataError
+from framework.errors import ConfigError, DataError, ModelError
 from framework.feeds import describe_feed, open_feeds
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 
@@ -104,3 +105,12 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(corpora: Path) -> No
     small = small.model_copy(update={"data": small.data.model_copy(update=tokenizer)})
     with pytest.raises(DataError, match=r"tokenizer\.json has token ids up to 256, and the model's vocabulary 256"):
         open_feeds(small)
+
+
+def test_a_model_that_takes_no_boundaries(corpora: Path) -> None:
+    config = config_of(corpora, document_boundaries=True)
+    batch = {"micro_batch_size": 1, "chunks": 1, "global_batch": 1}
+    own = {"builder": "tests.builders:plain", "options": {"vocab_size": 257}}
+    tree = {**config.model_dump(exclude_unset=True), "model": own, "batch": batch, "parallel": {"dp": 1}}
+    with pytest.raises(ModelError, match=r"With data\.document_boundaries the first layer is handed"):
+        draw_blueprint(RunConfig.model_validate(tree))
