@@ -145,7 +145,15 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype
     on_meta = meta_copy(model.layers)
     watch = BufferWatch(on_meta)
-    _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs)  # names what does not fit
+    try:
+        _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs)  # names what does not fit
+    except ModelError as error:
+        if not config.data.document_boundaries:
+            raise
+        raise ModelError(
+            f'{error}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": (B, S) '
+            f"bool, where documents begin}}: let it take that (docs/data.md), or set data.document_boundaries = false"
+        ) from error
     running = watch.changed()
     if model.loss is None:
         check_output(whole, shapes.labels, f"layer {last_name}")

@@ -176,7 +176,7 @@ def build(
     training, validation = open_feeds(config) if feeds is None else feeds
     for feed in (training, validation):
         if isinstance(feed, Feed | SpanCorruptionFeed):
-            feed.corpus.stream.open()
+            feed.corpus.open()
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))

@@ -21,8 +21,9 @@ from framework.blueprint import batch_numbers, draw_blueprint
 from framework.build import Forward
 from framework.config import RunConfig, resolve
 from framework.data import fingerprint
+from framework.data.corpus import IGNORE, Blend
 from framework.data.indexed import idx_path
-from framework.data.samples import IGNORE, Feed, validation_steps
+from framework.data.samples import Feed, validation_steps
 from framework.data.token_bytes import bytes_of_tokens
 from framework.data.tokenizer import load
 from framework.errors import ConfigError, DataError
@@ -264,7 +265,7 @@ def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
         counted = labels[labels != IGNORE]
         if counted.size and int(counted.max()) >= len(table):
             raise DataError(
-                f"{source.corpus.prefix} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
+                f"{corpora_of(source)} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
                 f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it"
             )
         tokens += counted.size
@@ -272,9 +273,15 @@ def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
     return Text(tokens, total)
 
 
+def corpora_of(source: Feed) -> str:
+    """Their names."""
+    corpus = source.corpus
+    return ", ".join(str(each.prefix) for each in (corpus.corpora if isinstance(corpus, Blend) else (corpus,)))
+
+
 def unigrams(source: AnyFeed) -> float | None:
     """Entropy of the data's single tokens where a fingerprint tells it, in nats."""
-    if not isinstance(source, Feed):
+    if not isinstance(source, Feed) or isinstance(source.corpus, Blend):  # several have no frequencies in common
         return None
     known = fingerprint.read(source.corpus.prefix.parent)
     split = known.splits.get(source.corpus.prefix.name) if known else None

@@ -11,6 +11,7 @@ from framework.checkpoint.files import Warn, to_stderr
 from framework.checkpoint.manifest import Manifest
 from framework.checkpoint.read import first_sound
 from framework.data import fingerprint
+from framework.data.corpus import Corpus
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
@@ -26,10 +27,21 @@ def data_fingerprint(parts: Parts) -> dict[str, str]:
     if not isinstance(parts.feed, Feed | SpanCorruptionFeed):
         return {}
     corpus = parts.feed.corpus
+    if isinstance(corpus, Corpus):
+        return _fingerprint_of(corpus)
+    return {
+        f"{name} of data.train[{i}] (weight {weight:g})": value
+        for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
+        for name, value in _fingerprint_of(each).items()
+    }
+
+
+def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     known = fingerprint.read(corpus.prefix.parent)
     if known is None or corpus.known is None:
         return {"train_tokens": str(len(corpus.stream))}
-    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": known.files["tokenizer.json"]}
+    mask = {"mask": known.files[f"{corpus.prefix.name}.mask"]} if corpus.mask else {}
+    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": known.files["tokenizer.json"]} | mask
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:

@@ -22,9 +22,10 @@ from framework.checkpoint import find
 from framework.checkpoint.files import to_stderr
 from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
-from framework.data.samples import Feed, unigram_entropy
+from framework.data.corpus import Corpus, unigram_entropy
+from framework.data.samples import Feed
 from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted
-from framework.feeds import open_feeds
+from framework.feeds import describe_feed, open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.optimizer.flat import states_of
@@ -119,6 +120,8 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     parts = build(config, mesh)
     say = _say if mesh.rank == 0 else _keep_quiet
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if of_data := describe_feed(parts.feed, config.train.steps * batch_numbers(config).global_batch):
+        say(of_data)
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         keep(directory, config)
@@ -279,7 +282,7 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
     """The last validation loss above what token frequencies alone would give, where the corpus knows that."""
     said = f"validation loss  {validation_loss:.4f} nats per {parts.blueprint.example.unit[:-1]}"
     feed = parts.validation
-    if isinstance(feed, Feed) and feed.corpus.known:
+    if isinstance(feed, Feed) and isinstance(feed.corpus, Corpus) and feed.corpus.known:
         nats = unigram_entropy(feed.corpus).nats
         said += f"\nunigram entropy  {nats:.4f}, of the same text: the loss of who knows token frequencies alone"
     return said

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from framework.versions import own_version
-from launch import commands, jobs
+from launch import commands, data, jobs
 
 WIDTH = 100
 
@@ -215,15 +215,18 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--steps", type=_count, default=10, metavar="N", help="optimizer steps (default: 10)")
     verify.add_argument("--whole", action="store_true", help="the model at its full size; otherwise it is shrunk")
 
-    data = _command(
+    of_data = _command(
         added,
         "data",
         None,
-        "turn text into tokens",
-        "Trains a byte-level BPE tokenizer and writes Megatron .bin/.idx pairs for training and validation.",
-        "meshwright data stdlib --out runs/data/stdlib --vocab-size 4096",
+        "turn text into tokens, and look at them",
+        "Writes Megatron .bin/.idx pairs, split by document: `prepare` with a tokenizer that exists, from text, JSONL "
+        "and parquet of any size; `stdlib` and `files` train a byte-level BPE tokenizer first. `show` prints what is "
+        "there.",
+        "meshwright data prepare pages/*.jsonl.gz --tokenizer ~/models/llama-3.1-8b --out data/pages\n"
+        "  meshwright data show data/pages",
     )
-    _data_commands(data)
+    _data_commands(of_data)
 
     config = _command(
         added,
@@ -411,8 +414,10 @@ def _config(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
-def _data_commands(data: argparse.ArgumentParser) -> None:
-    sources = data.add_subparsers(title="sources", dest="source", metavar="SOURCE", required=True)
+def _data_commands(of_data: argparse.ArgumentParser) -> None:
+    sources = of_data.add_subparsers(title="commands", dest="source", metavar="WHAT", required=True)
+    _data_prepare(sources)
+    _data_show(sources)
     stdlib = _command(
         sources,
         "stdlib",
@@ -471,6 +476,75 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     _config(shown)
     shown.add_argument("--ranks", type=_count, metavar="N", help="that would run it (default: what the degrees say)")
     shown.add_argument("--all", action="store_true", help="also what stands at its default")
+
+
+def _data_prepare(sources: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prepared = _command(
+        sources,
+        "prepare",
+        data.prepare,
+        "text, JSONL and parquet of any size, with any tokenizer.json",
+        "Reads files in their order (folders: all files below, sorted), encodes in parallel and writes "
+        "train, validation and test as Megatron .bin/.idx pairs, each document in one of them. Killed at any moment, "
+        "the same command goes on, and the result is byte for byte the same, for any number of workers.",
+        "meshwright data prepare books/ pages.jsonl.gz --tokenizer ~/models/gpt2 --out data/books\n"
+        "  meshwright data prepare crawl/*.parquet --text-key content --tokenizer tok/tokenizer.json --eod '</s>' \\\n"
+        "      --validation-share 0.001 --test-share 0.001 --workers 32 --out data/crawl\n"
+        "  meshwright data prepare chats.jsonl --format messages --tokenizer ~/models/qwen3-0.6b --out data/chats",
+    )
+    prepared.add_argument(
+        "sources",
+        nargs="+",
+        type=Path,
+        metavar="SOURCE",
+        help=".jsonl (also .gz): a document per line; .parquet: per row; a folder; any other file: one text",
+    )
+    prepared.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="T", help="a tokenizer.json, or the folder of one"
+    )
+    prepared.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus is written")
+    prepared.add_argument(
+        "--format",
+        choices=["text", "pairs", "messages"],
+        default="text",
+        help="pairs (prompt, response) and messages (role, content) train on responses only (default: text)",
+    )
+    prepared.add_argument("--text-key", default="text", metavar="KEY", help="of JSONL and parquet (default: text)")
+    prepared.add_argument(
+        "--glob", action="append", default=[], metavar="PATTERN", help="of folders only such files; several times"
+    )
+    prepared.add_argument(
+        "--eod", metavar="TOKEN", help="ends a document (default: eos_token of tokenizer_config.json, or a usual one)"
+    )
+    prepared.add_argument("--bos", metavar="TOKEN", help="stands before each document (default: nothing does)")
+    for name, default in (("validation", 0.05), ("test", 0.0)):
+        prepared.add_argument(
+            f"--{name}-share", type=float, default=default, metavar="X", help=f"of the documents (default: {default})"
+        )
+    prepared.add_argument("--seed", type=int, default=1234, metavar="N", help="of the split (default: 1234)")
+    prepared.add_argument("--workers", type=_count, default=0, metavar="N", help="processes (default: one per core)")
+    prepared.add_argument(
+        "--skip-broken", action="store_true", help="leave out broken records, count them and list them in skipped.txt"
+    )
+    prepared.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+
+
+def _data_show(sources: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    shown = _command(
+        sources,
+        "show",
+        data.show,
+        "samples of a corpus as text, with counts",
+        "Prints what a model would be trained on: where documents begin, and dimmed (in a file: in braces) what does "
+        "not count as label. Damaged files are named. Reads a few tokens of a corpus of any size.",
+        "meshwright data show data/chats --samples 5\n"
+        "  meshwright data show data/pages/validation --sequence-length 512 --packing documents",
+    )
+    shown.add_argument("place", type=Path, metavar="DIR", help="a prepared folder, or one .bin/.idx without its suffix")
+    shown.add_argument("--samples", type=_count, default=3, metavar="N", help="of each split (default: 3)")
+    shown.add_argument("--sequence-length", type=_count, default=256, metavar="S", help="tokens (default: 256)")
+    shown.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as data.packing has it")
+    shown.add_argument("--tokenizer", type=Path, metavar="T", help="default: the tokenizer.json beside the corpus")
 
 
 def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:

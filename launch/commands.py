@@ -258,7 +258,7 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     unigram_entropy = None
     if resolved.is_file():
         data = parse(resolved.read_text(), str(resolved)).data
-        corpus = Path(data.validation or data.train)
+        corpus = Path(data.validation or (data.train if isinstance(data.train, str) else ""))
         fingerprint = read(corpus.parent) if data.task == "causal" and data.builder is None else None
         split = fingerprint.splits.get(corpus.name) if fingerprint else None
         unigram_entropy = split.unigram_entropy_nats if split else None

@@ -1,5 +1,9 @@
 """What the models share: embedding, attention over fused projections, the residual block, the initial weights.
 
+Of several documents in one sample the first element takes {"tokens": (B, S), "starts": (B, S) bool, where a document
+begins}; what goes on between the elements is then (x, starts), and each document is on its own: nobody attends to
+another, and positions count from its beginning. The last block hands on x alone.
+
 Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
 Under tensor parallelism a module may hold a contiguous part of its rows; H and G are then the local counts, and follow
 from the shapes of the tensors alone.
@@ -86,8 +90,26 @@ def _nearest_divisors(number: int, near: int) -> str:
     return " or ".join(str(i) for i in sorted({below, above}))
 
 
+Value = Tensor | tuple[Tensor, Tensor]
+"""x (B, S, D), or x with the ``starts`` of its documents (B, S)."""
+
+
+def documents_of(starts: Tensor) -> Tensor:
+    """(B, S) bool, where documents begin -> (B, S) int64, the number of each token's document in its sample."""
+    return starts.cumsum(-1)
+
+
+def positions_of(starts: Tensor) -> Tensor:
+    """(B, S) bool -> (B, S) int64: each token's place in its document, from 0."""
+    places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    return places - places.masked_fill(~starts, 0).cummax(-1).values
+
+
 class Embedding(nn.Module):
-    """Token ids (B, S) int64 -> (B, S, D): token vectors, learned positions if the model has them, dropout."""
+    """Token ids (B, S) int64 -> (B, S, D): token vectors, learned positions if the model has them, dropout.
+
+    {"tokens": ids, "starts": (B, S) bool} -> (x, starts).
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, max_sequence_length: int, *, learned_positions: bool, dropout: float
@@ -98,8 +120,11 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(max_sequence_length, hidden_size) if learned_positions else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor | dict[str, Tensor]) -> Value:
         """Raises ValueError for more than ``max_sequence_length`` tokens."""
+        starts = None
+        if isinstance(ids, dict):
+            ids, starts = ids["tokens"], ids["starts"]
         length = ids.shape[1]
         if length > self.max_sequence_length:
             raise ValueError(
@@ -108,8 +133,10 @@ class Embedding(nn.Module):
             )
         x = self.tokens(ids)  # (B, S, D)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=ids.device)[None])  # (1, S, D)
-        return self.dropout(x)
+            places = torch.arange(length, device=ids.device)[None] if starts is None else positions_of(starts)
+            x = x + self.positions(places)  # (1, S, D), or (B, S, D)
+        x = self.dropout(x)
+        return x if starts is None else (x, starts)
 
 
 class Attention(nn.Module):
@@ -151,16 +178,17 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias if out_bias is None else out_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
         groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
         q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            cos, sin = self.rotary(q)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
+            of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has a dim more than k
+            q, k = rotate(q, *of_q), rotate(k, cos, sin)
         dropout = self.dropout if self.training and self.drops else None
-        mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout)  # (B, H, S, d)
+        mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout, starts)  # (B, H, S, d)
         return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
 
 
@@ -176,31 +204,39 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None, starts: Tensor | None = None
+    ) -> Tensor:
         """(B, H, S, d), (B, G, S, d), (B, G, S, d) -> (B, H, S, d).
 
         The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
-        sees_all = self.window is None or self.window >= length
+        sees_all = starts is None and (self.window is None or self.window >= length)
         if dropout is None and sees_all:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         if dropout is None:  # keys of each head their own: no kernel that takes a mask shares them on a GPU
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
-        scores = scores.masked_fill(~self.seen(length, scores.device), -math.inf)
+        scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v  # type: ignore[no-any-return]
 
-    def seen(self, length: int, device: torch.device) -> Tensor:
-        """(S, S) bool: whether query i sees key j."""
+    def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
+        """(S, S) bool, or (B, 1, S, S) of several documents: whether query i sees key j."""
         before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        return before if self.window is None else before.triu(1 - self.window)
+        if self.window is not None:
+            before = before.triu(1 - self.window)
+        if starts is None:
+            return before
+        document = documents_of(starts)
+        return (before & (document[:, :, None] == document[:, None, :]))[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of (..., S, d) by the angles whose cos and sin are (S, d/2); keeps the dtype of x.
+    """Turn the pairs (i, i + d/2) of (..., S, d) by the angles whose cos and sin are (..., S, d/2); keeps the dtype of
+    x.
 
     The two of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's own pair neighbours, which is the
     same model with the rows of q and k in another order.
@@ -210,12 +246,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D)."""
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D).
+
+    (x, starts) -> (x, starts), or x from the ``last``: what comes after it looks at each token by itself.
+    """
 
     def __init__(
-        self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, *, dropout: float
+        self,
+        attention_norm: nn.Module,
+        attention: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        *,
+        dropout: float,
+        last: bool = False,
     ) -> None:
         super().__init__()
+        self.last = last
         self.attention_norm = attention_norm
         self.attention = attention
         self.after_attention = nn.Dropout(dropout)
@@ -223,6 +270,8 @@ class Block(nn.Module):
         self.mlp = mlp
         self.after_mlp = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.after_attention(self.attention(self.attention_norm(x)))
-        return x + self.after_mlp(self.mlp(self.mlp_norm(x)))
+    def forward(self, value: Value) -> Value:
+        x, starts = value if isinstance(value, tuple) else (value, None)
+        x = x + self.after_attention(self.attention(self.attention_norm(x), starts))
+        x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
+        return x if starts is None or self.last else (x, starts)

@@ -53,6 +53,8 @@ def build(
 ) -> nn.Sequential:
     """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
+    Also {"tokens": ids, "starts": (B, S) bool}: each document of a sample on its own, see ``models/blocks.py``.
+
     ``dropout`` is one probability for all three places: embedding, attention probabilities, end of a branch. With
     ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` is 4 x hidden_size. Raises ValueError for
     sizes that do not fit each other.
@@ -77,6 +79,7 @@ def build(
             nn.LayerNorm(hidden_size, eps=norm_eps),
             Mlp(hidden_size, ffn_size),
             dropout=dropout,
+            last=i == num_layers - 1,
         )
     layers["norm"] = nn.LayerNorm(hidden_size, eps=norm_eps)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)

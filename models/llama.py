@@ -66,6 +66,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 class Rotary(nn.Module):
     """The cos and sin of the rotary angles, each (S, head_dim / 2), for activations (..., S, head_dim).
 
+    Each (B, 1, S, head_dim / 2) where positions (B, S) are given.
+
     The frequencies are float64 and stay so when the model is cast: in bfloat16 some pairs would be whole turns off
     within 8,192 tokens. A table of all positions would be 134 MB a layer at 131,072 tokens; making the angles is cheap
     beside the attention.
@@ -78,10 +80,13 @@ class Rotary(nn.Module):
         self.values = tuple(frequencies)
         self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """In the dtype of x, float32 at least."""
-        positions = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)
-        angles = torch.outer(positions, self.frequencies.to(x.device))
+        frequencies = self.frequencies.to(x.device)
+        if positions is None:
+            angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64, device=x.device), frequencies)
+        else:
+            angles = positions[:, None, :, None] * frequencies
         dtype = torch.promote_types(x.dtype, torch.float32)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -141,6 +146,8 @@ def build(
 ) -> nn.Sequential:
     """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
+    Also {"tokens": ids, "starts": (B, S) bool}: each document of a sample on its own, see ``models/blocks.py``.
+
     ``rope_scaling_factor=1`` is Llama 3 as pre-trained on 8,192 tokens; Llama 3.1's long context is factor 8 with the
     other three as they stand. ``head_dim=None`` is hidden_size / num_heads. ``qkv_bias``, ``out_bias``, ``mlp_bias``:
     of the projections into attention, out of it, and of the feed-forward. ``qk_norm``: an RMSNorm over each head's
@@ -195,6 +202,7 @@ def build(
             nn.RMSNorm(hidden_size, eps=norm_eps),
             SwiGlu(hidden_size, ffn_size, num_blocks, bias=mlp_bias),
             dropout=dropout,
+            last=i == num_layers - 1,
         )
     layers["norm"] = nn.RMSNorm(hidden_size, eps=norm_eps)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)

@@ -14,6 +14,7 @@ REFUSED = {
     "model.builder": "it is another model",
     "model.options": "it is another model",
     "data.sequence_length": "the samples would be cut elsewhere",
+    "data.packing": "the samples would be cut elsewhere",
     "data.builder": "the samples seen so far were others",
     "data.task": "the same text would be other samples",
     "batch.global_batch": "a step would be another number of samples, as the learning rate's schedule does not expect; "

@@ -113,7 +113,7 @@ def read_value(path: Path, text: str) -> Any:
     except ValueError:
         return text
     value = document["value"]
-    only_text = path in KEYS and takes(path, str)
+    only_text = path in KEYS and takes(path, str) and not (takes(path, list) and isinstance(value, list))
     if len(document) > 1 or (only_text and not isinstance(value, str)):
         return text
     return value

@@ -185,24 +185,40 @@ def _corpus(config: RunConfig) -> str | None:
             )
         if data.options:
             return "data.options have no effect without data.builder: leave them out"
-        if data.eod_mask_loss and data.task == "span_corruption":
-            return 'data.eod_mask_loss has no effect with data.task = "span_corruption": leave it out'
+        useless = [
+            f"data.{name}"
+            for name, value in (
+                ("eod_mask_loss", data.eod_mask_loss),
+                ("packing", data.packing != Data().packing),
+                ("document_boundaries", data.document_boundaries),
+            )
+            if value
+        ]
+        if useless and data.task == "span_corruption":
+            return f'{" and ".join(useless)} has no effect with data.task = "span_corruption": leave it out'
+        if data.eod_mask_loss and len(useless) > 1:
+            return (
+                f"data.eod_mask_loss has no effect with {useless[1]}, where nothing is learned across the end of a "
+                f"document anyway: leave it out"
+            )
         return None
-    useless = [
+    given = [
         f"data.{name} = {shown(value)}"
         for name, value in (
             ("train", data.train or None),
             ("validation", data.validation),
             ("tokenizer", data.tokenizer),
             ("eod_mask_loss", data.eod_mask_loss or None),
+            ("packing", None if data.packing == Data().packing else data.packing),
+            ("document_boundaries", data.document_boundaries or None),
             ("task", None if data.task == Data().task else data.task),
             ("sequence_length", None if data.sequence_length == Data().sequence_length else data.sequence_length),
         )
         if value is not None
     ]
-    if not useless:
+    if not given:
         return None
-    return f"{' and '.join(useless)} without effect: the samples come from data.builder; leave one or the other out"
+    return f"{' and '.join(given)} without effect: the samples come from data.builder; leave one or the other out"
 
 
 def _recompute(config: RunConfig) -> str | None:

@@ -47,15 +47,31 @@ class Model(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class Weighted(Section):
+    """One of several corpora."""
+
+    path: str = Field(min_length=1)
+    weight: PositiveFloat = 1.0
+    """How often samples of it are drawn, relative to the others."""
+
+
 class Data(Section):
     """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix; or a user's dataset."""
 
-    train: str = Field(default="", description="the path of a .bin/.idx pair, without the suffix")
+    train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(
+        default="",
+        description='the path of a .bin/.idx pair, without the suffix; or a list such as [{path = "a", weight = 3}, '
+        '{path = "b", weight = 1}]',
+    )
     validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
     tokenizer: str | None = None
     sequence_length: Length = 1024
     eod_mask_loss: bool = False
     """Do not train on predicting the token after an end-of-document token."""
+    packing: Literal["stream", "documents"] = "stream"
+    """How samples are cut: windows over all documents one after the other; or whole documents, as many as fit."""
+    document_boundaries: bool = False
+    """Attention and positions begin anew with each document in a sample."""
     task: Literal["causal", "span_corruption"] = "causal"
     """What is asked of the corpus: the next token; or, of an encoder-decoder, the spans that were taken out."""
     builder: str | None = Field(

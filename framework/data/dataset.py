@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from framework.config import RunConfig
-from framework.data.samples import IGNORE, Microbatch
+from framework.data.corpus import IGNORE
+from framework.data.samples import Microbatch
 from framework.errors import DataError
 from framework.imports import find_function, place
 

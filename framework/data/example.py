@@ -31,7 +31,10 @@ def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
             "decoder_ids": _ids(micro_batch_size, shape.decoder),
         }
         return ids, _ids(micro_batch_size, shape.decoder)
-    return tuple(_ids(micro_batch_size, config.data.sequence_length) for _ in range(2))  # type: ignore[return-value]
+    tokens, labels = (_ids(micro_batch_size, config.data.sequence_length) for _ in range(2))
+    if config.data.document_boundaries:
+        return {"tokens": tokens, "starts": torch.zeros_like(tokens, dtype=torch.bool)}, labels
+    return tokens, labels
 
 
 def _ids(samples: int, length: int) -> Tensor:

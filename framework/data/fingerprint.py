@@ -32,6 +32,8 @@ class Split(_Part):
     max_token_id: int
     unigram_entropy_nats: float
     unigram_entropy_bits: float
+    counting: int | None = None
+    """Tokens that count as labels, where not all do."""
 
 
 class Source(_Part):
@@ -47,6 +49,33 @@ class Source(_Part):
     validation_share: float
 
 
+class File(_Part):
+    """A file that documents came from, as it was then."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+
+class Prepared(_Part):
+    """How `meshwright data prepare` made it, and from what."""
+
+    files: list[File]
+    tokenizer_sha256: str
+    end_of_document: str
+    begin_of_document: str | None = None
+    form: str
+    text_key: str
+    validation_share: float
+    test_share: float
+    seed: int
+    """A document's place among all, and this, decide its split."""
+    records: int
+    """Documents, and these two:"""
+    empty: int
+    skipped: int
+
+
 class Fingerprint(_Part):
     """The whole file."""
 
@@ -57,6 +86,8 @@ class Fingerprint(_Part):
     vocab_size: int
     end_of_document_id: int
     source: Source
+    prepared: Prepared | None = None
+    """Of corpora that were written by `meshwright data prepare`."""
 
 
 class Entropy(NamedTuple):

@@ -3,6 +3,7 @@
     prefix.bin   the tokens of all documents, one after the other, as one plain array
     prefix.idx   b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, num_sequences n u64, num_document_ends d u64,
                  lengths i32[n], byte offsets i64[n], document ends i64[d]          (little endian)
+    prefix.mask  of this project, and not always there: a byte for each token, 1 where it counts as a label
 
 megatron-core asserts, or reads past the end, where a file is damaged; :func:`inspect` reads the index by itself first
 and says what is wrong and what to do. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a damaged
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import struct
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +60,11 @@ def bin_path(prefix: Path) -> Path:
 def idx_path(prefix: Path) -> Path:
     """``prefix.idx``."""
     return prefix.with_name(prefix.name + ".idx")
+
+
+def mask_path(prefix: Path) -> Path:
+    """``prefix.mask``: which tokens count as labels, where not all do."""
+    return prefix.with_name(prefix.name + ".mask")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -125,6 +133,70 @@ def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> N
     builder.finalize(str(idx_path(prefix)))
 
 
+def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
+    """The ``.idx`` of a ``.bin`` that holds documents of these lengths (int32, one after the other), a sequence each.
+
+    What Megatron's builder writes, byte for byte, in bounded memory and without the seconds of its import.
+    """
+    num_documents = lengths_file.stat().st_size // 4
+    code = next(code for code, known in _DTYPES.items() if known == dtype)
+    starts = range(0, num_documents, _SEQUENCES_AT_ONCE)
+    with idx_path(prefix).open("wb") as stream:
+        stream.write(_HEADER.pack(_MAGIC, 1, code, num_documents, num_documents + 1))
+        for start in starts:
+            stream.write(np.fromfile(lengths_file, np.int32, _SEQUENCES_AT_ONCE, offset=4 * start).tobytes())
+        next_byte = 0
+        for start in starts:
+            lengths = np.fromfile(lengths_file, np.int32, _SEQUENCES_AT_ONCE, offset=4 * start).astype(np.int64)
+            ends = next_byte + np.cumsum(lengths) * dtype.itemsize
+            stream.write((ends - lengths * dtype.itemsize).tobytes())
+            next_byte = int(ends[-1])
+        for start in (*starts, num_documents):
+            stop = min(start + _SEQUENCES_AT_ONCE, num_documents) if start < num_documents else num_documents + 1
+            stream.write(np.arange(start, stop, dtype=np.int64).tobytes())
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a corpus begin and end, in tokens; read from the index as it is asked for."""
+
+    index: Index
+    starts: NDArray[np.int64]
+    """First token of each; mapped from the file where a document is a sequence, as almost always."""
+    itemsize: int
+    """What ``starts`` is to be divided by."""
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return self.index.num_documents
+
+    def start(self, number: int) -> int:
+        """First token of a document; for their number the end of the last one."""
+        if number >= len(self):
+            return self.index.num_tokens
+        return int(self.starts[number]) // self.itemsize
+
+    def at(self, token: int) -> int:
+        """The document that holds a token; of empty ones that begin there, the last."""
+        return bisect_right(range(len(self)), token, key=self.start) - 1
+
+    def all_starts(self) -> NDArray[np.int64]:
+        """(documents + 1,): of each, and the end."""
+        starts = np.asarray(self.starts).astype(np.int64) // self.itemsize
+        return np.append(starts, np.int64(self.index.num_tokens))
+
+
+def documents(index: Index) -> Documents:
+    """The documents of a corpus that :func:`inspect` has checked."""
+    n, file = index.num_sequences, idx_path(index.prefix)
+    offsets = np.memmap(file, np.int64, "r", offset=_HEADER.size + 4 * n, shape=(n,))
+    if index.num_documents == n:
+        return Documents(index, offsets, index.dtype.itemsize)
+    firsts = np.fromfile(file, np.int64, index.num_documents, offset=_HEADER.size + 12 * n)
+    byte_starts = np.append(offsets, index.num_tokens * index.dtype.itemsize)[firsts]
+    return Documents(index, byte_starts, index.dtype.itemsize)
+
+
 class TokenStream:
     """All tokens of a corpus as one stream, memory-mapped by Megatron's ``IndexedDataset``; read in slices.
 
@@ -153,6 +225,47 @@ class TokenStream:
         offset_bytes = start * self.index.dtype.itemsize
         raw: NDArray[Any] = self._dataset.bin_reader.read(self.index.dtype.type, count, offset_bytes)
         return raw.astype(np.int64)
+
+
+class MappedStream(TokenStream):
+    """The same without megatron-core: for commands that look at a few tokens and want no seconds of import."""
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return np.memmap(bin_path(self.index.prefix), self.index.dtype, "r")
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """As of any stream."""
+        assert start >= 0 and start + count <= len(self), (start, count, len(self))
+        return np.asarray(self._dataset[start : start + count]).astype(np.int64)
+
+
+class Mask:
+    """Which tokens of a corpus count as labels: all, unless a ``.mask`` beside it says otherwise."""
+
+    def __init__(self, index: Index) -> None:
+        """Raises DataError: a mask that is not of this corpus."""
+        path = mask_path(index.prefix)
+        self._bytes: NDArray[np.uint8] | None = None
+        if not path.is_file():
+            return
+        if path.stat().st_size != index.num_tokens:
+            raise DataError(
+                f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
+                f"each: it was cut short or is of another corpus. Next: {_AGAIN}"
+            )
+        self._bytes = np.memmap(path, np.uint8, "r")
+
+    def __bool__(self) -> bool:
+        """Whether some may not count."""
+        return self._bytes is not None
+
+    def read(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Of tokens ``[start, start + count)``: (count,) bool."""
+        if self._bytes is None:
+            return np.ones(count, dtype=np.bool_)
+        found: NDArray[np.bool_] = np.asarray(self._bytes[start : start + count]) != 0
+        return found
 
 
 def megatron_indexed_dataset() -> Any:

@@ -69,6 +69,38 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
+class BlendOrder:
+    """Training on several data sets, each drawn as often as its weight says, in its own shuffled order.
+
+    Who is the n-th is decided by halving: of the first n samples floor(n a / b + 1/2) come from the first half of the
+    sets, where a / b is that half's share of the weights; and so on inside of it. In whole numbers: no sum of floats
+    drifts. After any number of samples each set is within (halvings / 2) samples of its share, and what the n-th
+    sample is follows from n alone.
+    """
+
+    orders: tuple[SampleOrder, ...]
+    weights: tuple[int, ...]
+
+    def __call__(self, global_index: int) -> int:
+        """The sample number, where all sets' samples are numbered one after the other."""
+        at, own = self.place(global_index)
+        return sum(order.num_samples for order in self.orders[:at]) + self.orders[at](own)
+
+    def place(self, global_index: int) -> tuple[int, int]:
+        """(which set, the how many-th of it)."""
+        first, last, n = 0, len(self.weights), global_index
+        while last - first > 1:
+            middle = (first + last) // 2
+            part, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            before, after = ((2 * i * part + whole) // (2 * whole) for i in (n, n + 1))
+            if after > before:
+                last, n = middle, before
+            else:
+                first, n = middle, n - before
+        return first, n
+
+
+@dataclass(frozen=True)
 class OnceInOrder:
     """Validation: samples 0, 1, 2, ... once each; past the last there is none, so that no sample is counted twice."""
 

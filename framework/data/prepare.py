@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from framework.data import fingerprint as fingerprints
 from framework.data import indexed, sources, tokenizer
 from framework.data.fingerprint import Fingerprint
+from framework.data.publish import OLD, publish
 from framework.errors import DataError
 from framework.process import is_alive
 
 TOKENIZER_FILE = "tokenizer.json"
 TRAIN = "train"
 VALIDATION = "validation"
-_OLD = ".old"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def prepare(
         aside = _make_aside(out)
         try:
             built = _build(aside, splits, wanted, say or _silent)
-            _publish(aside, out)
+            publish(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -159,7 +159,9 @@ def _build(aside: Path, splits: sources.Splits, wanted: fingerprints.Source, say
         end_of_document_id=end,
         source=wanted,
     )
-    (aside / fingerprints.FILE_NAME).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    (aside / fingerprints.FILE_NAME).write_text(
+        made.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8"
+    )
     return made
 
 
@@ -226,36 +228,13 @@ def _make_aside(out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     mine = f".{out.name}.partial.{socket.gethostname()}."
     for left in out.parent.glob(f"{mine}*"):
-        pid = left.name.removeprefix(mine).removesuffix(_OLD)
+        pid = left.name.removeprefix(mine).removesuffix(OLD)
         if pid.isdigit() and not is_alive(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
     aside = out.parent / f"{mine}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     return aside
-
-
-def _publish(aside: Path, out: Path) -> None:
-    """Flush and rename. No folder can be renamed over a full one: what is there is moved away first, deleted last."""
-    for path in aside.iterdir():
-        _flush(path)
-    _flush(aside)
-    if out.is_dir() and any(out.iterdir()):
-        old = aside.with_name(aside.name + _OLD)
-        out.rename(old)
-        aside.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        aside.rename(out)
-    _flush(out.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _silent(_: str) -> None:

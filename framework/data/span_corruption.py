@@ -27,8 +27,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from framework.data.corpus import IGNORE, Blend, Corpus
 from framework.data.order import permute, round_keys
-from framework.data.samples import IGNORE, Corpus, Microbatch
+from framework.data.samples import Microbatch
 from framework.errors import DataError
 from framework.seeding import derive
 
@@ -151,7 +152,7 @@ def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None
 class SpanCorruptionFeed(NamedTuple):
     """A corpus of windows, see :func:`open_corpus`, and the order in which a run goes through it."""
 
-    corpus: Corpus
+    corpus: Corpus | Blend
     order: Callable[[int], int | None]
     """Global index -> sample number, None past the end: ``order.SampleOrder`` or ``order.OnceInOrder``."""
     sequence_length: int

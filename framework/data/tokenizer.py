@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from framework.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""What ends a document in one family of tokenizers or another."""
 SMALLEST_VOCAB = 257
 """256 bytes and the end of document."""
 _TEXTS_AT_ONCE = 64
@@ -55,9 +57,9 @@ def load(path: Path) -> Tokenizer:
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:
-    """The id of ``<|endoftext|>``, or None where the tokenizer has no such token."""
-    found: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
-    return found
+    """The id of the first of :data:`USUAL_ENDS` that the tokenizer has, or None."""
+    found: Iterator[int | None] = map(tokenizer.token_to_id, USUAL_ENDS)
+    return next((token_id for token_id in found if token_id is not None), None)
 
 
 def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:

@@ -252,7 +252,10 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
 def _unigrams(config: RunConfig | None) -> float | None:
     if config is None or config.data.builder is not None or config.data.task != "causal":
         return None
-    corpus = Path(config.data.validation or config.data.train)
+    where = config.data.validation or config.data.train
+    if not isinstance(where, str):  # several corpora have no frequencies in common
+        return None
+    corpus = Path(where)
     try:
         known = fingerprint.read(corpus.parent)
     except DataError:

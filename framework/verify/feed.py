@@ -55,6 +55,21 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
     return sample
 
 
+def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
+    """The same, as some documents one after the other: what a model with document boundaries is trained on."""
+    window = random_sample(seed, vocab_size, sequence_length)
+
+    def sample(index: int) -> tuple[Any, Tensor]:
+        tokens, labels = window(index)
+        generator = torch.Generator().manual_seed(derive(seed, "verify documents", index))
+        starts = torch.rand(sequence_length, generator=generator) < 4 / sequence_length
+        starts[0] = True
+        labels[:-1][starts[1:]] = IGNORED_LABEL
+        return {"tokens": tokens, "starts": starts}, labels
+
+    return sample
+
+
 def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
     """The same, with spans taken out: what an encoder-decoder is trained on."""
     shape = lengths(sequence_length)

@@ -24,7 +24,7 @@ from framework.parameters import ParameterInfo
 from framework.state import flat_pieces
 from framework.step import take_step
 from framework.verify.compare import BARS, Report, Row, compare, worst
-from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_sample
+from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
 from framework.verify.layouts import Layout, layout_config
 from framework.verify.reference import Findings, checksum, run_reference, widened
 from framework.verify.traits import traits_of
@@ -53,7 +53,11 @@ def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
-        draw = random_corruption if config.data.task == "span_corruption" else random_sample
+        draw: Callable[[int, int, int], Callable[[int], tuple[Any, Tensor]]] = random_sample
+        if config.data.task == "span_corruption":
+            draw = random_corruption
+        elif config.data.document_boundaries:
+            draw = random_documents
         return VerifyFeed(draw(config.run.seed, int(vocab_size), length))
     return VerifyFeed(own_sample(open_feeds(config)[0]))
 

@@ -222,7 +222,8 @@ def test_one_mistake_is_told_once(write: Write) -> None:
     found = problems(write("[dat]\ntrain = 5\n[batch]\nchunks = 2\nglobal_batch = 8\n"))
     assert found == [
         "run.toml: [dat]: there is no such section; did you mean [data]?",
-        "run.toml: dat.train = 5 is not allowed: the path of a .bin/.idx pair, without the suffix",
+        "run.toml: dat.train = 5 is not allowed: the path of a .bin/.idx pair, without the suffix; or a list such as "
+        '[{path = "a", weight = 3}, {path = "b", weight = 1}]',
     ]
 
 

@@ -16,8 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from framework.data import fingerprint as fingerprints
 from framework.data import sources, tokenizer
+from framework.data.corpus import Corpus, unigram_entropy
 from framework.data.prepare import Summary, prepare_files
-from framework.data.samples import Corpus, unigram_entropy
 from framework.errors import DataError
 
 VOCAB = 300

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from framework.data.corpus import IGNORE
 from framework.data.order import OnceInOrder, SampleOrder
-from framework.data.samples import IGNORE
 from framework.data.span_corruption import Lengths, SpanCorruptionFeed, corrupt, lengths, open_corpus, spans_of
 from framework.errors import DataError
 

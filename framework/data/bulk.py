@@ -1,0 +1,264 @@
+"""Text of any size -> a Megatron corpus, with a tokenizer that exists: parallel, resumable, in bounded memory.
+
+    files --blocks--> workers: read, parse, encode --in order--> by the split of each document --> train.bin/.mask ...
+                                                                                                   train.idx at the end
+
+The order of documents is that of the files and of the lines in them, whatever the number of workers. Document i goes
+to the split that a hash of (seed, i) says. What is done is committed every few seconds (:mod:`work_folder`); at the end
+the indices are written, and the folder is published by a rename: under the name asked for there is a whole corpus or
+none.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from framework.data import indexed, readers, tokenizer_files
+from framework.data.encode import Encoded, Encoder
+from framework.data.fingerprint import Fingerprint
+from framework.data.publish import publish
+from framework.data.readers import Block, InputFile, Kind, Place
+from framework.data.records import Form, columns_of
+from framework.data.seal import complete, seal
+from framework.data.splits import SPLITS, split_of
+from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder, request_of
+from framework.data.workers import ordered_map
+from framework.errors import DataError
+
+COMMIT_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for."""
+
+    sources: Sequence[Path]
+    tokenizer: Path
+    out: Path
+    form: Form = Form.TEXT
+    text_key: str = "text"
+    globs: Sequence[str] = ()
+    end_token: str | None = None
+    begin_token: str | None = None
+    validation_share: float = 0.05
+    test_share: float = 0.0
+    seed: int = 1234
+    num_workers: int = 0
+    """0: as many as this process may use cores."""
+    skip_broken: bool = False
+    replace: bool = False
+    block_bytes: int = readers.BLOCK_BYTES
+    commit_every_s: float = COMMIT_EVERY_S
+
+
+class Progress(NamedTuple):
+    """How far it is."""
+
+    source_bytes: int
+    total_bytes: int
+    documents: int
+    tokens: int
+    resumed: bool
+    """Some of it was done before."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What lies in ``out`` now, and whether this call wrote it."""
+
+    out: Path
+    built: bool
+    fingerprint: Fingerprint
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        known = self.fingerprint
+        assert known.prepared is not None
+        done = "prepared" if self.built else "already complete and verified, nothing to do:"
+        place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
+        lines = [
+            f"corpus {done} {place}",
+            f"  source      {known.source.description}; {known.source.documents:,} documents, "
+            f"{known.source.text_bytes / 1e6:.1f} MB of text",
+            f"  tokenizer   {known.vocab_size:,} tokens, end of document = {known.end_of_document_id} "
+            f"({known.prepared.end_of_document})",
+        ]
+        for name, split in known.splits.items():
+            counting = "" if split.counting is None else f" ({split.counting:,} of them labels)"
+            lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens{counting}")
+        if known.prepared.empty:
+            lines.append(f"  empty       {known.prepared.empty:,} documents without text, left out")
+        if known.prepared.skipped:
+            lines.append(f"  skipped     {known.prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}")
+        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
+
+
+def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
+    """Prepare ``options.out``, or go on where a call that was ended has come to, or see that it is done.
+
+    Raises DataError: whatever is wrong with the options, the sources or the tokenizer; a record that is broken, by file
+    and line (unless ``skip_broken``); ``out`` holding something else (unless ``replace``); a disk that is full.
+    """
+    _check_shares(options)
+    files = readers.list_files(options.sources, options.globs)
+    columns = columns_of(options.form, options.text_key)
+    _check_kinds(files, options.form, columns)
+    known = tokenizer_files.open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
+    request = Request(
+        files=request_of(files),
+        tokenizer_sha256=known.sha256,
+        end_of_document=known.end_token,
+        begin_of_document=options.begin_token,
+        form=options.form.value,
+        text_key=options.text_key,
+        validation_share=options.validation_share,
+        test_share=options.test_share,
+        seed=options.seed,
+    )
+    out = options.out.absolute()
+    done = complete(out, request, replace=options.replace)
+    if done is not None:
+        return Outcome(out, built=False, fingerprint=done)
+    dtype = indexed.token_dtype(known.vocab_size)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = WorkFolder(out, request, dtype, has_mask=options.form.has_mask, replace=options.replace)
+        try:
+            if work.state.skipped and not options.skip_broken:
+                raise DataError(
+                    f"{work.state.skipped:,} broken records were left out so far: say --skip-broken again to go on, or "
+                    f"begin anew with --replace"
+                )
+            encoder = Encoder(files, known.tokenizer, options.form, options.text_key, dtype, known.end, known.begin)
+            _read_all(options, files, columns, encoder, work, on_progress)
+            made = seal(work, files, known, request)
+            publish(work.corpus, out)
+            work.remove()
+        finally:
+            work.close()
+    except OSError as error:
+        raise DataError(
+            f"cannot write the corpus {out}: {error}. What is done is kept: the same command goes on"
+        ) from error
+    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made))
+
+
+def _check_shares(options: Options) -> None:
+    validation, test = options.validation_share, options.test_share
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        raise DataError(
+            f"--validation-share {validation} and --test-share {test} leave nothing to train on: choose shares of at "
+            f"least 0 that add up to less than 1, such as 0.01 and 0.01"
+        )
+
+
+def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
+    """What can be seen before anything is read: columns of parquet files, and texts that are no pairs."""
+    for file in files:
+        if file.kind is Kind.TEXT and form is not Form.TEXT:
+            raise DataError(
+                f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet, with the keys "
+                f"{' and '.join(columns)}"
+            )
+        if file.kind is Kind.ROWS:
+            readers.open_parquet(file.path, columns).close()
+
+
+def _read_all(
+    options: Options,
+    files: Sequence[InputFile],
+    columns: Sequence[str],
+    encoder: Encoder,
+    work: WorkFolder,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism, and are forked
+    state, total_bytes = work.state, sum(file.num_bytes for file in files)
+    num_workers = options.num_workers or len(os.sched_getaffinity(0))
+    place = Place(*state.place)
+    committed_s = time.monotonic()
+    blocks = readers.blocks(files, columns, place, options.block_bytes)
+    encoded = ordered_map(encoder, blocks, num_workers)
+    is_whole = True
+    try:
+        for block, found in encoded:
+            said = _broken(block, found, files, state.line)
+            if said and not options.skip_broken:
+                raise DataError(
+                    f"{said[0]}. Mend it, or leave such records out with --skip-broken, which lists them"
+                    + (f" ({len(said)} in this block)" if len(said) > 1 else "")
+                )
+            is_whole = False
+            _accept(block, found, said, work, options)
+            place = block.after
+            is_whole = True
+            if time.monotonic() - committed_s >= options.commit_every_s:
+                work.commit(place)
+                committed_s = time.monotonic()
+            tokens = sum(split.tokens for split in state.splits.values())
+            on_progress(Progress(state.source_bytes, total_bytes, state.records, tokens, work.went_on))
+    finally:
+        encoded.close()  # type: ignore[attr-defined]
+        if is_whole:  # not so when Ctrl-C came in the middle of a block
+            work.commit(place)
+    changed = next((file for file in files if readers.changed(file)), None)
+    if changed is not None:
+        raise DataError(f"{changed.path} was written to while it was being read: begin anew with --replace")
+
+
+def _broken(block: Block, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
+    """What is wrong in a block, each with its place. ``line``: of the file that was read last."""
+    first_line = line if block.first.position else 0
+    return [f"{_place_of(block, files, first_line, int(found.lines[n]))} {problem}" for n, problem in found.broken]
+
+
+def _accept(block: Block, found: Encoded, broken: list[str], work: WorkFolder, options: Options) -> None:
+    """Append a block's documents to their splits."""
+    state = work.state
+    work.skip(broken)
+    is_document = found.lengths > 0
+    numbers = np.arange(state.records, state.records + len(found.lengths))
+    splits = split_of(numbers, options.seed, options.validation_share, options.test_share)[is_document]
+    lengths = found.lengths[is_document]
+    of_token = np.repeat(splits, lengths)
+    for number, name in enumerate(SPLITS):
+        chosen = splits == number
+        if not chosen.any():
+            continue
+        mine = slice(None) if chosen.all() else of_token == number
+        work.append(name, found.tokens[mine], lengths[chosen], None if found.counts is None else found.counts[mine])
+    state.records += len(found.lengths)
+    state.empty += int((~is_document).sum()) - len(found.broken)
+    state.line = (state.line if block.first.position else 0) + found.num_lines
+    state.text_bytes += found.text_bytes
+    state.source_bytes += block.source_bytes
+    state.digest = sha256(state.digest.encode() + found.digest).hexdigest()
+
+
+def _place_of(block: Block, files: Sequence[InputFile], first_line: int, line: int) -> str:
+    """``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
+    file = files[block.first.file]
+    if file.kind is Kind.TEXT:
+        return str(files[block.first.file + line].path)
+    if file.kind is Kind.ROWS:
+        return f"{file.path}: row {block.first.position + line + 1}"
+    return f"{file.path}:{first_line + line + 1}"
+
+
+def _notes(options: Options, made: Fingerprint) -> list[str]:
+    shares = {"validation": options.validation_share, "test": options.test_share}
+    return [
+        f"no document fell into {name}, which was to be {share:g} of {made.source.documents:,}: choose a larger share, "
+        f"or another --seed"
+        for name, share in shares.items()
+        if share > 0 and name not in made.splits
+    ]

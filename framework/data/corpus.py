@@ -1,0 +1,300 @@
+"""A ``.bin/.idx`` pair as numbered samples: which tokens each has, what of them counts, where documents begin.
+
+``packing = "stream"``: documents one after the other, each closed by its end-of-document token, cut into windows that
+cross document ends; a window's last token, here only a label, is the next one's first::
+
+    stream    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ...        S = 4
+    sample 0  t0 t1 t2 t3   t4                          tokens t0..t3, labels t1..t4
+    sample 1                t4 t5 t6 t7   t8            tokens t4..t7, labels t5..t8
+
+``packing = "documents"``: whole documents next to each other, as many as fit, and then nothing; one that is longer than
+S is cut. The last token of a document has no label, as what comes next is another document::
+
+    documents a0 a1 a2 | b0 b1 b2 b3 | c0 c1            S = 5
+    sample 0  a0 a1 a2  .  .                            labels a1 a2  .  .  .           . IGNORE
+    sample 1  b0 b1 b2 b3  .                            labels b1 b2 b3  .  .
+    sample 2  c0 c1 ...
+
+``document_boundaries``: nothing is learned across the end of a document in either, and ``starts`` tells the model where
+each begins, so that its attention and positions do not reach across.
+
+No torch here: `meshwright data show` reads samples too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framework.data import fingerprint as fingerprints
+from framework.data.fingerprint import Entropy, Split
+from framework.data.indexed import MappedStream, Mask, TokenStream, documents, inspect
+from framework.errors import DataError
+
+IGNORE = -100
+"""A label that counts for nothing: neither in the loss nor in the number of tokens it is divided by."""
+Packing = Literal["stream", "documents"]
+_TOKENS_AT_ONCE = 1 << 22
+_SCAN_TOKENS = 1 << 26
+"""Without a fingerprint, up to this many tokens (a tenth of a second) are read once to know the largest id up front."""
+
+
+class Example(NamedTuple):
+    """One sample."""
+
+    tokens: NDArray[np.int64]  # (S,)
+    labels: NDArray[np.int64]  # (S,) the next token, or IGNORE
+    starts: NDArray[np.bool_]  # (S,) where a document begins; the first place is one, and the first of what is unused
+
+
+class Corpus:
+    """A ``.bin/.idx`` pair as numbered samples. Raises :class:`DataError` for whatever is wrong with it.
+
+    ``vocab_size``: the model's; None: any id will do. ``eod_id``: the end of document, where no fingerprint says it.
+    ``eod_mask_loss``: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
+    ``num_sentinels``: the last ids of the vocabulary are something else, and no text may use them.
+    ``packing``, ``document_boundaries``: see above. ``light``: read without megatron-core.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        eod_id: int | None = None,
+        eod_mask_loss: bool = False,
+        num_sentinels: int = 0,
+        packing: Packing = "stream",
+        document_boundaries: bool = False,
+        light: bool = False,
+    ) -> None:
+        """Check everything that can be checked before a rank starts; with a fingerprint no token is read for it."""
+        self.prefix = Path(prefix)
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.num_sentinels = num_sentinels
+        self.text_ids = None if vocab_size is None else vocab_size - num_sentinels
+        """Text may use the ids below."""
+        self.stream = (MappedStream if light else TokenStream)(inspect(self.prefix))
+        self.mask = Mask(self.stream.index)
+        self.documents = documents(self.stream.index)
+        self.document_boundaries = document_boundaries
+        num_tokens = len(self.stream)
+        self.packed = None if packing == "stream" else Packed.of(self.documents.all_starts(), sequence_length)
+        self.num_samples = (num_tokens - 1) // sequence_length if self.packed is None else len(self.packed.firsts) - 1
+        if self.num_samples < 1:
+            raise DataError(
+                f"the corpus {self.prefix} has {num_tokens:,} tokens, less than one sample: a sequence of "
+                f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text"
+            )
+        self.known = _known(self.prefix, num_tokens)
+        self.eod_id = self.known.end_of_document_id if self.known else eod_id
+        self.eod_mask_loss = eod_mask_loss
+        if eod_mask_loss and self.eod_id is None:
+            raise DataError(
+                f"data.eod_mask_loss needs the id of the end-of-document token, and nothing beside {self.prefix} tells "
+                f"it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false"
+            )
+        self._check_largest_id()
+
+    def open(self) -> None:
+        """Now and not in the first step: see :meth:`TokenStream.open`."""
+        self.stream.open()
+
+    def example(self, number: int) -> Example:
+        """Sample ``number``: its tokens, its labels, where documents begin in it."""
+        return self._window(number) if self.packed is None else self._whole_documents(number, self.packed)
+
+    def _window(self, number: int) -> Example:
+        length, start = self.sequence_length, number * self.sequence_length
+        window = self.sample(number)
+        tokens, labels = window[:-1], window[1:].copy()
+        starts = np.zeros(length, dtype=np.bool_)
+        starts[0] = True
+        if self.mask:
+            labels[~self.mask.read(start + 1, length)] = IGNORE
+        if self.eod_mask_loss:
+            labels[tokens == self.eod_id] = IGNORE
+        if self.document_boundaries:
+            document = self.documents.at(start) + 1
+            while document < len(self.documents) and (begin := self.documents.start(document)) <= start + length:
+                if begin > start:
+                    labels[begin - start - 1] = IGNORE
+                    starts[begin - start :][:1] = True
+                document += 1
+        return Example(tokens, labels, starts)
+
+    def _whole_documents(self, number: int, packed: Packed) -> Example:
+        length = self.sequence_length
+        tokens = np.zeros(length, dtype=np.int64)
+        labels = np.full(length, IGNORE, dtype=np.int64)
+        starts = np.zeros(length, dtype=np.bool_)
+        at = 0
+        for document in range(packed.firsts[number], packed.firsts[number + 1]):
+            begin, end = self.documents.start(document), self.documents.start(document + 1)
+            count, num_labels = min(end - begin, length), min(end - begin - 1, length)
+            if count == 0:
+                continue
+            ids = self._checked(self.stream.read(begin, min(end - begin, length + 1)), f"in document {document:,}")
+            tokens[at : at + count] = ids[:count]
+            counting = self.mask.read(begin + 1, num_labels)
+            labels[at : at + num_labels] = np.where(counting, ids[1 : num_labels + 1], IGNORE)
+            starts[at] = True
+            at += count
+        starts[at:][:1] = True
+        return Example(tokens, labels, starts)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Window ``number``: (S + 1,) token ids, checked against the vocabulary."""
+        assert 0 <= number < self.num_samples, (number, self.num_samples)
+        window = self.stream.read(number * self.sequence_length, self.sequence_length + 1)
+        return self._checked(window, f"in sample {number} (tokens from {number * self.sequence_length:,} on)")
+
+    def _checked(self, ids: NDArray[np.int64], where: str) -> NDArray[np.int64]:
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or (self.text_ids is not None and highest >= self.text_ids):
+            self._raise_outside(lowest if lowest < 0 else highest, where)
+        return ids
+
+    def _check_largest_id(self) -> None:
+        if self.text_ids is None:
+            return
+        if self.known:
+            assert self.vocab_size is not None
+            if self.known.vocab_size > self.vocab_size:
+                raise DataError(
+                    f"the corpus {self.prefix} was made with a tokenizer of {self.known.vocab_size:,} tokens, and the "
+                    f"model's vocabulary has {self.vocab_size:,}: set model.options.vocab_size to "
+                    f"{self.known.vocab_size:,} or more, or prepare the corpus with the tokenizer that belongs to the "
+                    f"model"
+                )
+            if self.known.split.max_token_id >= self.text_ids:
+                self._raise_outside(self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}")
+            return
+        if len(self.stream) <= _SCAN_TOKENS:
+            for start in range(0, len(self.stream), _TOKENS_AT_ONCE):
+                block = self.stream.read(start, min(_TOKENS_AT_ONCE, len(self.stream) - start))
+                outside = np.flatnonzero((block < 0) | (block >= self.text_ids))
+                if outside.size:
+                    at = start + int(outside[0])
+                    where = f"in sample {at // self.sequence_length} (token {at:,})"
+                    self._raise_outside(int(block[outside[0]]), where)
+
+    def _raise_outside(self, token_id: int, where: str) -> None:
+        if token_id < 0:
+            raise DataError(f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it again")
+        assert self.vocab_size is not None and self.text_ids is not None
+        for_text = f"ids 0 to {self.vocab_size - 1:,}"
+        if self.num_sentinels:
+            for_text = f"of which the last {self.num_sentinels:,} are sentinels, so that text may use ids below "
+            for_text += f"{max(self.text_ids, 0):,}"
+        raise DataError(
+            f"the corpus {self.prefix} holds token id {token_id:,} {where}, the model's vocabulary has "
+            f"{self.vocab_size:,} ({for_text}): set the model's vocab_size to "
+            f"{token_id + 1 + self.num_sentinels:,} or more, or prepare the corpus with the tokenizer that belongs to "
+            f"the model"
+        )
+
+
+class Packed(NamedTuple):
+    """Which documents each sample has."""
+
+    firsts: list[int]
+    """(samples + 1,) the first document of each; the last is the number of documents."""
+    num_cut: int
+    """Documents that are longer than a sample."""
+
+    @staticmethod
+    def of(starts: NDArray[np.int64], sequence_length: int) -> Packed:
+        """In order, as many as fit. ``starts`` (documents + 1,): where each begins, in tokens."""
+        lengths = np.diff(starts)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))])
+        firsts, num_documents = [0], len(lengths)
+        while firsts[-1] < num_documents:
+            firsts.append(int(np.searchsorted(ends, ends[firsts[-1]] + sequence_length, "right")) - 1)
+        return Packed(firsts, int((lengths > sequence_length + 1).sum()))
+
+
+class Blend:
+    """Several corpora as one: their samples are numbered one after the other."""
+
+    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
+        """``weights``: how often each is drawn, relative to the others."""
+        self.corpora = tuple(corpora)
+        self.weights = tuple(weights)
+        self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
+        self.num_samples: int = self.ends[-1]
+        self.sequence_length = corpora[0].sequence_length
+        self.vocab_size = corpora[0].vocab_size
+        self.document_boundaries = corpora[0].document_boundaries
+
+    def open(self) -> None:
+        """All of them."""
+        for corpus in self.corpora:
+            corpus.open()
+
+    def example(self, number: int) -> Example:
+        """Sample ``number`` of all."""
+        corpus, own = self._where(number)
+        return corpus.example(own)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Window ``number`` of all."""
+        corpus, own = self._where(number)
+        return corpus.sample(own)
+
+    def _where(self, number: int) -> tuple[Corpus, int]:
+        at = bisect_left(self.ends, number + 1)
+        return self.corpora[at], number - (self.ends[at - 1] if at else 0)
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in exactly the relation of the decimal ones: 0.7, 0.3 -> 7, 3."""
+    parts = [Fraction(repr(float(weight))) for weight in weights]
+    common = lcm(*(part.denominator for part in parts))
+    return tuple(int(part * common) for part in parts)
+
+
+def unigram_entropy(corpus: Corpus) -> Entropy:
+    """Entropy of the corpus's single tokens: the loss of a model that knows their frequencies and nothing else.
+
+    From the fingerprint, or else by counting the whole corpus.
+    """
+    if corpus.known:
+        return Entropy(corpus.known.split.unigram_entropy_nats, corpus.known.split.unigram_entropy_bits)
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(corpus.stream), _TOKENS_AT_ONCE):
+        block = corpus.stream.read(start, min(_TOKENS_AT_ONCE, len(corpus.stream) - start))
+        added = np.bincount(block, minlength=counts.size)
+        added[: counts.size] += counts
+        counts = added
+    return fingerprints.entropy(counts)
+
+
+class _Known(NamedTuple):
+    split: Split
+    end_of_document_id: int
+    vocab_size: int
+    """Of the tokenizer."""
+
+
+def _known(prefix: Path, num_tokens: int) -> _Known | None:
+    """What a fingerprint beside the corpus tells of it; of its hashes none is computed again here."""
+    found = fingerprints.read(prefix.parent)
+    split = found.splits.get(prefix.name) if found else None
+    if found is None or split is None:
+        return None
+    if split.tokens != num_tokens:
+        raise DataError(
+            f"{prefix.parent / fingerprints.FILE_NAME} tells of {split.tokens:,} tokens in {prefix.name}, its .idx of "
+            f"{num_tokens:,}: the corpus was changed afterwards. Prepare it again, or delete the fingerprint "
+            f"if the .bin/.idx are right"
+        )
+    return _Known(split, found.end_of_document_id, found.vocab_size)

@@ -1,0 +1,293 @@
+"""Files of text, lines or rows as blocks: what a worker is handed at once, in an order that only the files decide.
+
+    notes/*.txt            a document per file        a block: files next to each other, read by the worker
+    pages.jsonl            a document per line        a block: a range of bytes, read by the worker
+    pages.jsonl.gz         the same                   a block: lines that the reader has unpacked
+    pages.parquet          a document per row         a block: rows that the reader has decoded, row group by row group
+
+A line belongs to the block in which its first byte lies, so a file is cut without being read. What is held at once is
+a block, or one document where that is longer. :func:`blocks` goes on from any place that it has come to before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.errors import DataError
+
+BLOCK_BYTES = 1 << 20
+MOST_FILES = 256
+"""In one block."""
+_ROWS_AT_ONCE = 64
+_ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "rows", ".pq": "rows"}
+
+
+class Kind(Enum):
+    """How documents lie in a file."""
+
+    TEXT = "text"
+    LINES = "lines"
+    ROWS = "rows"
+
+
+class InputFile(NamedTuple):
+    """One file to be read, as it was when it was listed."""
+
+    path: Path
+    kind: Kind
+    num_bytes: int
+    mtime_ns: int
+
+    @property
+    def is_packed(self) -> bool:
+        """By gzip."""
+        return self.path.suffix == ".gz"
+
+
+class Place(NamedTuple):
+    """Up to where the files have been read."""
+
+    file: int = 0
+    position: int = 0
+    """In it: a byte (unpacked) of lines, a row of rows."""
+
+
+BEGINNING = Place()
+
+
+class Block(NamedTuple):
+    """What one worker reads at once."""
+
+    first: Place
+    after: Place
+    """Where the next one begins."""
+    content: Any
+    """Bytes of whole lines, or the columns of rows; None: the worker reads the file itself."""
+    source_bytes: int
+    """Of the files as they lie on the disk, for the time left."""
+
+
+def list_files(sources: Sequence[Path], globs: Sequence[str] = ()) -> list[InputFile]:
+    """The files of sources in their order; of a folder all below it that fit a pattern, sorted by path.
+
+    Hidden ones in folders are left out. Raises DataError: nothing there, a file twice, a kind that cannot be read.
+    """
+    found: list[InputFile] = []
+    for source in sources:
+        if source.is_dir():
+            below = sorted(
+                path
+                for path in source.rglob("*")
+                if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
+            )
+            fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
+            if not fitting:
+                what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
+                raise DataError(f"{source}: {what}: name another folder or pattern")
+            found += [_input_file(path, in_folder=True) for path in fitting]
+        elif source.is_file():
+            found.append(_input_file(source))
+        else:
+            raise DataError(f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders")
+    seen: dict[Path, int] = {}
+    for file in found:
+        seen[file.path] = seen.get(file.path, 0) + 1
+    twice = [path for path, times in seen.items() if times > 1]
+    if twice:
+        raise DataError(f"{twice[0]} is given {seen[twice[0]]} times: its documents would be there as often. Once")
+    return found
+
+
+def _fits(path: Path, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(path.as_posix(), glob) or fnmatchcase(path.name, glob) for glob in globs)
+
+
+def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
+    """The ending tells the kind. A .json of a folder is a text like any other there."""
+    path = path.resolve()
+    inner = path.with_suffix("") if path.suffix == ".gz" else path
+    kind = _ENDINGS.get(inner.suffix.lower(), "text")
+    if kind == "json" and in_folder:
+        kind = "text"
+    if kind == "json":
+        raise DataError(
+            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]' a.json > a.jsonl`)"
+        )
+    if kind == "rows" and path != inner:
+        raise DataError(f"{path}: parquet has its own compression, and is not read from .gz: gunzip it")
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return InputFile(path, Kind(kind), stat.st_size, stat.st_mtime_ns)
+
+
+def changed(file: InputFile) -> bool:
+    """Whether a file is no longer what was listed."""
+    try:
+        stat = file.path.stat()
+    except OSError:
+        return True
+    return (stat.st_size, stat.st_mtime_ns) != (file.num_bytes, file.mtime_ns)
+
+
+def blocks(
+    files: Sequence[InputFile], columns: Sequence[str], start: Place = BEGINNING, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """All blocks from a place on. ``columns``: of parquet files.
+
+    Raises DataError: a file that cannot be read, is damaged, or lacks a column.
+    """
+    file = start.file
+    while file < len(files):
+        position = start.position if file == start.file else 0
+        if files[file].kind is Kind.TEXT:
+            after = _text_run(files, file, block_bytes)
+            size = sum(each.num_bytes for each in files[file:after])
+            yield Block(Place(file), Place(after), None, size)
+            file = after
+            continue
+        if files[file].kind is Kind.ROWS:
+            yield from _row_blocks(files[file], file, columns, position, block_bytes)
+        elif files[file].is_packed:
+            yield from _packed_blocks(files[file], file, position, block_bytes)
+        else:
+            for begin in range(position, files[file].num_bytes, block_bytes):
+                end = min(begin + block_bytes, files[file].num_bytes)
+                yield Block(Place(file, begin), Place(file, end), None, end - begin)
+        file += 1
+
+
+def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
+    """The end of the run of text files that are read as one block; at least one."""
+    size, after = files[first].num_bytes, first + 1
+    while after < len(files) and files[after].kind is Kind.TEXT and after - first < MOST_FILES:
+        size += files[after].num_bytes
+        if size > block_bytes:
+            break
+        after += 1
+    return after
+
+
+def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[Block]:
+    at = position
+    try:
+        with file.path.open("rb") as raw, gzip.open(raw, "rb") as stream:
+            _skip(stream, position)
+            told = raw.tell() if position else 0
+            while content := stream.read(block_bytes):
+                if not content.endswith(b"\n"):
+                    content += stream.readline()
+                now = raw.tell()
+                yield Block(Place(index, at), Place(index, at + len(content)), content, now - told)
+                at, told = at + len(content), now
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): copy it again from where it is whole"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+
+def _skip(stream: gzip.GzipFile, count: int) -> None:
+    while count > 0 and (passed := len(stream.read(min(count, 1 << 20)))):
+        count -= passed
+
+
+def _row_blocks(
+    file: InputFile, index: int, columns: Sequence[str], position: int, block_bytes: int
+) -> Iterator[Block]:
+    """Row group by row group; of the one in which ``position`` lies the first rows are read and left out."""
+    table = open_parquet(file.path, columns)
+    row, num_rows = 0, max(1, table.metadata.num_rows)
+    told = file.num_bytes * position // num_rows
+    try:
+        for group in range(table.num_row_groups):
+            in_group = table.metadata.row_group(group).num_rows
+            if row + in_group <= position:
+                row += in_group
+                continue
+            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+                rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
+                left_out = min(max(position - row, 0), len(rows))
+                row += left_out
+                for part in _runs(rows[left_out:], block_bytes):
+                    now = file.num_bytes * (row + len(part)) // num_rows
+                    yield Block(Place(index, row), Place(index, row + len(part)), part, now - told)
+                    told = now
+                    row += len(part)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are these
+        raise DataError(f"{file.path} is damaged at row {row:,}: {error}. Copy it again") from error
+    finally:
+        table.close()
+
+
+def _runs(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows next to each other that make up a block."""
+    run: list[tuple[Any, ...]] = []
+    size = 0
+    for row in rows:
+        run.append(row)
+        size += sum(len(value) if isinstance(value, str | bytes) else 64 for value in row)
+        if size >= block_bytes:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
+
+
+def open_parquet(path: Path, columns: Sequence[str]) -> Any:
+    """The file, seen to have the columns. Raises DataError."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs pyarrow: pip install 'meshwright[parquet]'") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    there = table.schema_arrow.names
+    missing = [name for name in columns if name not in there]
+    if missing:
+        table.close()
+        raise DataError(f"{path} has no column {missing[0]!r}, only {', '.join(there)}: say which with --text-key")
+    return table
+
+
+def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:
+    """The lines whose first byte lies in [start, stop), without their line feeds."""
+    with path.open("rb") as stream:
+        stream.seek(max(0, start - 1))
+        content = stream.read(stop - max(0, start - 1))
+        if start > 0:
+            end_of_other = content.find(b"\n")
+            if end_of_other < 0 or end_of_other + 1 >= len(content):
+                return []
+            content = content[end_of_other + 1 :]
+        if not content.endswith(b"\n"):
+            content += stream.readline()
+    return lines_of(content)
+
+
+def lines_of(content: bytes) -> list[bytes]:
+    """Split at line feeds; the last line may lack its own."""
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def text_of(file: InputFile) -> bytes:
+    """A whole file, unpacked. Raises DataError."""
+    try:
+        return gzip.decompress(file.path.read_bytes()) if file.is_packed else file.path.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{file.path} is damaged ({error}): copy it again from where it is whole") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error

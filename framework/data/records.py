@@ -1,0 +1,124 @@
+"""One record, a text, a line or a row, as the pieces of a document: what is written, and what of it counts as label.
+
+    text      {"text": "Once upon a time"}                      all of it counts
+    pairs     {"prompt": "2+2=", "response": "4"}               the response and the end of document count
+    messages  {"messages": [{"role": "user", "content": "Hi"},
+                            {"role": "assistant", "content": "Hello"}]}
+
+              <|user|>\\nHi\\n<|assistant|>\\nHello<end>          what the assistant says counts, and its end
+
+A pair is written as it stands, nothing between prompt and response: a space or line feed that belongs there belongs at
+the end of the prompt. Each piece is encoded by itself, so that none shares a token with its neighbour.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Form(Enum):
+    """What a record says."""
+
+    TEXT = "text"
+    PAIRS = "pairs"
+    MESSAGES = "messages"
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some of a document does not count as label."""
+        return self is not Form.TEXT
+
+
+class Piece(NamedTuple):
+    """A run of text that counts or does not."""
+
+    text: str
+    counts: bool
+    ends: bool
+    """The end of document comes after it, and counts as it does."""
+
+
+class Broken(Exception):
+    """A record that cannot be read, in words that follow the place."""
+
+
+def columns_of(form: Form, text_key: str) -> tuple[str, ...]:
+    """The keys of a record that are read, in the order of :func:`pieces_of`."""
+    return {Form.TEXT: (text_key,), Form.PAIRS: ("prompt", "response"), Form.MESSAGES: ("messages",)}[form]
+
+
+def decoded(raw: bytes) -> str:
+    """UTF-8. Raises Broken."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Broken(f"is not utf-8 (byte {raw[error.start]:#04x} at {error.start})") from error
+
+
+def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
+    """The columns of a JSON object on a line. Raises Broken."""
+    try:
+        record = json.loads(decoded(line))
+    except json.JSONDecodeError as error:
+        raise Broken(f"is not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise Broken(f"is not JSON that can be read: {error}") from error
+    if not isinstance(record, dict):
+        raise Broken(f"is a JSON {_kind_of(record)}, not an object with the key {columns[0]!r}")
+    for name in columns:
+        if name not in record:
+            there = ", ".join(map(repr, list(record)[:6])) or "none"
+            raise Broken(f"has no key {name!r} (its keys: {there})")
+    return tuple(record[name] for name in columns)
+
+
+def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[Piece]:
+    """The document of a record; empty when there is no text in it. Raises Broken."""
+    if form is Form.MESSAGES:
+        return _conversation(values[0])
+    texts = [_text(value, name) for value, name in zip(values, columns, strict=True)]
+    if form is Form.TEXT:
+        return [Piece(texts[0], True, True)] if texts[0] else []
+    prompt, response = texts
+    if not response:
+        raise Broken("has an empty 'response': there is nothing to learn from it")
+    return [Piece(prompt, False, False), Piece(response, True, True)]
+
+
+def _conversation(messages: Any) -> list[Piece]:
+    if not isinstance(messages, list) or not messages:
+        raise Broken("has no list of messages in 'messages'")
+    pieces = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise Broken(f"has no 'role' and 'content' in message {number}")
+        role, content = (_text(message[key], f"{key} of message {number}") for key in ("role", "content"))
+        is_ours = role == "assistant"
+        pieces.append(Piece(f"<|{role}|>\n", False, False))
+        pieces.append(Piece(content if is_ours else f"{content}\n", is_ours, is_ours))
+    if not any(piece.counts for piece in pieces):
+        raise Broken("has no message of the 'assistant': there is nothing to learn from it")
+    return pieces
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Broken(f"has {_a(_kind_of(value))} as {name!r}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise Broken(f"has half of a surrogate pair in {name!r} (at {error.start}), which is no text") from error
+    return value
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _a(kind: str) -> str:
+    return kind if kind == "null" else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

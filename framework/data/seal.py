@@ -1,0 +1,133 @@
+"""The last steps of a preparation: indices, tokenizer and fingerprint; and whether a corpus is what was asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framework.data import fingerprint as fingerprints
+from framework.data import indexed, tokenizer_files
+from framework.data.fingerprint import Fingerprint, Prepared
+from framework.data.readers import InputFile, Kind
+from framework.data.splits import SPLITS
+from framework.data.tokenizer_files import Known
+from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder
+from framework.errors import DataError
+
+_TOKENS_AT_ONCE = 1 << 22
+
+
+def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Request) -> Fingerprint:
+    """Indices, tokenizer and fingerprint beside the tokens. Can be done again at any moment."""
+    state = work.state
+    if not state.splits["train"].documents:
+        what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
+        raise DataError(f"nothing is left to train on: {what}. Give more text, or lower the other shares")
+    splits, hashes = {}, {}
+    for name in SPLITS:
+        prefix = work.corpus / name
+        if not state.splits[name].documents:
+            for ending in ("bin", "idx", "mask"):
+                work.corpus.joinpath(f"{name}.{ending}").unlink(missing_ok=True)
+            continue
+        indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
+        told, hashes[f"{name}.bin"] = _told(indexed.bin_path(prefix), work.dtype, known.vocab_size)
+        counting = None
+        if work.has_mask:
+            mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r")
+            counting = int(sum(int(mask[i : i + _TOKENS_AT_ONCE].sum()) for i in range(0, len(mask), _TOKENS_AT_ONCE)))
+        nats, bits = fingerprints.entropy(told)
+        splits[name] = fingerprints.Split(
+            documents=state.splits[name].documents,
+            tokens=state.splits[name].tokens,
+            max_token_id=int(np.flatnonzero(told)[-1]),
+            unigram_entropy_nats=nats,
+            unigram_entropy_bits=bits,
+            counting=counting,
+        )
+    for file in known.files:
+        shutil.copyfile(file, work.corpus / (tokenizer_files.TOKENIZER_FILE if file == known.path else file.name))
+    if state.skipped:
+        shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
+    (work.corpus / fingerprints.FILE_NAME).unlink(missing_ok=True)
+    hashes |= {path.name: fingerprints.file_sha256(path) for path in work.corpus.iterdir() if path.name not in hashes}
+    made = Fingerprint(
+        files=dict(sorted(hashes.items())),
+        splits=splits,
+        vocab_size=known.vocab_size,
+        end_of_document_id=known.end,
+        source=fingerprints.Source(
+            description=_described(files),
+            documents=sum(split.documents for split in splits.values()),
+            text_bytes=state.text_bytes,
+            sha256=state.digest,
+            vocab_size=known.vocab_size,
+            validation_share=request.validation_share,
+        ),
+        prepared=Prepared(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
+    )
+    text = made.model_dump_json(indent=2, exclude_none=True) + "\n"
+    (work.corpus / fingerprints.FILE_NAME).write_text(text, encoding="utf-8")
+    return made
+
+
+def _told(path: Path, dtype: np.dtype[Any], vocab_size: int) -> tuple[NDArray[np.int64], str]:
+    """How often each token occurs, and the hash of the file: one pass."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    digest = sha256()
+    with path.open("rb") as stream:
+        while content := stream.read(_TOKENS_AT_ONCE):
+            digest.update(content)
+            counts += np.bincount(np.frombuffer(content, dtype), minlength=vocab_size)
+    return counts, digest.hexdigest()
+
+
+def _described(files: Sequence[InputFile]) -> str:
+    names = {Kind.TEXT: "text", Kind.LINES: "JSONL", Kind.ROWS: "parquet"}
+    kinds = [kind for kind in Kind if any(file.kind is kind for file in files)]
+    return " and ".join(
+        f"{count:,} {names[kind]} file{'s' * (count > 1)}"
+        for kind in kinds
+        if (count := sum(file.kind is kind for file in files))
+    )
+
+
+def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | None:
+    """The fingerprint of what is there, if it is whole and what is asked for; None if ``out`` may be written."""
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise DataError(f"{out} is a file: name a folder for the corpus")
+    names = sorted(path.name for path in out.iterdir())
+    if not names:
+        return None
+    found = fingerprints.read(out) if (out / fingerprints.FILE_NAME).is_file() else None
+    foreign = [name for name in names if found is None or name not in {*found.files, fingerprints.FILE_NAME}]
+    if foreign:
+        raise DataError(f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus")
+    assert found is not None
+    if replace and (found.prepared is None or _request(found.prepared).differences(request)):
+        return None
+    if found.prepared is None:
+        raise DataError(
+            f"{out} holds another corpus ({found.source.description}): name another folder, or --replace it"
+        )
+    changes = _request(found.prepared).differences(request)
+    if changes:
+        raise DataError(
+            f"{out} was prepared from something else:\n"
+            + "\n".join(f"  {change}" for change in changes[:10])
+            + ("\n  ..." if len(changes) > 10 else "")
+            + "\nname another folder, or build it anew with --replace"
+        )
+    return None if fingerprints.damaged_files(out, found) else found
+
+
+def _request(prepared: Prepared) -> Request:
+    return Request(**prepared.model_dump(exclude={"records", "empty", "skipped"}))

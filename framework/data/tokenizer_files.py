@@ -1,0 +1,90 @@
+"""A tokenizer that exists already: its files, its hash, and which tokens begin and end a document."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from framework.data.tokenizer import USUAL_ENDS, load
+from framework.errors import DataError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+"""What Hugging Face writes beside a tokenizer.json, copied with it."""
+
+
+class Known(NamedTuple):
+    """A tokenizer, and what a corpus needs of it."""
+
+    tokenizer: Tokenizer
+    path: Path
+    """Of the tokenizer.json."""
+    sha256: str
+    vocab_size: int
+    """The largest id and one."""
+    end: int
+    end_token: str
+    begin: int | None
+
+    @property
+    def files(self) -> list[Path]:
+        """It and what lies beside it."""
+        return [self.path, *(each for name in BESIDE if (each := self.path.with_name(name)).is_file())]
+
+
+def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> Known:
+    """A tokenizer.json, or the folder of one. ``end_token``: by name; None: what its tokenizer_config.json says.
+
+    Raises DataError: there is none, it cannot be read, or has no such tokens.
+    """
+    path = place / TOKENIZER_FILE if place.is_dir() else place
+    if place.is_dir() and not path.is_file():
+        other = next((name for name in ("tokenizer.model", "vocab.json") if (place / name).is_file()), None)
+        found = f" (only {other}: save it with transformers' AutoTokenizer, which writes one)" if other else ""
+        raise DataError(f"{place} holds no {TOKENIZER_FILE}{found}: name a Hugging Face folder or the file")
+    tokenizer = load(path)
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise DataError(f"{path} has no tokens: name another tokenizer")
+    end_token = end_token or _end_token(path, ids)
+    for option, token in (("--eod", end_token), ("--bos", begin_token)):
+        if token is not None and token not in ids:
+            raise DataError(f"{path} has no token {token!r}: name one of its own with {option}{_special(tokenizer)}")
+    begin = None if begin_token is None else ids[begin_token]
+    digest = sha256(path.read_bytes()).hexdigest()
+    return Known(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
+
+
+def _end_token(path: Path, ids: dict[str, int]) -> str:
+    config = path.with_name(CONFIG_FILE)
+    if config.is_file():
+        try:
+            said: Any = json.loads(config.read_bytes())
+        except ValueError as error:
+            raise DataError(
+                f"{config} is not valid JSON ({error}): copy it again, or name the token with --eod"
+            ) from error
+        token = said.get("eos_token") if isinstance(said, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token in ids:
+            return token
+        if isinstance(token, str):
+            raise DataError(f"{config} says eos_token {token!r}, which {path} does not have: name one with --eod")
+    usual = [token for token in USUAL_ENDS if token in ids]
+    if usual:
+        return usual[0]
+    raise DataError(
+        f"no token ends a document in {path}: there is no eos_token in a {CONFIG_FILE} beside it, nor any of "
+        f"{', '.join(USUAL_ENDS)} in it. Name one with --eod{_special(load(path))}"
+    )
+
+
+def _special(tokenizer: Tokenizer) -> str:
+    """The special tokens there are, for a message."""
+    special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return f" (its special tokens: {', '.join(special[:8])})" if special else ""

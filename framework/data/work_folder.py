@@ -1,0 +1,240 @@
+"""What a preparation has done so far, on the disk: killed at any moment, it goes on from there.
+
+    .NAME.preparing/          beside what is asked for, and gone when that is there
+        request.json          what is prepared from what: what has been read may not have changed since
+        state.json            up to which place the sources are read, and how long each file was then
+        lock                  held by the process that works here; the system lets go of it when that dies
+        skipped.txt           records that were left out, a line each
+        train.lengths         tokens of each document (int32)
+        corpus/train.bin      tokens; train.mask beside it
+
+The files only grow. ``state.json`` is replaced as a whole, after what it tells of is on the disk; whatever a file has
+beyond that is cut off before the work goes on. So nothing is there twice, and nothing is left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from framework.data.fingerprint import File
+from framework.data.publish import flush
+from framework.data.readers import InputFile, Place
+from framework.data.splits import SPLITS
+from framework.errors import DataError
+
+SKIPPED_FILE = "skipped.txt"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Request(_Part):
+    """All that decides the bytes of a corpus, but for the sources' contents."""
+
+    files: list[File]
+    tokenizer_sha256: str
+    end_of_document: str
+    begin_of_document: str | None
+    form: str
+    text_key: str
+    validation_share: float
+    test_share: float
+    seed: int
+
+    def up_to(self, place: Place) -> Request:
+        """With those files alone of which something has been read."""
+        return self.model_copy(update={"files": self.files[: place.file + (place.position > 0)]})
+
+    def differences(self, other: Request) -> list[str]:
+        """What ``other`` has changed, a line each."""
+        lines = []
+        before, after = ({file.path: file for file in each.files} for each in (self, other))
+        lines += [f"{path} is no longer there" for path in before if path not in after]
+        lines += [f"{path} is new" for path in after if path not in before]
+        for path in before.keys() & after.keys():
+            was, now = before[path], after[path]
+            if was.num_bytes != now.num_bytes:
+                lines.append(f"{path} had {was.num_bytes:,} bytes and has {now.num_bytes:,}")
+            elif was.mtime_ns != now.mtime_ns:
+                lines.append(f"{path} was written to since ({now.num_bytes:,} bytes as before)")
+        lines.sort()
+        if not lines and list(before) != list(after):
+            lines.append("the files come in another order")
+        for name in type(self).model_fields:
+            one, another = getattr(self, name), getattr(other, name)
+            if name != "files" and one != another:
+                lines.append(f"{name} was {one!r} and is {another!r}")
+        return lines
+
+
+class SplitState(_Part):
+    """One split so far."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+class State(_Part):
+    """How far the work is."""
+
+    place: tuple[int, int] = (0, 0)
+    line: int = 0
+    """Lines of the file there that are behind."""
+    records: int = 0
+    """Documents so far, broken and empty ones too: a document's number decides its split."""
+    empty: int = 0
+    skipped: int = 0
+    skipped_bytes: int = 0
+    """Of skipped.txt."""
+    text_bytes: int = 0
+    source_bytes: int = 0
+    digest: str = ""
+    splits: dict[str, SplitState]
+
+
+class WorkFolder:
+    """Held by one process at a time. Opened with what it had at the last commit."""
+
+    def __init__(self, out: Path, request: Request, dtype: np.dtype[Any], *, has_mask: bool, replace: bool) -> None:
+        """Raises DataError: another process works there, or it was begun for another request (unless ``replace``)."""
+        self.path = out.parent / f".{out.name}.preparing"
+        self.corpus = self.path / "corpus"
+        self.dtype, self.has_mask = dtype, has_mask
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        try:
+            self.state = self._open(out, request, replace)
+            self._streams = {path: self._at_end(path, size) for path, size in self._sizes().items()}
+        except BaseException:
+            self._lock.close()
+            raise
+        self.went_on = self.state.place != (0, 0)
+
+    def _take_lock(self) -> IO[bytes]:
+        lock = (self.path / "lock").open("ab")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
+        except OSError as error:
+            lock.close()
+            raise DataError(f"another process is preparing here ({self.path}): wait for it, or end it") from error
+        return lock
+
+    def _open(self, out: Path, request: Request, replace: bool) -> State:
+        asked, state = self.path / "request.json", self.path / "state.json"
+        begun = _read(asked, Request)
+        known = _read(state, State) if begun is not None else None
+        place = Place(*known.place) if known is not None else Place()
+        changes = begun.up_to(place).differences(request.up_to(place)) if begun is not None else []
+        if changes and not replace and place != Place():
+            raise DataError(
+                f"{out} is half prepared from something else:\n"
+                + "\n".join(f"  {change}" for change in changes[:10])
+                + ("\n  ..." if len(changes) > 10 else "")
+                + "\nset it back to go on, name another folder, or begin anew with --replace"
+            )
+        if known is None or changes:
+            state.unlink(missing_ok=True)
+            shutil.rmtree(self.corpus, ignore_errors=True)
+            for left in self.path.glob("*.lengths"):
+                left.unlink()
+            known = State(splits={name: SplitState() for name in SPLITS})
+        if begun != request:  # files that nobody has read yet may be others now
+            _replace(asked, request.model_dump_json(indent=1))
+        self.corpus.mkdir(exist_ok=True)
+        return known
+
+    def file_of(self, split: str, ending: str) -> Path:
+        """``bin`` and ``mask`` are published, ``lengths`` is not."""
+        return (self.path if ending == "lengths" else self.corpus) / f"{split}.{ending}"
+
+    def _sizes(self) -> dict[Path, int]:
+        sizes = {self.path / SKIPPED_FILE: self.state.skipped_bytes}
+        for name, split in self.state.splits.items():
+            sizes[self.file_of(name, "bin")] = split.tokens * self.dtype.itemsize
+            sizes[self.file_of(name, "lengths")] = split.documents * 4
+            if self.has_mask:
+                sizes[self.file_of(name, "mask")] = split.tokens
+        return sizes
+
+    def _at_end(self, path: Path, size: int) -> IO[bytes]:
+        stream = path.open("ab")
+        there = stream.tell()
+        if there < size:
+            stream.close()
+            raise DataError(
+                f"{path} has {there:,} bytes where {size:,} were written: something else has changed it. Begin anew "
+                f"with --replace"
+            )
+        stream.truncate(size)
+        stream.seek(size)
+        return stream
+
+    def append(
+        self, split: str, tokens: NDArray[Any], lengths: NDArray[np.int64], counts: NDArray[np.uint8] | None
+    ) -> None:
+        """Whole documents, to the files of a split."""
+        self._streams[self.file_of(split, "bin")].write(np.ascontiguousarray(tokens, self.dtype).tobytes())
+        self._streams[self.file_of(split, "lengths")].write(lengths.astype(np.int32).tobytes())
+        if self.has_mask:
+            assert counts is not None and len(counts) == len(tokens)
+            self._streams[self.file_of(split, "mask")].write(counts.tobytes())
+        self.state.splits[split].documents += len(lengths)
+        self.state.splits[split].tokens += len(tokens)
+
+    def skip(self, lines: Iterable[str]) -> None:
+        """Note records that were left out."""
+        for line in lines:
+            raw = f"{line}\n".encode()
+            self._streams[self.path / SKIPPED_FILE].write(raw)
+            self.state.skipped += 1
+            self.state.skipped_bytes += len(raw)
+
+    def commit(self, place: Place) -> None:
+        """What was appended is on the disk, and then it is known to be."""
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.state.place = (place.file, place.position)
+        _replace(self.path / "state.json", self.state.model_dump_json(indent=1))
+
+    def close(self) -> None:
+        """Let go; what was not committed will be cut off."""
+        for stream in self._streams.values():
+            stream.close()
+        self._lock.close()
+
+    def remove(self) -> None:
+        """Nothing of it is needed any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+def request_of(files: Iterable[InputFile]) -> list[File]:
+    """Files as a request names them."""
+    return [File(path=str(file.path), num_bytes=file.num_bytes, mtime_ns=file.mtime_ns) for file in files]
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    """None where there is none, or none that can be read: then the work begins anew."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(text, encoding="utf-8")
+    flush(aside)
+    aside.replace(path)
+    flush(path.parent)

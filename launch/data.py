@@ -1,0 +1,129 @@
+"""`meshwright data prepare` and `data show`: what they print, and the bar while a corpus is being prepared."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.stderr import tell
+
+if TYPE_CHECKING:
+    from framework.data.bulk import Progress
+
+LINE_EVERY_S = 10.0
+"""Where the output is no terminal."""
+
+
+def prepare(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.data import bulk
+    from framework.data.records import Form
+
+    display = Display()
+    try:
+        outcome = bulk.prepare(
+            bulk.Options(
+                options.sources,
+                options.tokenizer,
+                options.out,
+                form=Form(options.format),
+                text_key=options.text_key,
+                globs=options.glob,
+                end_token=options.eod,
+                begin_token=options.bos,
+                validation_share=options.validation_share,
+                test_share=options.test_share,
+                seed=options.seed,
+                num_workers=options.workers,
+                skip_broken=options.skip_broken,
+                replace=options.replace,
+            ),
+            display,
+        )
+    finally:
+        display.close()
+    print(outcome)
+    return 0
+
+
+def show(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.data.show import show as shown
+    from framework.data.show import splits_of
+
+    for number, prefix in enumerate(splits_of(options.place)):
+        if number:
+            print()
+        tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
+        shown(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
+    return 0
+
+
+class Display:
+    """How far a preparation is, on stderr: a bar on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        self.console = Console(stderr=True)
+        self.started_s = time.monotonic()
+        self.said_s = self.started_s
+        self.first: Progress | None = None
+        """What was there at the first call: the rate is that of this process."""
+        self.bar: Bar | None = None
+
+    def __call__(self, now: Progress) -> None:
+        """Called after each block."""
+        if self.first is None:
+            self.first = now
+            self.started_s = time.monotonic()
+            if now.resumed:
+                tell(f"going on: {now.documents:,} documents and {now.tokens:,} tokens are done")
+        at_s = time.monotonic()
+        if self.console.is_terminal:
+            self._draw(now, at_s)
+        elif at_s - self.said_s >= LINE_EVERY_S:
+            self.said_s = at_s
+            tell(" | ".join([f"{self._share(now):.0%}", *self._numbers(now, at_s)]))
+
+    def close(self) -> None:
+        """The bar stays as it was last."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _draw(self, now: Progress, at_s: float) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        if self.bar is None:
+            columns = (
+                BarColumn(bar_width=None),
+                TextColumn("{task.percentage:.0f} %"),
+                TextColumn("{task.fields[said]}"),
+            )
+            self.bar = Bar(*columns, console=self.console, expand=True, refresh_per_second=4)
+            self.bar.add_task("", total=max(now.total_bytes, 1), said="")
+            self.bar.start()
+        self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, said="  ".join(self._numbers(now, at_s)))
+
+    def _numbers(self, now: Progress, at_s: float) -> list[str]:
+        from framework.tracking.console import count, duration
+
+        assert self.first is not None
+        passed_s = max(at_s - self.started_s, 1e-9)
+        bytes_per_s = (now.source_bytes - self.first.source_bytes) / passed_s
+        tokens_per_s = (now.tokens - self.first.tokens) / passed_s
+        left_s = (now.total_bytes - now.source_bytes) / bytes_per_s if bytes_per_s > 0 else float("inf")
+        return [
+            f"{count(now.documents)} documents",
+            f"{count(now.tokens)} tokens",
+            f"{count(tokens_per_s)} tokens/s",
+            f"{bytes_per_s / 1e6:.1f} MB/s",
+            f"{duration(left_s)} left",
+        ]
+
+    @staticmethod
+    def _share(now: Progress) -> float:
+        return min(now.source_bytes / max(now.total_bytes, 1), 1.0)

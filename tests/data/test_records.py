@@ -1,0 +1,127 @@
+"""What a record becomes: which tokens of pairs and conversations count, and what `data show` makes of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from framework.data.records import Form
+from framework.data.show import show, splits_of
+from framework.errors import DataError
+from launch.cli import main
+from tests.data.corpora import END, bytes_tokenizer, made, write_lines
+
+PAIRS = [
+    {"prompt": "2+2=", "response": "4"},
+    {"prompt": "", "response": "straße 東京"},
+    {"prompt": "é:", "response": "!"},
+]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def counted(out: Path, split: str = "train") -> list[tuple[str, bool]]:
+    """Runs of text of a corpus, with whether they count."""
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    tokens, mask = np.fromfile(out / f"{split}.bin", np.uint16), np.fromfile(out / f"{split}.mask", np.uint8)
+    edges = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), len(mask)]
+    return [
+        (tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(mask[a])) for a, b in pairwise(edges)
+    ]
+
+
+def test_pairs(tokenizer: Path, tmp_path: Path) -> None:
+    outcome = made(tmp_path / "out", tokenizer, write_lines(tmp_path / "a.jsonl", PAIRS), form=Form.PAIRS)
+    assert counted(tmp_path / "out") == [
+        ("2+2=", False), (f"4{END}straße 東京{END}", True), ("é:", False), (f"!{END}", True),
+    ]  # fmt: skip
+    assert outcome.fingerprint.splits["train"].counting == 1 + 14 + 1 + 3
+    assert "labels" in str(outcome) and "train.mask" in outcome.fingerprint.files
+
+
+def test_messages_from_lines_and_rows_and_any_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [{"messages": TALK}, {"messages": TALK[1:3]}] * 5
+    write_lines(tmp_path / "a.jsonl", records)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    talk = [
+        ("<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n", False), (f"Hello{END}", True),
+        ("<|user|>\nBye\n<|assistant|>\n", False), (f"See you{END}", True),
+        ("<|user|>\nHi\n<|assistant|>\n", False), (f"Hello{END}", True),
+    ]  # fmt: skip
+    for number, (name, workers) in enumerate([("a.jsonl", 1), ("a.jsonl", 3), ("a.parquet", 2)]):
+        out = tmp_path / f"out{number}"
+        made(out, tokenizer, tmp_path / name, form=Form.MESSAGES, num_workers=workers)
+        assert counted(out) == talk * 5
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "message"),
+    [
+        (Form.PAIRS, {"prompt": "a"}, "1 has no key 'response'"),
+        (Form.PAIRS, {"prompt": "a", "response": ""}, "1 has an empty 'response': there is nothing to learn"),
+        (Form.PAIRS, {"prompt": ["a"], "response": "b"}, "1 has a list as 'prompt', not text"),
+        (Form.MESSAGES, {"messages": []}, "1 has no list of messages"),
+        (Form.MESSAGES, {"messages": [{"role": "user"}]}, "1 has no 'role' and 'content' in message 1"),
+        (Form.MESSAGES, {"messages": TALK[:2]}, "1 has no message of the 'assistant'"),
+        (Form.MESSAGES, {"messages": [*TALK, {"role": "user", "content": 5}]}, "a number as 'content of message 6'"),
+    ],
+)
+def test_what_is_wrong_with_a_pair(tokenizer: Path, tmp_path: Path, form: Form, record: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        made(tmp_path / "out", tokenizer, write_lines(tmp_path / "a.jsonl", [record]), form=form)
+
+
+def test_show(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the command line: counts, where documents begin, what does not count in braces."""
+    source, out = write_lines(tmp_path / "a.jsonl", PAIRS), str(tmp_path / "out")
+    words = ["data", "prepare", str(source), "--format", "pairs", "--validation-share", "0", "--workers", "1"]
+    assert main([*words, "--tokenizer", str(tokenizer), "--out", out]) == 0
+    assert "train       3 documents" in capsys.readouterr().out
+    assert main(["data", "show", out, "--packing", "documents", "--sequence-length", "22"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines() == [
+        f"{out}/train: 3 documents, 26 tokens, 19 of them labels",
+        '  as samples of 22 tokens, packing = "documents": 2',
+        "--- sample 0: 21 tokens, 16 labels, 2 documents",
+        f"[document] {{2+2=}}4{END}",
+        f"[document] straße 東京{END}",
+        "--- sample 1: 5 tokens, 2 labels, 1 documents",
+        f"[document] {{é:}}!{END}",
+    ]
+    assert main(["data", "show", str(tmp_path / "nothing")]) == 2
+    assert "there is no corpus at" in capsys.readouterr().err
+
+
+def test_show_of_a_damaged_corpus_and_of_another_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+    made(tmp_path / "out", tokenizer, write_lines(tmp_path / "a.jsonl", [{"text": "some text"}]))
+    [prefix] = splits_of(tmp_path / "out")
+    small = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    from tokenizers import models
+
+    small.model = models.BPE(vocab={"a": 0}, merges=[])
+    small.save(str(tmp_path / "small.json"))
+    with pytest.raises(
+        DataError, match=r"holds token id .*, and .*small\.json has .*name the one that made the corpus"
+    ):
+        show(prefix, tmp_path / "small.json", 1, 8, "stream")
+    (tmp_path / "out/train.bin").write_bytes(b"cut")
+    with pytest.raises(DataError, match=r"train\.bin has 3 bytes where its index counts 10 uint16 tokens"):
+        show(prefix, tokenizer / "tokenizer.json", 1, 8, "stream")
