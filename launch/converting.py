@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.checkpoint import Candidate
+from framework.checkpoint import Candidate, open_checkpoint
 from framework.errors import ConfigError
 from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
+from framework.huggingface.back import SCHEME, Exported, export
 from framework.stderr import tell
 from framework.summary import columns, memory
 from framework.tracking.console import duration
@@ -41,6 +42,11 @@ def convert(
     if overrides:
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = pick(run, step)
+    with open_checkpoint(chosen.path) as checkpoint:
+        builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
+    if builder.startswith(SCHEME):
+        exported = export(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES)
+        return given_back(chosen, builder, exported)
     done = take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=Progress())
     return taken(chosen, done)
 
@@ -83,6 +89,19 @@ def brought(source: Path, run: Path, done: Brought) -> str:
     if done.config.data.tokenizer and done.family.task == "causal":
         lines.append(f"let it write:    meshwright sample {run} --prompt TEXT")
     return "\n".join(lines)
+
+
+def given_back(source: Candidate, builder: str, done: Exported) -> str:
+    """What was written of a model that transformers itself describes, and how it is opened."""
+    return "\n".join(
+        [
+            f"{source.path}: step {source.step}",
+            f"{done.path}: {builder}, {done.num_tensors:,} tensors",
+            *columns([(f"  {name}", memory(size)) for name, size in done.files.items()], "<>"),
+            *([f"beside them: {', '.join(done.copied)}"] if done.copied else []),
+            f"open it with: transformers.AutoModelForCausalLM.from_pretrained({str(done.path)!r})",
+        ]
+    )
 
 
 def taken(source: Candidate, done: Taken) -> str:

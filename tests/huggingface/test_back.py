@@ -17,6 +17,7 @@ from framework.feeds import open_feeds
 from framework.huggingface.back import export
 from framework.huggingface.library import library
 from framework.train import run_directory, work
+from launch.converting import convert
 from launch.pool import RankPool
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import load_plain
@@ -84,6 +85,10 @@ def test_a_model_is_brought_trained_and_taken_away(
         assert not torch.allclose(logits, before(input_ids=ids).logits, atol=1e-4), "it has learned nothing"
     with pytest.raises(CheckpointError, match="not empty"):
         export(run, tmp_path / "out")
+    said = convert(run, None, ("hf", str(tmp_path / "by command")), [], None, None, 40_000)
+    assert f"from_pretrained('{tmp_path / 'by command'}')" in said
+    for name in done.files:
+        assert (tmp_path / "by command" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
     if dtype == "bfloat16":
         full = export(run, tmp_path / "full", dtype="float32")
