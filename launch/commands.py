@@ -238,10 +238,14 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     return 0
 
 
-def sample(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.sample import sample
+def convert(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch import converting
 
-    print(sample(options.directory, options.prompt, options.tokens, options.temperature))
+    print(
+        converting.convert(
+            options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
+        )
+    )
     return 0
 
 
@@ -268,4 +272,43 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
     from launch.status import describe
 
     print(describe(options.directory))
+    return 0
+
+
+def report(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.report.page import page
+    from framework.report.run import read_run
+    from framework.runs import write_out
+
+    runs = [read_run(directory) for directory in options.runs]
+    if len({run.directory.resolve() for run in runs}) < len(runs):
+        raise ConfigError(f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
+    out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file in it, such as {out / 'report.html'}")
+    write_out(out, page(runs))
+    print(out)
+    return 0
+
+
+def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import import_config
+
+    source = getattr(options, "from")
+    import_config(options.file, source, overrides, options.ranks, options.out, replace=options.replace)
+    return 0
+
+
+def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import show
+
+    print(show(options.config, overrides, options.ranks, everything=options.all))
+    return 0
+
+
+def completion(options: argparse.Namespace, _: list[str]) -> int:
+    from launch.arguments import build_parser
+    from launch.completion import script
+
+    print(script(build_parser(), options.shell), end="")
     return 0

@@ -15,7 +15,7 @@ from framework.config.toml import to_toml
 from framework.errors import ConfigError
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
-from framework.planner.calibrate import Measured, measure_device, measure_link
+from framework.planner.calibrate import Measured, measure_block, measure_device, measure_links
 from framework.planner.hardware import Hardware, Link, read_hardware
 from framework.planner.nearest import nearest, search_hard
 from framework.planner.page import page
@@ -190,16 +190,17 @@ def calibrate(out: Path, ranks: int) -> None:
     from launch.pool import RankPool
 
     check_place(out, "--out", folder=False, example="this-machine.toml")
-    with RankPool(ranks) as pool:
+    with RankPool(max(2, ranks)) as pool:
         measured = pool.run(measure_alone, min(cores(), ranks), timeout_s=600)
-        links = pool.run(measure_together, min(max(2, cores()), ranks), timeout_s=600) if ranks > 1 else [None]
-    link = links[0] or Link(bytes_per_s=1e9, latency_s=1e-5)
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = put_together(measured, link, memory_bytes, ranks)
+        links = pool.run(measure_together, max(2, min(cores(), ranks)), timeout_s=600)[0]
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = put_together(measured, links, memory_bytes, ranks)
+        shares = pool.run(measure_whole, min(cores(), ranks), found, timeout_s=600)
+    found = found.model_copy(update={"whole_share": sorted(shares)[len(shares) // 2]})
     with writing(out, "--out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}", encoding="utf-8")
-    largest = found.products[-1]
+    largest, link = found.products[-1], found.node_link
     print(
         f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies "
         f"{found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes {found.operation_s * 1e6:.1f} us besides; "
@@ -213,7 +214,14 @@ def measure_alone(rank: int, world_size: int) -> dict[str, Measured]:
     return {str(dtype).removeprefix("torch."): measure_device(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
-def measure_together(rank: int, world_size: int) -> Link:
+def measure_whole(rank: int, world_size: int, hardware: Hardware) -> float:
+    """One process of as many as there are cores, all at once."""
+    torch.set_num_threads(1)
+    return measure_block(hardware)
+
+
+def measure_together(rank: int, world_size: int) -> dict[str, Link]:
     """One process of those that talk."""
+    torch.set_num_threads(1)
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
-    return measure_link(mesh.dp)
+    return measure_links(mesh.dp)

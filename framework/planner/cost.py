@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from framework.blueprint import batch_numbers
 from framework.config import RunConfig, reduces_each, shard_factor
-from framework.planner.hardware import Hardware, time_on
+from framework.planner.hardware import Hardware, Link, time_on
 from framework.planner.profile import LayerProfile, Said
 from framework.planner.sketch import Sketch
 from framework.planner.tape import Kind, Work
@@ -89,6 +89,12 @@ class Habits(NamedTuple):
     """No pipeline rank begins the next step before all are done (they agree on the gradient's norm)."""
     product_dtype: str = ""
     """Of the products of layers, where it is another than the rest's: their factors are cast for them."""
+    casts: float = 0.5
+    """Of both factors for each of a layer's three products. Half: what one product has cast serves another one too."""
+    cast_product_speed: float = 1.0
+    """Of products of such factors, where it is another than the hardware's."""
+    tp_in_parts: bool = False
+    """A product whose factor comes in, or whose result goes out, as the product is made is cut into a part per rank."""
     attention_speed: float = 1.0
     """Of the fused attention kernel, where it is another than the device's usual one."""
     context: int = 1
@@ -143,9 +149,8 @@ def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached:
 
 def _measured(work: Work, hardware: Hardware) -> float:
     memory_s = time_on(hardware.copies, work.bytes) if hardware.copies else work.bytes / hardware.memory_bytes_per_s
-    if work.kind is Kind.MEMORY:
-        return memory_s + hardware.operation_s
-    return max(time_on(hardware.products, work.flops), memory_s) + hardware.operation_s
+    computing_s = 0.0 if work.kind is Kind.MEMORY else time_on(hardware.products, work.flops)
+    return max(computing_s, memory_s) / hardware.whole_share + hardware.operation_s
 
 
 class Wire(NamedTuple):
@@ -157,17 +162,23 @@ class Wire(NamedTuple):
     size: int
     call_s: float = 0.0
     """Of each message, to be started."""
+    measured: tuple[tuple[str, Link], ...] = ()
+    """By kind, where messages were measured."""
 
-    def seconds(self, wire_bytes: float, calls: float = 1, *, sums: bool = False) -> float:
-        """Of so many messages, which together put so many bytes on the wire per rank.
+    def seconds(self, wire_bytes: float, calls: float = 1, kind: str = "") -> float:
+        """Of so many messages of a kind, which together put so many bytes on the wire per rank.
 
         Gathering and scattering go once around a ring, however long it is; a sum to all goes around twice or, among
         many, up and down a tree (NCCL's choices).
         """
         if self.size == 1:
             return 0.0
+        for name, link in self.measured:
+            if name == kind:
+                hops = 1 if kind == "send" else (self.size - 1) * (2 if kind == "all_reduce" else 1)
+                return wire_bytes / link.bytes_per_s + calls * hops * link.latency_s
         latency = self.ring_s
-        if sums:
+        if kind == "all_reduce":
             latency *= min(2.0, 4.0 * math.log2(self.size) / (self.size - 1))
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
 
@@ -181,8 +192,9 @@ def wire_of(size: int, stride: int, hardware: Hardware, reached: Reached) -> Wir
     node, cluster = hardware.node_link, hardware.cluster_link
     within = node.bytes_per_s * reached.node_link
     call_s = reached.message_s if hardware.kind == "cuda" else 0.0
+    measured = tuple(hardware.messages.items())
     if size * stride <= hardware.devices_per_node:
-        return Wire(within, (size - 1) * node.latency_s, size, call_s)
+        return Wire(within, (size - 1) * node.latency_s, size, call_s, measured)
     in_node = min(max(1, hardware.devices_per_node // stride), size)
     crossings = math.ceil(size / in_node)
     ring = crossings * cluster.latency_s + (size - crossings) * node.latency_s
@@ -231,12 +243,23 @@ def layer_s(
     """(forward, backward, weight half, of these messages)."""
     narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
 
+    tokens = {work.shape[1] for work in layer.forward if work.kind is Kind.PRODUCT}
+
     def one(work: Work, backward: bool) -> float:
+        batch, m, n, k = work.shape
+        if habits.tp_in_parts and tp.size > 1 and work.kind is Kind.PRODUCT and m in tokens and m % tp.size == 0:
+            part = work._replace(
+                flops=work.flops / tp.size, bytes=work.bytes / tp.size, shape=(batch, m // tp.size, n, k)
+            )
+            return tp.size * whole(part, backward)
+        return whole(work, backward)
+
+    def whole(work: Work, backward: bool) -> float:
         if narrow and work.kind is Kind.PRODUCT:
             batch, m, n, k = work.shape
             cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
-            casting = 2 * (cast / (hardware.memory_bytes_per_s * reached.memory * 2) + reached.operation_s)
-            return work_s(work, hardware, narrow, reached, backward=backward) + casting
+            casting = habits.casts * (cast / (hardware.memory_bytes_per_s * reached.memory) + 2 * reached.operation_s)
+            return work_s(work, hardware, narrow, reached, backward=backward) / habits.cast_product_speed + casting
         return work_s(work, hardware, dtype, reached, backward=backward, attention_speed=habits.attention_speed)
 
     def of(works: Sequence[Work], backward: bool) -> float:
@@ -245,7 +268,7 @@ def layer_s(
     def said(messages: Sequence[Said], beside: Mapping[str, float]) -> float:
         seconds = 0.0
         for message in messages:
-            takes = tp.seconds(message.wire_bytes, message.calls, sums=message.operation == "all_reduce")
+            takes = tp.seconds(message.wire_bytes, message.calls, message.operation)
             share = 1.0 if habits.tp_beside else min(1.0, beside.get(message.operation, 0.0) / message.calls)
             seconds += takes * (1 - reached.hidden * share)
         return seconds
@@ -422,8 +445,8 @@ def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -
         return 0.0
     config = sketch.config.parallel
     if habits.scatters_sends and config.tp > 1 and not config.sequence:
-        return pp.seconds(sent / config.tp) + tp.seconds(sent * (config.tp - 1) / config.tp)
-    return pp.seconds(sent)
+        return pp.seconds(sent / config.tp, kind="send") + tp.seconds(sent * (config.tp - 1) / config.tp)
+    return pp.seconds(sent, kind="send")
 
 
 def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
@@ -471,16 +494,16 @@ def _replicas(
         elements = sum(sketch.elements[stage].trained for stage in own)
         calls = max(1, math.ceil(elements * wide / parallel.bucket_bytes))
         ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
-        sums = near.seconds(elements * wide * ring, calls)
-        sums += far.seconds(elements * wide / shards * across, calls, sums=True)
-        gathers = near.seconds(elements * narrow * ring, calls) if shards > 1 else 0.0
+        sums = near.seconds(elements * wide * ring, calls, "reduce_scatter")
+        sums += far.seconds(elements * wide / shards * across, calls, "all_reduce")
+        gathers = near.seconds(elements * narrow * ring, calls, "all_gather") if shards > 1 else 0.0
         one_backward = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
         one_forward = sum(stages[stage].forward for stage in own)
         if parallel.zero == 3:
             layers = sum(len(sketch.stages[stage]) for stage in own)
-            once_f = near.seconds(elements * narrow * ring, layers)
-            once_b = once_f + near.seconds(elements * wide * ring, layers)
-            summed = far.seconds(elements * wide / shards * across, layers, sums=True) if dp > shards else 0.0
+            once_f = near.seconds(elements * narrow * ring, layers, "all_gather")
+            once_b = once_f + near.seconds(elements * wide * ring, layers, "reduce_scatter")
+            summed = far.seconds(elements * wide / shards * across, layers, "all_reduce") if dp > shards else 0.0
             reduce = chunks * _left(once_b + summed, one_backward, reached, habits.reduces_beside)
             gather = chunks * _left(once_f, one_forward, reached, habits.gathers_beside)
         else:

@@ -63,10 +63,16 @@ class Hardware(Section):
     """To the host's memory and back."""
     operation_s: float = Field(default=0.0, ge=0)
     """What each operation takes to be started, if nothing hides that (CPU)."""
+    whole_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the measured rates below, what a layer reaches in which all of them come together."""
     products: list[Rate] = []
     """Measured, smallest first; left out: by the formula for tiles."""
     copies: list[Rate] = []
     """Measured, of elementwise operations, smallest first; left out: ``memory_bytes_per_s``."""
+
+    messages: dict[str, Link] = {}
+    """Measured, by kind (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``send``), among processes whose cores
+    carry them; the latency of a hop. Left out: the links."""
 
     @field_validator("products", "copies")
     @classmethod

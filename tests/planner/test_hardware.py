@@ -8,7 +8,7 @@ import pytest
 
 from framework.errors import ConfigError
 from framework.planner.calibrate import to_toml
-from framework.planner.hardware import Rate, known, read_hardware, time_on
+from framework.planner.hardware import Link, Rate, known, read_hardware, time_on
 from tests.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]
@@ -57,6 +57,9 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     file, _ = written(tmp_path)
     assert read_hardware(str(file)) == hardware(products=CURVE)
+    measured = {"whole_share": 0.8, "messages": {"send": Link(bytes_per_s=2e9, latency_s=1e-4)}}
+    file, _ = written(tmp_path, **measured)
+    assert read_hardware(str(file)) == hardware(products=CURVE, **measured)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from framework.planner.hardware import Link
 from framework.planner.page import page
 from framework.planner.search import Plan, search
 from framework.planner.sketch import Workbench
-from tests.planner.chromium import CHROMIUM, Browser
+from tests.chromium import CHROMIUM, Browser
 from tests.planner.small import hardware, workbench
 
 RGB = tuple[float, float, float]
