@@ -12,17 +12,12 @@ from framework.dryrun.notes import Spoken
 from framework.dryrun.report import describe, wire
 from framework.mesh.grid import Grid, nodes_of
 from framework.mesh.overhear import Heard
-from tests.dryrun.test_rehearsal import configured
-
-
-@pytest.fixture(scope="module")
-def planned() -> Job:
-    return plan_job(configured(chunks=5, pp=4, dp=2, tp=2, model="llama", num_layers=4, sequence=True))
+from tests.dryrun.jobs import Planned, configured
 
 
 @pytest.fixture
-def job(planned: Job) -> Job:
-    return replace(planned, own={}, own_schedules={}, missing=[])
+def job(planned: Planned) -> Job:
+    return replace(planned.job, own={}, own_schedules={}, missing=[])
 
 
 def test_a_job_that_runs_agrees(job: Job) -> None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import math
-
 import pytest
 
-from framework.build import build
-from framework.config import RunConfig, parse, resolve
 from framework.dryrun.rehearsal import grid_of
-from framework.mesh.mesh import open_mesh
 from framework.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
 from framework.planner.profile import LayerProfile, Leaf, Practice
 from framework.planner.sketch import predicted_peaks
 from framework.schedule.action import Kind
 from framework.schedule.build import build as build_schedule
 from framework.schedule.lower import lower
-from framework.step import take_step
 from framework.summary import Elements, held_at_rest
 from launch.pool import RankPool
-from tests.dryrun.test_rehearsal import Feed, Live
+from tests.live import RUNS, measured
 from tests.planner.small import config
 
 KEPT = 1000
@@ -141,52 +134,9 @@ def test_zero_2_and_3_need_room_for_what_is_summed_and_gathered() -> None:
     assert at(2, NCCL, reduces=False) == 0
 
 
-def measure(rank: int, world_size: int, config_json: str) -> int:
-    """The most live bytes of this rank in its third step."""
-    chosen = parse(config_json)
-    with Live() as live:
-        parts = build(chosen, open_mesh(grid_of(chosen), "cpu"), (Feed(chosen), None))
-        for _ in range(2):
-            take_step(parts)
-            for replica in parts.replicas.values():
-                replica.ready_all()
-        gc.collect()
-        gc.disable()
-        live.peak_bytes = 0
-        take_step(parts)
-        gc.enable()
-    return live.peak_bytes
-
-
-def larger(model: str, schedule: str = "1f1b", **parallel: object) -> RunConfig:
-    """Large enough for scalars and padding not to count."""
-    options: dict[str, object] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
-    if model == "llama":
-        options |= {"num_kv_heads": 2, "ffn_size": 160}
-    sizes = [parallel.get(axis, 1) for axis in ("pp", "dp", "tp")]
-    return resolve(
-        RunConfig.model_validate(
-            {
-                "model": {"builder": f"models.{model}:build", "options": options},
-                "data": {"train": "in memory", "sequence_length": 48},
-                "batch": {"micro_batch_size": 2, "chunks": 4},
-                "parallel": {"bucket_bytes": 2**17, **parallel},
-                "pipeline": {"schedule": schedule},
-                "train": {"device": "cpu"},
-            }
-        ),
-        math.prod(sizes),  # type: ignore[arg-type]
-    )
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [larger("gpt2", pp=2), larger("llama", "zb_h1", pp=2), larger("llama", dp=2, tp=2, zero=2)],
-    ids=["1f1b", "llama-zb_h1", "llama-tp2-zero2"],
-)
-def test_real_processes_hold_what_was_predicted(pool: RankPool, chosen: RunConfig) -> None:
-    grid = grid_of(chosen)
-    measured = pool.run(measure, grid.size, chosen.model_dump_json())
-    predicted = predicted_peaks(chosen, GLOO, Practice(takes_everything=False))
-    for rank, held in enumerate(measured):
-        assert predicted[rank // (grid.dp * grid.tp)] == pytest.approx(held, rel=0.02), rank
+@pytest.mark.parametrize("name", RUNS)
+def test_real_processes_hold_what_was_predicted(pool: RankPool, name: str) -> None:
+    grid = grid_of(RUNS[name])
+    predicted = predicted_peaks(RUNS[name], GLOO, Practice(takes_everything=False))
+    for rank, held in enumerate(measured(pool, RUNS[name])):
+        assert predicted[rank // (grid.dp * grid.tp)] == pytest.approx(held.peak_bytes, rel=0.02), rank

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from framework.pipeline.values import cross_entropy
 from framework.planner.profile import LayerProfile, Practice, Said, paper_group, profile_layers
 from framework.planner.tape import Kind, Tape, Work
 from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.live import Live
 from tests.planner.small import workbench
 
 B, S, D = 2, 16, 32
 WIDE = 4
 """Bytes of an element of float32."""
-
-
-class Live(TorchDispatchMode):  # type: ignore[misc]
-    """Bytes of storages that live, by its own count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, Tensor):
-                self.storages[leaf.untyped_storage()._cdata] = weakref.ref(leaf.untyped_storage())
-        return results
-
-    def live_bytes(self) -> int:
-        """At this moment."""
-        alive = [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
-        return sum(storage.nbytes() for storage in alive)
 
 
 class Attend(nn.Module):

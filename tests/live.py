@@ -1,0 +1,123 @@
+"""What ranks of a small run really hold and say in a step: counted by their own hand, for those who predict it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from framework.build import build
+from framework.config import RunConfig, parse, resolve
+from framework.data.example import example
+from framework.dryrun.rehearsal import grid_of
+from framework.mesh.mesh import open_mesh
+from framework.step import take_step
+from launch.pool import RankPool
+
+
+class Live(TorchDispatchMode):  # type: ignore[misc]
+    """Counts after every operation what lives: by its own hand, and not by the recorder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.peak_bytes = 0
+
+    def live_bytes(self) -> int:
+        """Of all storages that were seen."""
+        alive = [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
+        return sum(storage.nbytes() for storage in alive)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented
+        results = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return results
+
+
+class Feed:
+    """Token ids of the right shape."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.outlines = example(config, 2)
+
+    def microbatch(self, *_: int) -> tuple[Any, Tensor, Tensor]:
+        drawn = tree_map(lambda outline: torch.randint(1, 99, outline.shape), self.outlines)
+        return drawn[0], drawn[1], torch.arange(2)
+
+
+class Held(NamedTuple):
+    """By a rank in its third step."""
+
+    peak_bytes: int
+    wire_bytes: float
+
+
+def measure(rank: int, world_size: int, config_json: str) -> Held:
+    """The most live bytes, and the bytes put on the wire."""
+    config = parse(config_json)
+    with Live() as live:
+        parts = build(config, open_mesh(grid_of(config), "cpu"), (Feed(config), None))
+        for _ in range(2):
+            take_step(parts)
+            for replica in parts.replicas.values():
+                replica.ready_all()
+        gc.collect()
+        gc.disable()
+        live.peak_bytes = 0
+        parts.mesh.traffic.reset()
+        take_step(parts)
+        gc.enable()
+    return Held(live.peak_bytes, sum(counted.wire_bytes for counted in parts.mesh.traffic.counts.values()))
+
+
+def larger(model: str, schedule: str = "1f1b", **parallel: Any) -> RunConfig:
+    """Large enough for scalars and padding not to count."""
+    options: dict[str, object] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+    if model == "llama":
+        options |= {"num_kv_heads": 2, "ffn_size": 160}
+    sizes = [parallel.get(axis, 1) for axis in ("pp", "dp", "tp")]
+    return resolve(
+        RunConfig.model_validate(
+            {
+                "model": {"builder": f"models.{model}:build", "options": options},
+                "data": {"train": "in memory", "sequence_length": 48},
+                "batch": {"micro_batch_size": 2, "chunks": 4},
+                "parallel": {"bucket_bytes": 2**17, **parallel},
+                "pipeline": {"schedule": schedule},
+                "train": {"device": "cpu"},
+            }
+        ),
+        math.prod(sizes),
+    )
+
+
+RUNS = {
+    "pp2": larger("gpt2", pp=2),
+    "llama-zb_h1-zero2": larger("llama", "zb_h1", pp=2, dp=2, zero=2),
+    "llama-tp2-zero2": larger("llama", dp=2, tp=2, zero=2),
+}
+"""For all who predict."""
+
+
+def measured(pool: RankPool, config: RunConfig) -> list[Held]:
+    """By rank; the same run is done once."""
+    return _measured(pool, config.model_dump_json(), grid_of(config).size)
+
+
+@functools.cache
+def _measured(pool: RankPool, config_json: str, size: int) -> list[Held]:
+    found: list[Held] = pool.run(measure, size, config_json)
+    return found
