@@ -41,22 +41,28 @@ from framework.tensor_parallel.layers import VocabHead
 
 
 @dataclass
-class Parts:
-    """One rank's parts."""
+class Forward:
+    """What one rank needs to run its stages forward: a model in use needs no more, and one that trains has it too."""
 
     config: RunConfig
     mesh: Mesh
     blueprint: Blueprint
-    replicas: dict[int, Replica]
     executor: Executor
+    data_s: float = field(default=0.0, kw_only=True)
+    """Seconds of the current step that went into reading samples."""
+
+
+@dataclass
+class Parts(Forward):
+    """One rank's parts."""
+
+    replicas: dict[int, Replica]
     optimizer: FlatOptimizer
     feed: Source
     validation: Source | None
     state: TrainState = field(default_factory=TrainState)
     last: Result | None = None
     """What the last step's row has brought: when each action ran."""
-    data_s: float = 0.0
-    """Seconds of the current step that went into reading samples."""
     asked: StopRequest = field(default_factory=StopRequest)
     """Looked at in each step: a request to one rank ends the run on all of them after it."""
     behind: Behind = field(default_factory=Behind)
@@ -80,13 +86,20 @@ class Parts:
         return found
 
 
+def split_vocab_size(blueprint: Blueprint) -> int | None:
+    """The whole vocabulary, where the last layer's linear gives this tp rank's part of it; None: logits are whole."""
+    last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
+    heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
+    return blueprint.infos[f"{heads[-1]}.weight"].global_shape[0] if heads else None
+
+
 def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
     """The loss for what the model's last layer gives: whole logits, or this tp rank's part of the vocabulary."""
-    last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
     if blueprint.model.loss is not None:
         return blueprint.model.loss
-    heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
-    if not heads:
+    vocab_size = split_vocab_size(blueprint)
+    if vocab_size is None:
+        last_name = list(blueprint.model.layers._modules)[-1]
         if blueprint.config.parallel.sequence:
             raise ModelError(
                 f"parallel.sequence = true, but the last layer, {last_name}, has no linear sharded as 'vocab': its "
@@ -94,7 +107,6 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
                 f"parallel.sequence = false"
             )
         return cross_entropy
-    vocab_size = blueprint.infos[f"{heads[-1]}.weight"].global_shape[0]
 
     def loss(output: Any, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
@@ -167,8 +179,6 @@ def build(
             feed.corpus.stream.open()
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
-    labels_per_step = batch_numbers(config).global_batch * blueprint.example.labels_per_sample
-    last = len(blueprint.stages) - 1
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
     host = host_memory(config, mesh.device)
     replicas: dict[int, Replica] = {}
@@ -178,21 +188,7 @@ def build(
         if config.train.compile:
             for layer in layers:
                 layer.compile()
-        again = Again(blueprint.model.draw)
-        stages[index] = Stage(
-            index,
-            len(blueprint.stages),
-            layers,
-            input_spec=blueprint.boundaries[index - 1] if index > 0 else None,
-            output_spec=blueprint.boundaries[index] if index < last else None,
-            loss=loss,
-            loss_scale=1.0 / labels_per_step,
-            before_layer=replicas[index].ready,
-            recompute=plan_recompute(blueprint, layers, again),
-            splits_backward=blueprint.schedule.splits_backward,
-            running=frozenset(blueprint.running),
-        )
-        again.stage = stages[index]
+        stages[index] = make_stage(blueprint, index, layers, loss, replicas[index].ready)
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     optimizer = FlatOptimizer(
         [
@@ -211,22 +207,48 @@ def build(
         order=[buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)],
         host=host,
     )
-    draw = blueprint.model.draw
-
-    def on_microbatch(sample_indices: Tensor) -> None:
-        draw.sample_indices = sample_indices
-
     executor = Executor(
         blueprint.schedule,
         mesh.pp,
         stages,
         mesh.device,
-        on_microbatch=on_microbatch,
+        on_microbatch=tell_draw(blueprint),
         begin_reducing=lambda stage, awaited, last: replicas[stage].begin_reducing(awaited, last=last),
         end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
-    return Parts(config, mesh, blueprint, replicas, executor, optimizer, training, validation)
+    return Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation)
+
+
+def make_stage(
+    blueprint: Blueprint, index: int, layers: nn.Sequential, loss: Loss, before_layer: Callable[[str], None]
+) -> Stage:
+    """A stage of these layers, between the shapes that the blueprint has found."""
+    labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
+    again = Again(blueprint.model.draw)
+    again.stage = Stage(
+        index,
+        len(blueprint.stages),
+        layers,
+        input_spec=blueprint.boundaries[index - 1] if index > 0 else None,
+        output_spec=blueprint.boundaries[index] if index < len(blueprint.stages) - 1 else None,
+        loss=loss,
+        loss_scale=1.0 / labels_per_step,
+        before_layer=before_layer,
+        recompute=plan_recompute(blueprint, layers, again),
+        splits_backward=blueprint.schedule.splits_backward,
+        running=frozenset(blueprint.running),
+    )
+    return again.stage
+
+
+def tell_draw(blueprint: Blueprint) -> Callable[[Tensor], None]:
+    """What an executor calls before each forward: the model's dropouts draw by its samples' global indices."""
+
+    def on_microbatch(sample_indices: Tensor) -> None:
+        blueprint.model.draw.sample_indices = sample_indices
+
+    return on_microbatch
 
 
 def _replica(
@@ -277,7 +299,7 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class StepFeed:
     """The micro-batches of the step that starts at ``samples_seen``, for this replica, on this device."""
 
-    parts: Parts
+    parts: Forward
     source: Source
     samples_seen: int
 

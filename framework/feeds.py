@@ -45,6 +45,15 @@ def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     return training, held_out
 
 
+def open_validation(config: RunConfig) -> AnyFeed | None:
+    """The validation feed alone: the training corpus of a model that is done with it need not be there any more."""
+    if config.data.builder is not None:
+        return open_feeds(config)[1]
+    tokenizer = config.data.tokenizer
+    eod_id = None if tokenizer is None else end_of_document_id(load(Path(tokenizer)))
+    return _open(config, "validation", eod_id)
+
+
 def _open(config: RunConfig, split: str, eod_id: int | None) -> AnyFeed | None:
     """The feed of one split; None where there is none."""
     data, seed = config.data, config.run.seed

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from framework.blueprint import DTYPES, Blueprint
 from framework.data_parallel.replica import members_of
 from framework.data_parallel.sharded import Member, Tie
 from framework.mesh.comm import Group
 from framework.mesh.mesh import Mesh
+from framework.parameters import ParameterInfo
 
 
-def materialise(blueprint: Blueprint, stage: int, device: torch.device) -> nn.Sequential:
-    """The layers of one stage with their initial weights: this tp rank's slices, in the training dtype, on the device.
+def materialise(
+    blueprint: Blueprint,
+    stage: int,
+    device: torch.device,
+    local_of: Callable[[ParameterInfo], Tensor] | None = None,
+) -> nn.Sequential:
+    """The layers of one stage with their weights: this tp rank's slices, in the training dtype, on the device. Tied
+    parameters inside the stage stay one object.
 
-    Each whole tensor is drawn in float32 on CPU by the parameter's name, one at a time, then sliced and cast: the same
-    bits in every layout. Tied parameters inside the stage stay one object.
+    ``local_of``: gives what this rank holds of a parameter. None: the initial weights. Each whole tensor is then drawn
+    in float32 on CPU by the parameter's name, one at a time, then sliced and cast: the same bits in every layout.
     """
+
+    def drawn(info: ParameterInfo) -> Tensor:
+        return info.take(blueprint.model.initial(info.name))
+
+    local_of = local_of or drawn
     layers = blueprint.stage_layers(stage)
     dtype = DTYPES[blueprint.config.train.dtype]
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(layers.named_parameters(remove_duplicate=False)):
         canonical = blueprint.model.canonical(name)
         if canonical not in made:
-            local = blueprint.infos[canonical].take(blueprint.model.initial(canonical))
+            local = local_of(blueprint.infos[canonical])
             assert local.shape == outline.shape, (name, tuple(local.shape), tuple(outline.shape))
             made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
         owner_name, _, attribute = name.rpartition(".")

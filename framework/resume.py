@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from framework import checkpoint as checkpoints
@@ -71,10 +71,13 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         say(f"  changed: {change}")
 
 
-def newest_sound(directory: Path, mesh: Mesh, warn: Warn = to_stderr) -> Path | None:
+def newest_sound(
+    directory: Path, mesh: Mesh, warn: Warn = to_stderr, only: Sequence[Path] | None = None
+) -> Path | None:
     """The newest checkpoint that verifies; None: there is none yet. Every rank calls it, and hashes some of the files.
 
-    Rank 0 warns of each that is passed over, and names the bad file.
+    ``only``: looks at these, newest first, and no others. Rank 0 warns of each that is passed over, and names the bad
+    file.
 
     Raises:
         CheckpointError: on every rank; there are some, and none verifies.
@@ -96,7 +99,8 @@ def newest_sound(directory: Path, mesh: Mesh, warn: Warn = to_stderr) -> Path | 
             raise CheckpointError("\n".join(problems))
         return path
 
-    paths: list[Path] = mesh.world.gather_objects([each.path for each in checkpoints.find(directory)])[0]
+    mine = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
+    paths: list[Path] = mesh.world.gather_objects(mine)[0]
     return first_sound(directory, paths, look, warn if mesh.rank == 0 else lambda message: None)
 
 

@@ -1,83 +1,265 @@
-"""Read a run's newest checkpoint into one plain process, whatever layout wrote it, and let it write."""
+"""Let a trained model write, in one process or in the ranks of any layout: the same text wherever it is the likeliest.
+
+    prompts -> ids (B, L), padded at the end -> stages -> logits of each row's last token, whole, on the last pp rank
+                 ^                                              | chosen there, told to all ranks
+                 +----------------- one token more -------------+
+
+A model is any nn.Sequential of layers: nothing is kept between tokens, and the whole window goes through it for each.
+That is for looking at a model; whoever serves one takes its export.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from tokenizers import Tokenizer
+from torch import Tensor
 
-from framework.checkpoint import Kind, newest_valid
-from framework.config import RunConfig, parse
-from framework.data.tokenizer import end_of_document_id, ending_ids, load
-from framework.errors import CheckpointError, ConfigError
-from framework.model import build_model
-from framework.parameters import ParameterInfo
+from framework.blueprint import Blueprint, draw_blueprint
+from framework.build import Forward, split_vocab_size
+from framework.config import RunConfig, resolve
+from framework.data import fingerprint
+from framework.data.tokenizer import ending_ids, load
+from framework.errors import ConfigError, ModelError
+from framework.mesh.comm import Group
+from framework.mesh.grid import Coordinates, Grid
+from framework.mesh.mesh import Mesh, close_mesh, open_mesh
+from framework.pipeline.executor import Microbatch
+from framework.pipeline.values import ValueSpec, describe_boundaries, meta_copy
+from framework.process import GiveUp, end_process
+from framework.runs import write_out
 from framework.seeding import derive
+from framework.trained import Place, open_trained
+from framework.watch.hang import LATER_S
+
+SHORTEST = 16
+"""Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
+SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false")
+"""Over the run's own configuration: the rounding of bfloat16 would let layouts choose other words."""
 
 
-def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
-    """The resolved config and the whole model of a run, in eval mode, float32 on CPU, from its newest sound checkpoint.
+class Ask(NamedTuple):
+    """What is to be written, and how a token is chosen."""
+
+    prompts: tuple[str, ...]
+    num_tokens: int = 100
+    temperature: float = 0.8
+    """0: the likeliest token each time."""
+    top_k: int = 40
+    """Of so many likeliest tokens; 0: of all."""
+    top_p: float = 1.0
+    """Of the likeliest tokens that together have this share of the probability."""
+    seed: int | None = None
+    """Of the draws; None: the run's."""
+
+
+class Written(NamedTuple):
+    """A prompt and what the model has written after it."""
+
+    prompt: str
+    text: str
+    """The prompt included."""
+    ids: tuple[int, ...]
+    """The tokens that were written; the end of the document, where it came, left out."""
+    ended: bool
+    """The model has ended the document by itself."""
+
+
+def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
+    """Refuse what cannot write before any process exists; the resolved configuration, in which a micro-batch is all
+    prompts.
 
     Raises:
-        ConfigError, CheckpointError: no run, no checkpoint, or none that verifies.
+        ConfigError: the run is of no text, or names no tokenizer.
     """
-    resolved = run_directory / "resolved.json"
-    if not resolved.is_file():
-        raise ConfigError(f"{run_directory} is no run directory: {resolved} is missing. Train first, or name another")
-    config = parse(resolved.read_text(), str(resolved))
-    found = newest_valid(run_directory)
-    if found is None:
-        raise CheckpointError(f"{run_directory} has no checkpoint yet: let it train to its first (checkpoint.every)")
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
-    made: dict[str, nn.Parameter] = {}
-    with found as checkpoint:
-        for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
-            canonical = model.canonical(name)
-            if canonical not in made:
-                info = ParameterInfo(canonical, tuple(outline.shape))
-                tensor = checkpoint.read(Kind.WEIGHTS, info, torch.float32)
-                if tensor is None:
-                    raise CheckpointError(f"{checkpoint.path} has no weights of {canonical}: it is of another model")
-                made[canonical] = nn.Parameter(tensor, requires_grad=False)
-            owner, _, attribute = name.rpartition(".")
-            model.layers.get_submodule(owner)._parameters[attribute] = made[canonical]
-        saved = set(checkpoint.parameters(Kind.WEIGHTS))
-        for name, buffer in model.layers.named_buffers():
-            if name in saved:  # forward changes it
-                found_buffer = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
-                assert found_buffer is not None
-                buffer.copy_(found_buffer)
-    return config, model.layers.eval()
-
-
-def sample(run_directory: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40) -> str:
-    """The prompt and what the model writes after it; temperature 0 takes the likeliest token each time.
-
-    The draw is seeded by the run's seed: the same call writes the same text. The whole window goes through the model
-    for each token: short texts only.
-    """
-    config, layers = load_plain(run_directory)
     if config.data.builder is not None or config.data.task != "causal":
         what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
-        raise ConfigError(f"{run_directory} was trained on {what}: only a model of the next token can continue a text")
+        raise ConfigError(f"the run was trained on {what}: only a model of the next token can continue a text")
     if config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set: without it the tokens that the model writes are only numbers")
+    if config.parallel.dp != 1:
+        raise ConfigError("parallel.dp has no use here: all prompts go through one replica; leave it out")
+    load(Path(config.data.tokenizer))
+    batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
+    config = resolve(config.model_copy(update={"batch": batch}), world_size)
+    draw_blueprint(config)
+    return config
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What each rank does; sent to ranks as it is."""
+
+    place: Place
+    ask: Ask
+    out: Path | None = None
+
+    def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
+        """One rank, from the environment to the texts, which rank 0 prints. ``config``: from :func:`check`."""
+        parallel = config.parallel
+        mesh = open_mesh(
+            Grid(parallel.pp, 1, parallel.tp),
+            config.train.device,
+            timeout_s=config.launch.timeout_s + LATER_S,
+            tp_across_nodes=parallel.tp_across_nodes,
+        )
+        found = write(config, mesh, self.place, self.ask)
+        close_mesh(mesh)
+        if mesh.rank == 0:
+            print(said(found), flush=True)
+            if self.out is not None:
+                text = "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found)
+                write_out(self.out, text)
+
+
+def said(found: Sequence[Written]) -> str:
+    """The texts; several with a line before each."""
+    if len(found) == 1:
+        return found[0].text
+    return "\n".join(f"--- {number} of {len(found)}\n{each.text}" for number, each in enumerate(found, start=1))
+
+
+def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written]:
+    """Every rank calls it, and gets all texts."""
+    assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
-    end, ends = end_of_document_id(tokenizer), ending_ids(Path(config.data.tokenizer), tokenizer)
-    ids: list[int] = tokenizer.encode(prompt).ids or ([end] if end is not None else [0])
-    generator = torch.Generator().manual_seed(derive(config.run.seed, "sample", prompt))
-    window = config.data.sequence_length
+    ends = _ends_of_document(config, tokenizer)
+    blueprint = draw_blueprint(config, mesh.tp)
+    windows = _windows(blueprint, len(ask.prompts))
+    logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
+    forward, _ = open_trained(config, mesh, place, logits, blueprint)
+    rows = [tokenizer.encode(prompt).ids or [min(ends, default=0)] for prompt in ask.prompts]
+    begun = [len(row) for row in rows]
+    ended = [False] * len(rows)
+    draws = _draws(ask, config.run.seed)
     with torch.inference_mode():
-        for _ in range(num_tokens):
-            logits = layers(torch.tensor([ids[-window:]]))[0, -1].float()
-            if temperature <= 0:
-                chosen = int(logits.argmax())
-            else:
-                values, tokens = logits.topk(min(top_k, logits.numel()))
-                shares = torch.softmax(values / temperature, dim=-1)
-                chosen = int(tokens[torch.multinomial(shares, 1, generator=generator)])
-            if chosen in ends:
+        for _ in range(ask.num_tokens):
+            _look(forward, rows, windows, logits)
+            chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
+            if logits.found is not None and mesh.at.tp_rank == 0:
+                chosen.copy_(choose(logits.found, ask, draws))
+            mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
+            for index, token in enumerate(chosen.tolist()):
+                ended[index] = ended[index] or token in ends
+                if not ended[index]:
+                    rows[index].append(token)
+            if all(ended):
                 break
-            ids.append(chosen)
-    return str(tokenizer.decode(ids))
+    return [
+        Written(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
+        for prompt, row, first, is_over in zip(ask.prompts, rows, begun, ended, strict=True)
+    ]
+
+
+def choose(logits: Tensor, ask: Ask, draws: Sequence[torch.Generator]) -> Tensor:
+    """(B, V) logits -> (B,) int64, each row by its own generator."""
+    logits = logits.float().cpu()
+    if ask.temperature <= 0:
+        return logits.argmax(-1)
+    count = min(ask.top_k or logits.shape[-1], logits.shape[-1])
+    values, tokens = logits.topk(count)  # likeliest first
+    shares = torch.softmax(values / ask.temperature, dim=-1)
+    before = shares.cumsum(-1) - shares
+    shares = shares.masked_fill(before >= ask.top_p, 0.0)  # the first is always kept
+    picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(shares, draws, strict=True)]
+    return tokens.gather(-1, torch.stack(picked))[:, 0]
+
+
+@dataclass
+class _LastLogits:
+    """Stands where the loss stands, and keeps the logits that each row ends with."""
+
+    tp: Group
+    vocab_size: int | None
+    """Of the model, where this rank has a part of it; None: it has all."""
+    num_tokens: int
+    """Of the tokenizer: a vocabulary that was made larger for the device's sake holds more."""
+    last: Tensor | None = None
+    """(B,) int64: the place of each row's last token."""
+    found: Tensor | None = None
+    """(B, V); None: this rank has no last stage."""
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
+            raise ModelError(
+                "the last layer gives no logits of each token, (batch, sequence, vocabulary): nothing can be written"
+            )
+        assert self.last is not None
+        mine = output[torch.arange(len(labels), device=output.device), self.last].contiguous()  # (B, V) or (B, V/tp)
+        if self.vocab_size is not None:
+            parts = mine.new_empty((self.tp.size * mine.shape[0], mine.shape[1]))
+            self.tp.all_gather(parts, mine).wait()
+            mine = parts.view(self.tp.size, len(labels), -1).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        self.found = mine[:, : self.num_tokens]
+        return labels.new_zeros(labels.shape, dtype=torch.float32)
+
+
+class _Rows(NamedTuple):
+    """The prompts as the one micro-batch of a step."""
+
+    batch: Microbatch
+
+    def microbatch(self, m: int) -> Microbatch:
+        return self.batch
+
+    def sample_indices(self, m: int) -> Tensor:
+        return self.batch.sample_indices
+
+
+def _look(
+    forward: Forward, rows: Sequence[Sequence[int]], windows: dict[int, list[ValueSpec]], logits: _LastLogits
+) -> None:
+    """Run what there is of each row through the model."""
+    window = max(windows)
+    seen = [row[-window:] for row in rows]
+    length = min(size for size in windows if size >= max(map(len, seen)))
+    ids = torch.zeros((len(rows), length), dtype=torch.int64)
+    for index, row in enumerate(seen):
+        ids[index, : len(row)] = torch.tensor(row)
+    device, boundaries = forward.mesh.device, windows[length]
+    for index, stage in forward.executor.stages.items():
+        stage.input_spec = boundaries[index - 1] if index > 0 else None
+        stage.output_spec = boundaries[index] if index < len(boundaries) else None
+    logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
+    ids = ids.to(device)
+    forward.executor.validate(_Rows(Microbatch(ids, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
+
+
+def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
+    """Length of a window -> what the stages hand to each other."""
+    longest = blueprint.config.data.sequence_length
+    lengths = [longest]
+    while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
+        lengths.append(shorter)
+    return {
+        length: describe_boundaries(
+            meta_copy(blueprint.model.layers),
+            blueprint.stages,
+            torch.zeros((num_rows, length), dtype=torch.int64, device="meta"),
+        )[0]
+        for length in lengths
+    }
+
+
+def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
+    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
+    assert config.data.tokenizer is not None
+    path = Path(config.data.tokenizer)
+    known = fingerprint.read(path.parent)
+    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
+
+
+def _draws(ask: Ask, seed: int) -> list[torch.Generator]:
+    """One for each prompt: the same text alone and among others; a prompt that is given again draws anew."""
+    chosen = seed if ask.seed is None else ask.seed
+    draws = []
+    for index, prompt in enumerate(ask.prompts):
+        again = ask.prompts[:index].count(prompt)
+        key = derive(chosen, "sample", prompt, again) if again else derive(chosen, "sample", prompt)
+        draws.append(torch.Generator().manual_seed(key))
+    return draws

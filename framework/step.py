@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from framework.blueprint import batch_numbers
-from framework.build import Parts, StepFeed, validation_batches
+from framework.build import Forward, Parts, StepFeed, validation_batches
 from framework.data_parallel.replica import sum_ties
+from framework.feeds import Source
 from framework.optimizer.flat import clip_factor
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.executor import Result
@@ -109,13 +111,29 @@ def sum_numbers(parts: Parts, result: Result) -> Tensor:
 def validate(parts: Parts) -> float:
     """Mean loss over the validation batches, in eval mode; the same on every rank and in every layout."""
     assert parts.validation is not None
+    found = total_loss(parts, parts.validation, range(validation_batches(parts)))
+    return found.loss_sum / max(found.num_tokens, 1)
+
+
+class TotalLoss(NamedTuple):
+    """Of several global batches."""
+
+    loss_sum: float
+    """In nats, in float64."""
+    num_tokens: int
+    """Labels that counted."""
+
+
+def total_loss(parts: Forward, source: Source, batches: Iterable[int]) -> TotalLoss:
+    """Forward only, in eval mode, over these global batches of ``source``, counted from 0. Every rank calls it; all
+    get the same, in every layout."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
     stages = parts.executor.stages.values()
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}
     for stage in stages:
         stage.layers.eval()
-    for step in range(validation_batches(parts)):
-        feed = StepFeed(parts, parts.validation, step * batch_numbers(parts.config).global_batch)
+    for batch in batches:
+        feed = StepFeed(parts, source, batch * batch_numbers(parts.config).global_batch)
         for part in parts.executor.validate(feed):
             if parts.mesh.at.tp_rank == 0:
                 sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
@@ -123,4 +141,4 @@ def validate(parts: Parts) -> float:
         module.training = training
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens = sums.tolist()
-    return float(loss_sum / max(num_tokens, 1.0))
+    return TotalLoss(float(loss_sum), int(num_tokens))

@@ -258,7 +258,7 @@ def build_parser() -> argparse.ArgumentParser:
     direction = convert.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
     direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to be written")
-    convert.add_argument("--step", type=_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
+    convert.add_argument("--step", type=_whole, metavar="N", help="with --to: the checkpoint of this step")
     convert.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
@@ -280,19 +280,74 @@ def build_parser() -> argparse.ArgumentParser:
     )
     status.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
 
+    evaluated = _command(
+        added,
+        "eval",
+        jobs.evaluate,
+        "measure a trained model: loss, perplexity, bits per byte",
+        "On the run's validation set, or another corpus, whole and in order; on the layout of the run or, with "
+        "parallel.* keys, on any other: the same numbers. Ranks are started as `train` starts them. The run may go on "
+        "meanwhile: the newest sound checkpoint is taken, and none is written into.",
+        "meshwright eval runs/demo --parallel.tp=2 --parallel.pp=1 --parallel.dp=1\n"
+        "  meshwright eval runs/demo --step 40 --data runs/data/other --out demo-40.json\n"
+        "  torchrun --nproc-per-node=8 -m launch eval runs/demo",
+        takes_overrides=True,
+    )
+    evaluated.add_argument(
+        "--data", type=Path, metavar="DIR", help="a prepared corpus: its folder, or DIR/NAME of a pair"
+    )
+    evaluated.add_argument("--batches", type=_count, metavar="N", help="global batches to look at (default: all)")
+    evaluated.add_argument("--out", type=Path, metavar="FILE", help="where to write the result as JSON")
+
     sample = _command(
         added,
         "sample",
-        commands.sample,
+        jobs.sample,
         "let a trained model write",
-        "Loads the newest checkpoint of a run into one process and continues the prompt.",
-        "meshwright sample runs/demo --prompt 'def read(' --tokens 100",
+        "Continues one prompt or several, until the model ends the document or --tokens are written; in one process, "
+        "or with parallel.* keys in the ranks of any layout. With temperature 0 the text is the same on all of them. "
+        "The model goes whole through each token: for looking at, not for serving.",
+        'meshwright sample runs/demo --prompt "def main" --tokens 60 --temperature 0\n'
+        '  meshwright sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
+        takes_overrides=True,
     )
-    sample.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
-    sample.add_argument("--prompt", required=True, metavar="TEXT", help="what it should continue")
+    sample.add_argument(
+        "--prompt", required=True, action="append", metavar="TEXT", help="what it should continue; may be given again"
+    )
     sample.add_argument("--tokens", type=_count, default=100, metavar="N", help="tokens to write (default: 100)")
     sample.add_argument(
         "--temperature", type=_temperature, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
+    )
+    sample.add_argument(
+        "--top-k", type=_whole, default=40, metavar="K", help="choose of so many likeliest; 0: of all (default: 40)"
+    )
+    sample.add_argument(
+        "--top-p", type=_share, default=1.0, metavar="P", help="of those that together have this share (default: 1)"
+    )
+    sample.add_argument("--seed", type=_whole, metavar="N", help="of the draws (default: the run's)")
+    sample.add_argument("--out", type=Path, metavar="FILE", help="where to write the texts as JSON lines")
+    for parser_ in (evaluated, sample):
+        parser_.add_argument(
+            "place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*"
+        )
+        parser_.add_argument(
+            "--step", type=_whole, metavar="N", help="the checkpoint of this step (default: the newest)"
+        )
+        parser_.usage = f"{parser_.prog} RUN [options] [--section.key=value ...]"
+
+    report = _command(
+        added,
+        "report",
+        commands.report,
+        "a page for a run, or several side by side",
+        "One HTML file that needs no network: curves, where the time went, the schedule simulated and measured, where "
+        "the ranks stand, starts and checkpoints, the configuration; of several runs also their curves over each "
+        "other, their figures and what differs in their configurations. Of a run that goes on, too. No torch.",
+        "meshwright report runs/demo\n  meshwright report runs/demo runs/deep --out compared.html",
+    )
+    report.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories, such as runs/demo")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the run directory, of several runs here"
     )
 
     plot = _command(
@@ -406,20 +461,30 @@ def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:
-            parser.add_argument("--step", type=_count_from_0, metavar="N", help="the checkpoint of this step")
+            parser.add_argument("--step", type=_whole, metavar="N", help="the checkpoint of this step")
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
     return number
 
 
-def _count_from_0(text: str) -> int:
+def _whole(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is not a whole number from 0 up")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return number
 
 

@@ -249,13 +249,6 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def sample(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.sample import sample
-
-    print(sample(options.directory, options.prompt, options.tokens, options.temperature))
-    return 0
-
-
 def plot(options: argparse.Namespace, _: list[str]) -> int:
     from framework.config import parse
     from framework.data.fingerprint import read
@@ -279,4 +272,20 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
     from launch.status import describe
 
     print(describe(options.directory))
+    return 0
+
+
+def report(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.report.page import page
+    from framework.report.run import read_run
+    from framework.runs import write_out
+
+    runs = [read_run(directory) for directory in options.runs]
+    if len({run.directory.resolve() for run in runs}) < len(runs):
+        raise ConfigError(f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
+    out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file in it, such as {out / 'report.html'}")
+    write_out(out, page(runs))
+    print(out)
     return 0

@@ -1,5 +1,5 @@
-"""Commands that start ranks, or are one that torchrun or srun has started: train, doctor; and slurm, which asks for
-nodes. Imports of weight are inside, as in :mod:`launch.commands`."""
+"""Commands that start ranks, or are one that torchrun or srun has started: train, doctor, eval, sample; and slurm,
+which asks for nodes. Imports of weight are inside, as in :mod:`launch.commands`."""
 
 from __future__ import annotations
 
@@ -148,6 +148,65 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     local.warm_up(config, "framework.doctor.visit")
     work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
     return _ended(lambda: local.launch(work, resolved))
+
+
+def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.runs import find_run, is_checkpoint
+    from launch.environment import Launcher, launch_environment
+
+    if not is_checkpoint(options.place):
+        find_run(options.place)  # before seconds of imports
+    launcher = launch_environment()
+    from framework.evaluate import Evaluation, check, of_corpus
+    from framework.trained import config_for, locate
+
+    place = locate(options.place, options.step)
+    defaults = [] if launcher is Launcher.NONE else ["--parallel.dp=auto"]
+    config = config_for(place, overrides, "eval", defaults=defaults)
+    if options.data is not None:
+        config = of_corpus(config, options.data)
+    work = Evaluation(place, options.data is None, options.out, options.batches)
+    return _used(config, launcher, place.run, lambda config, size: (work, check(config, size)))
+
+
+def sample(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.runs import find_run, is_checkpoint
+    from launch.environment import Launcher, launch_environment
+
+    if not is_checkpoint(options.place):
+        find_run(options.place)
+    launcher = launch_environment()
+    from framework.sample import SAME_TEXT, Ask, Sampling, check
+    from framework.trained import config_for, locate
+
+    place = locate(options.place, options.step)
+    defaults = list(SAME_TEXT)
+    if launcher is Launcher.NONE and not any(word.startswith("--parallel.") for word in overrides):
+        defaults += ["--parallel.pp=1", "--parallel.tp=1"]
+    config = config_for(place, overrides, "sample", defaults=defaults)
+    ask = Ask(tuple(options.prompt), options.tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    work = Sampling(place, ask, options.out)
+    return _used(config, launcher, place.run, lambda config, size: (work, check(config, size, len(ask.prompts))))
+
+
+def _used(
+    config: RunConfig, launcher: Launcher, run: Path, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]
+) -> int:
+    """Ranks that use a trained model: started as those that train it are. Their logs are theirs, not the run's."""
+    import tempfile
+
+    from framework.config import default_world_size
+    from launch import local
+    from launch.devices import choose_devices
+    from launch.environment import Launcher
+
+    choose_devices(config)
+    if launcher is not Launcher.NONE:
+        return _as_rank(config, launcher, prepare)
+    work, checked = prepare(config, default_world_size(config, local.num_devices(config)))
+    with tempfile.TemporaryDirectory(prefix="meshwright-logs-") as logs:
+        keeping = checked.run.model_copy(update={"directory": logs, "name": run.resolve().name})
+        return _ended(lambda: local.launch(work, checked.model_copy(update={"run": keeping})))
 
 
 def slurm(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -11,12 +10,12 @@ from statistics import median
 
 from framework.errors import DataError
 from framework.mesh.grid import Grid
-from framework.process import is_alive
 from framework.tracking.console import duration
 from framework.tracking.jsonl import read_records
 from framework.tracking.record import StepRecord
 from framework.watch.blame import lines, seconds
 from framework.watch.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
+from framework.watch.standing import standing
 
 LAST_STEPS = 20
 """Steps that the time per step is the median of."""
@@ -31,12 +30,11 @@ def describe(run: Path) -> str:
         DataError: there is no status, or it is damaged.
     """
     status = read_status(run)
-    silent_s = max(0.0, time.time() - status.at_s)
-    is_live = status.ended is None and silent_s <= MISSED * status.tick_s
+    is_live, silent_s, state = standing(status)
     pace, straggler = _measured(run, status, is_live)
     said = [
         f"run    {run}",
-        f"state  {_state(status, silent_s, is_live)}",
+        f"state  {state}",
         f"step   {status.step} of {status.steps}{pace}",
         *([f"waits  {straggler}"] if straggler else []),
     ]
@@ -51,19 +49,6 @@ def describe(run: Path) -> str:
     missing = sorted(set(range(grid.size)) - {each.beat.rank for each in status.ranks})
     heard = [*_alike(status.ranks, missed_s)]
     return "\n".join([*said, "", *heard, *([f"nothing heard of yet: {ranges(missing)}"] if missing else [])])
-
-
-def _state(status: Status, silent_s: float, is_live: bool) -> str:
-    if status.ended is not None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.at_s))
-        message = f": {status.ended.message}" if status.ended.message else ""
-        return f"{status.ended.how} at {when}{message}"
-    if is_live:
-        return status.phase
-    here = status.host == socket.gethostname()
-    where = "this machine" if here else status.host
-    gone = f" is gone from {where}" if here and not is_alive(status.pid) else f" on {where}"
-    return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
 
 
 def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "imports": GROUND,
     "model": GROUND | {"seeding", "contract", "imports"},
     "meter": GROUND,
+    "runs": GROUND,
     "signals": set(),
     "stderr": set(),
     "versions": set(),
@@ -36,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mesh": GROUND,
     "schedule": GROUND,
     "host_memory": GROUND | {"mesh"},
+    "page": GROUND | {"schedule"},
     "optimizer": GROUND | {"config", "parameters", "mesh", "host_memory"},
     "tensor_parallel": GROUND | {"mesh", "parameters", "seeding"},
     "pipeline": GROUND | {"mesh", "parameters", "seeding", "schedule"},
@@ -53,6 +55,7 @@ JOINING = [
     "materialise",
     "feeds",
     "build",
+    "trained",
     "state",
     "step",
     "watch",
@@ -65,6 +68,8 @@ JOINING = [
     "train",
     "verify",
     "sample",
+    "evaluate",
+    "report",
     "huggingface",
     "doctor",
     "planner",
@@ -72,12 +77,12 @@ JOINING = [
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "reshard", "huggingface", "doctor", "planner", "dryrun"}
+ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "huggingface", "doctor", "planner", "dryrun"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config", "framework.scheduling")
+PURE += ("framework.errors", "framework.config", "framework.scheduling", "framework.runs")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"

@@ -11,8 +11,3 @@
 
 Nothing here needs transformers, opens a connection or unpickles a file.
 """
-
-from framework.huggingface.bringing import Brought, bring
-from framework.huggingface.taking import SHARD_BYTES, Taken, take
-
-__all__ = ["SHARD_BYTES", "Brought", "Taken", "bring", "take"]

@@ -5,34 +5,31 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-import jinja2
-
 from framework.mesh.grid import Grid, nodes_of
 from framework.mesh.view import draw
-from framework.planner.pictures import memory_bars, schedule_picture, svg_of, trade_off
+from framework.page.render import render, svg_of
+from framework.planner.pictures import memory_bars, schedule_picture, trade_off
 from framework.planner.plan_text import CATEGORIES
 from framework.planner.search import Plan, tokens_per_second, usable_bytes
 from framework.planner.sketch import Workbench
 from framework.planner.words import duration, sanity, strategy, why
 from framework.summary import memory
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MOST_DRAWN = 4096
 """Actions of a schedule that is drawn."""
 
 
 def page(workbench: Workbench, plan: Plan) -> str:
     """The text of the file. There is at least one layout that fits."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True
-    )
     first, room = plan.best[0], usable_bytes(plan.hardware)
     grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
     spans = len(first.time.timeline.spans)
     rejected: dict[str, int] = {}
     for each in plan.rejected:
         rejected[each.rule] = rejected.get(each.rule, 0) + each.times
-    return environment.get_template("plan.html.j2").render(
+    return render(
+        TEMPLATE,
         title=f"{plan.base.run.name} on {plan.size:,} x {plan.hardware.name}",
         plan=plan,
         first=first,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ from framework.planner.memory import RankMemory
 from framework.planner.search import Plan, usable_bytes
 from framework.planner.words import duration
 from framework.schedule.draw import Panel, Unit
-from framework.schedule.picture.figure import STYLE, figure
+from framework.schedule.picture.figure import figure
 from framework.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
@@ -38,17 +36,6 @@ NEAR = 24
 def _unit(most: int) -> tuple[str, int]:
     """In which so many bytes are readable."""
     return next(((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size), ("KiB", 2**10))
-
-
-def svg_of(drawn: Figure, title: str) -> str:
-    """As text that stands in a page; ``title`` is for those who do not see it."""
-    import matplotlib
-
-    target = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        drawn.savefig(target, format="svg", metadata={"Date": None})
-    text = target.getvalue()
-    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 
 
 def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure:

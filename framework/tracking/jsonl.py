@@ -2,21 +2,25 @@
 
 Every line is handed to the operating system in one write as soon as its step is done, so killing the process at any
 moment loses at most the end of the last line. A torn last line is passed over by :func:`read_records` and cut off when
-the run resumes. Records of steps after the resumed one are dropped then, by rewriting the file aside and renaming it:
-those steps are about to be made again. (No fsync per line: after a power loss the last seconds may be missing.)
+the run resumes. Records of steps after the resumed one are moved into ``metrics-again.jsonl`` then, by rewriting the
+file aside and renaming it: those steps are about to be made again, and what they have cost is not forgotten. (No fsync
+per line: after a power loss the last seconds may be missing.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 from framework.errors import DataError
 from framework.tracking.record import StepRecord, from_json, to_json
 
+FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 MOST_PENDING = 10_000
 """Lines kept in memory (about 5 MB) while the file cannot be written; then the oldest go."""
 
@@ -44,14 +48,24 @@ def read_records(path: Path) -> Iterator[StepRecord]:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Keep the records whose step is at most ``step``; damaged lines go too. Atomic: the old file or the new one."""
+    """Keep the records whose step is at most ``step``; damaged lines go too. Atomic: the old file or the new one.
+
+    The others are appended to ``metrics-again.jsonl``, if that can be; who is killed meanwhile may write some twice.
+    """
     if not path.exists():
         return
     kept_path = path.with_name(path.name + ".kept")
     changed = False
-    with path.open("rb") as old, kept_path.open("wb") as new:
+    with contextlib.ExitStack() as files:
+        old, new = files.enter_context(path.open("rb")), files.enter_context(kept_path.open("wb"))
+        again: FileIO | None = None
         for line in old:
-            kept = line.rstrip(b"\n") + b"\n" if _is_kept(line, step) else b""
+            found = _step_of(line)
+            kept = line.rstrip(b"\n") + b"\n" if found is not None and found <= step else b""
+            if found is not None and not kept:
+                with contextlib.suppress(OSError):
+                    again = again or files.enter_context(path.with_name(AGAIN).open("ab", buffering=0))
+                    again.write(line.rstrip(b"\n") + b"\n")
             changed = changed or kept != line
             new.write(kept)
         new.flush()
@@ -62,12 +76,12 @@ def keep_until(path: Path, step: int) -> None:
         kept_path.unlink()
 
 
-def _is_kept(line: bytes, step: int) -> bool:
+def _step_of(line: bytes) -> int | None:
+    """None: it is no record."""
     try:
-        found = json.loads(line)
-        return int(found["step"]) <= step
+        return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 class JsonlSink:

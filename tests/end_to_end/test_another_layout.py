@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from framework.sample import load_plain
 from framework.train import run_directory
 from launch.pool import RankPool
 from tests.end_to_end.driving import (
@@ -28,6 +27,7 @@ from tests.end_to_end.driving import (
     tensors,
     train,
 )
+from tests.plain import load_plain
 
 LAYOUTS = ["", "dp4,zero0", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
 MORE_LAYOUTS = ["", "dp2,zero1", "pp4", "tp2", "tp4,sequence", "dp2,tp2", "pp2,tp2"]

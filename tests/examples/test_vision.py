@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 
 from framework.config import RunConfig, load
 from framework.errors import CheckpointError
-from framework.sample import load_plain
 from framework.train import run_directory
 from framework.verify import Layout, default_layouts, parse_layout, traits_of, verify
+from launch.cli import main
 from launch.pool import RankError, RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
+from tests.plain import load_plain
 
 VISION = Path(__file__).parents[2] / "examples" / "vision"
 
@@ -83,6 +85,17 @@ def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: Ran
     assert saved["weights/layer0.norm.num_batches_tracked"] == 4 * 4, "each micro-batch of each step once"
     _, layers = load_plain(run_directory(whole))
     assert torch.equal(layers.get_buffer("layer2.norm.running_var"), saved["weights/layer2.norm.running_var"])
+    evaluated = [
+        "eval",
+        str(run_directory(whole)),
+        "--parallel.pp=1",
+        f"--out={tmp_path / 'found.json'}",
+        "--batches=2",
+    ]
+    assert main(evaluated) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["loss"] == pytest.approx(lines(whole)[-1]["validation/loss"], rel=1e-6)
+    assert (found["bytes"], found["bits_per_byte"], found["samples"]) == (None, None, 16)
 
 
 def test_a_run_does_not_go_on_with_other_images(pool: RankPool, tmp_path: Path) -> None:

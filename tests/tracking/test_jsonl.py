@@ -75,7 +75,9 @@ def test_resume_drops_the_steps_to_be_made_again(path, record) -> None:
     sink.close()
     assert steps(path) == [1, 2, 3, 4, 5]
     assert list(read_records(path))[-1].loss == 99.0
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
+    again = path.with_name("metrics-again.jsonl")
+    assert sorted(path.parent.iterdir()) == [again, path]
+    assert [(found.step, found.loss == 99.0) for found in read_records(again)] == [(5, False), (6, False)]
 
 
 def test_resume_at_the_last_step_leaves_the_file_alone(path) -> None:

@@ -1,0 +1,56 @@
+"""How many bytes of text each token stands for: what makes losses of different tokenizers comparable.
+
+bits per byte = sum of the losses in nats / ln 2 / bytes of the text. Special tokens, such as the end of a document,
+are no text: what is paid for them counts, and their bytes are none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BEFORE = "a"
+"""Decoders treat what stands first in a text apart (a space that is no space): each token is looked at behind this."""
+
+
+def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """(V,) int64: the bytes of UTF-8 that each token id adds to a text; 0 for special tokens and unused ids.
+
+    Exact where a token always adds the same text, as in byte-level BPE, byte fallback and Unigram.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    counts = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int64)
+    added = tokenizer.get_added_tokens_decoder()
+    decoders = {str(each.get("type")) for each in _decoders(json.loads(tokenizer.to_str()).get("decoder"))}
+    letters = frozenset(pre_tokenizers.ByteLevel.alphabet())
+    rest: list[int] = []
+    for token, number in vocabulary.items():
+        if number in added:
+            counts[number] = 0 if added[number].special else len(added[number].content.encode())
+        elif "ByteLevel" in decoders and letters.issuperset(token):
+            counts[number] = len(token)
+        elif "ByteFallback" in decoders and _BYTE.fullmatch(token):
+            counts[number] = 1
+        else:
+            rest.append(number)
+    first = tokenizer.token_to_id(_BEFORE)
+    before = rest[:1] if first is None else [first]
+    own = len(tokenizer.decode(before).encode())
+    for number, text in zip(rest, tokenizer.decode_batch([[*before, number] for number in rest]), strict=True):
+        counts[number] = len(text.encode()) - own
+    return counts
+
+
+def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
+    """A decoder and, of a sequence, those in it."""
+    if isinstance(decoder, dict):
+        yield decoder
+        for inner in decoder.get("decoders", ()):
+            yield from _decoders(inner)

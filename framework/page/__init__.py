@@ -1,0 +1,1 @@
+"""Pages that need nothing else: one HTML file, no network, readable on a phone and in the dark."""

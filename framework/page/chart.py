@@ -1,0 +1,246 @@
+"""Curves as a part of a page: SVG that stretches with the page, its letters beside it as text that does not.
+
+Loss  nats per token                     step 400: training 4.21, validation 4.35     what is under the pointer
+6.0 |\\                                   values of y, as HTML, at their height
+5.0 | \\__  ....                          the curves: an SVG of 10,000 x 10,000, stretched; lines keep their width
+4.0 |    \\__________
+     0    200    400                     values of x
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+SIDE = 10_000
+"""Of the square that is stretched: places are whole numbers in it."""
+MOST_POINTS = 600
+"""Of a curve; of more, the lowest and the highest of neighbours stay, so that no spike is lost."""
+MOST_LABELS = 6
+MOST_DOTS = 50
+NUM_COLOURS = 6
+LOG_FROM = 30.0
+"""From which largest value over the median a scale is logarithmic, where it may be."""
+
+Point = tuple[float, float]
+
+
+class Curve(NamedTuple):
+    """One line, or points on one."""
+
+    name: str
+    """For the legend; "": not told."""
+    points: Sequence[Point]
+    """x rising; a y that is not finite is a gap."""
+    colour: int = 0
+    look: str = ""
+    """Of ``pale`` (behind others), ``lost`` (what does not count), ``dots`` (if they are few); with blanks between."""
+
+
+class Mark(NamedTuple):
+    """A place on the x axis at which something happened; the legend tells each name once."""
+
+    x: float
+    name: str
+    bad: bool = False
+
+
+def chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    x_name: str = "step",
+    unit: str = "",
+    from_zero: bool = False,
+    may_be_log: bool = False,
+    marks: Iterable[Mark] = (),
+    levels: Iterable[tuple[float, str]] = (),
+    legend: bool = True,
+) -> Markup:
+    """A figure of HTML; "" where no curve has a point. ``levels``: (y, name) of lines across."""
+    levels = list(levels)
+    finite = [(x, y) for curve in curves for x, y in curve.points if math.isfinite(y)]
+    if not finite:
+        return Markup("")
+    heights = [y for _, y in finite] + [y for y, _ in levels]
+    log = may_be_log and min(heights) > 0 and max(heights) > LOG_FROM * sorted(heights)[len(heights) // 2]
+    y_axis = axis([math.log10(y) for y in heights], is_log=True) if log else axis(heights, from_zero=from_zero)
+    x_axis = axis([x for x, _ in finite], margin=0.0)
+    marks = sorted(mark for mark in marks if x_axis.low <= mark.x <= x_axis.high)
+
+    def place(x: float, y: float) -> tuple[int, int]:
+        height = (math.log10(y) if y > 0 else y_axis.low) if log else y
+        return round(SIDE * x_axis.share(x)), round(SIDE * (1 - y_axis.share(height)))
+
+    drawn = [Markup('<path class="grid" d="{}"/>').format(_across(y_axis))]
+    for mark in marks:
+        at, look = round(SIDE * x_axis.share(mark.x)), "mark bad" if mark.bad else "mark"
+        drawn.append(Markup('<path class="{}" d="M{} 0V{}"/>').format(look, at, SIDE))
+    for y, _ in levels:
+        height = place(x_axis.low, y)[1]
+        drawn.append(Markup('<path class="level" d="M0 {}H{}"/>').format(height, SIDE))
+    for curve in curves:
+        colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
+        dots = "dots" in curve.look and len(points) <= MOST_DOTS
+        drawn.append(
+            Markup('<path class="line {} c{}" data-name="{}" d="{}"/>').format(
+                curve.look.replace("dots", ""), colour, curve.name, _path(points, place)
+            )
+        )
+        if dots:
+            drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(points, place, dots=True)))
+    told = [
+        Markup('<span class="{} c{}">{}</span>').format(curve.look, curve.colour % NUM_COLOURS, curve.name)
+        for curve in {curve.name: curve for curve in curves if curve.name and curve.points}.values()
+    ]
+    for look, names in (("mark", {m.name for m in marks if not m.bad}), ("mark bad", {m.name for m in marks if m.bad})):
+        if names:
+            told.append(Markup('<span class="{}">{}</span>').format(look, ", ".join(sorted(names))))
+    told += [Markup('<span class="level">{}</span>').format(name) for _, name in levels]
+    return Markup(
+        '<figure class="chart"><figcaption><b>{title}</b> <span class="soft">{unit}{scale}</span>'
+        '<span class="now" aria-hidden="true"></span></figcaption><div class="key">{key}</div><div class="plot">'
+        '<div class="ys">{ys}</div><div class="area"><svg role="img" aria-label="{title}" viewBox="0 0 {side} {side}" '
+        'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}">{drawn}</svg></div>'
+        '<div class="xs">{xs}</div></div></figure>'
+    ).format(
+        title=title,
+        unit=unit,
+        scale=(", " if unit else "") + "logarithmic" if log else "",
+        key=Markup("").join(told) if legend and told[1:] else "",
+        ys=_labels(y_axis, "top"),
+        xs=_labels(x_axis, "left"),
+        side=SIDE,
+        x_name=x_name,
+        x0=f"{x_axis.low:.9g}",
+        x1=f"{x_axis.high:.9g}",
+        y0=f"{y_axis.low:.9g}",
+        y1=f"{y_axis.high:.9g}",
+        kind="log" if log else "linear",
+        drawn=Markup("").join(drawn),
+    )
+
+
+class Axis(NamedTuple):
+    """From low to high, with labels at round values."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    is_log: bool = False
+    """These are logarithms to base 10."""
+
+    def share(self, value: float) -> float:
+        """Where a value lies, 0..1."""
+        return (value - self.low) / (self.high - self.low)
+
+    def label(self, tick: float) -> str:
+        """With as many digits as tell it from its neighbour, and the letter of the largest."""
+        if self.is_log:
+            return short(10**tick)
+        apart = self.ticks[1] - self.ticks[0] if self.ticks[1:] else 0.0
+        return short(tick, apart, max(map(abs, self.ticks)))
+
+
+def axis(values: Sequence[float], *, from_zero: bool = False, is_log: bool = False, margin: float = 0.04) -> Axis:
+    """That holds all values, and beyond them so much of their range. ``is_log``: these are logarithms."""
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        around = abs(high) / 10 or 1.0
+        low, high = (0.0, 1.25 * high) if from_zero and high > 0 else (low - around, high + around)
+    by = margin * (high - low)
+    low, high = low if from_zero and low == 0 else low - by, high + by
+    if is_log:
+        return Axis(low, high, tuple(_log_ticks(low, high)), is_log)
+    step = _round_step((high - low) / (MOST_LABELS - 1))
+    ticks = (number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1))
+    return Axis(low, high, tuple(ticks))
+
+
+def _round_step(least: float) -> float:
+    """1, 2, 2.5 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, and of few decades what lies between."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.7 else tuple(range(1, 10))
+    ticks = [decade + math.log10(factor) for decade in decades for factor in factors]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    return inside[:: -(-len(inside) // (MOST_LABELS + 1)) or 1]
+
+
+def short(value: float, apart: float = 0.0, largest: float = 0.0) -> str:
+    """``0``, ``0.05``, ``3e-04``, ``1,200``, ``25k``, ``3.5M``; for an axis: of labels that lie ``apart``, up to
+    ``largest``."""
+    if value == 0 or abs(value) < 1e-9 * apart:
+        return "0"
+    size, letter = 1.0, ""
+    for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if max(abs(value), largest) >= least:
+            size, letter = unit, name
+            break
+    value, apart = value / size, apart / size
+    if abs(value) < 1e-3 and not letter:
+        return f"{value:.{1 + round(math.log10(max(largest, apart) / apart)) if apart else 2}g}"
+    if not apart:
+        return f"{value:,.4g}{letter}"
+    digits = max(0, -math.floor(math.log10(apart) + 1e-9))
+    if abs(apart * 10**digits - round(apart * 10**digits)) > 1e-6:  # 2.5, 0.25
+        digits += 1
+    return f"{value:,.{digits}f}{letter}"
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about so many: of neighbours the lowest and the highest, and all ends of gaps."""
+    if len(points) <= most:
+        return list(points)
+    width = -(-2 * len(points) // most)
+    kept: list[Point] = [points[0]]
+    for first in range(0, len(points), width):
+        together = points[first : first + width]
+        finite = [index for index, (_, y) in enumerate(together) if math.isfinite(y)]
+        heights = {together[index][1]: index for index in finite}
+        chosen = {heights[min(heights)], heights[max(heights)]} if heights else set()
+        if len(finite) < len(together):
+            chosen.add(next(index for index, (_, y) in enumerate(together) if not math.isfinite(y)))
+        kept += [together[index] for index in sorted(chosen)]
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def _path(points: Sequence[Point], place: Callable[[float, float], tuple[int, int]], *, dots: bool = False) -> str:
+    """The ``d`` of a curve. A point alone, and each of ``dots``, is a line of no length: with round ends, a dot."""
+    drawn: list[str] = []
+    open_ = alone = False
+    for x, y in points:
+        if not math.isfinite(y):
+            drawn += ["h0"] * alone
+            open_ = alone = False
+            continue
+        left, top = place(x, y)
+        drawn.append(f"{'L' if open_ else 'M'}{left} {top}{'h0' if dots else ''}")
+        alone = not open_ and not dots
+        open_ = not dots
+    return "".join([*drawn, *(["h0"] * alone)])
+
+
+def _across(y_axis: Axis) -> str:
+    return "".join(f"M0 {round(SIDE * (1 - y_axis.share(tick)))}H{SIDE}" for tick in y_axis.ticks)
+
+
+def _labels(of: Axis, side: str) -> Markup:
+    """At their places: y from the top, x from the left."""
+    spans = []
+    for tick in of.ticks:
+        share = 1 - of.share(tick) if side == "top" else of.share(tick)
+        spans.append(Markup('<span style="{}:{}%">{}</span>').format(side, f"{100 * share:.4g}", of.label(tick)))
+    return Markup("").join(spans)

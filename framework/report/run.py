@@ -1,0 +1,274 @@
+"""What a run directory tells, read once: of a run that goes on, was torn in the middle of a line, or has taken no step.
+
+Nothing here needs torch, and nothing is written. What cannot be read is a remark and no error: the page is most wanted
+when something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.config import RunConfig, parse
+from framework.data import fingerprint
+from framework.errors import ConfigError, DataError, UserError
+from framework.runs import RESOLVED, find_run
+from framework.trace import Measured, newest
+from framework.trace import read as read_trace
+from framework.tracking.jsonl import AGAIN, FILE_NAME
+from framework.tracking.record import StepRecord, from_json
+from framework.watch.heartbeat import STATUS, read_status
+from framework.watch.standing import standing
+from framework.watch.starts import PLACEMENT, STARTS
+
+MOST_REMARKS = 12
+
+
+class Saved(NamedTuple):
+    """A checkpoint, by its manifest alone: no byte of its files is read."""
+
+    step: int
+    samples_seen: int
+    layout: str
+    size: int
+    """Bytes of its files."""
+    parameters: int
+    """Elements of its weights."""
+    at_s: float
+    """Seconds since 1970."""
+
+
+class Attempt(NamedTuple):
+    """One start of a run, and what came of it."""
+
+    number: int
+    """Counted from 0; the ``restarts`` of its records."""
+    start: dict[str, Any]
+    """Its line in ``starts.jsonl``; empty where that is lost."""
+    kept: tuple[StepRecord, ...]
+    """Steps that count."""
+    again: tuple[StepRecord, ...]
+    """Steps that were lost, and were taken again by a later start."""
+
+    @property
+    def layout(self) -> str:
+        return str(self.start.get("layout", "?"))
+
+    @property
+    def from_step(self) -> int:
+        """Of the checkpoint that it went on from."""
+        known = self.start.get("step")
+        records = (*self.kept, *self.again)
+        return known if isinstance(known, int) else min((record.step for record in records), default=1) - 1
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    """All of it."""
+
+    directory: Path
+    name: str
+    config: dict[str, Any]
+    """As the file has it."""
+    resolved: RunConfig | None
+    """The same, where this version understands it."""
+    records: tuple[StepRecord, ...]
+    """One for each step that counts, in order."""
+    attempts: tuple[Attempt, ...]
+    checkpoints: tuple[Saved, ...]
+    """Oldest first."""
+    trace: Measured | None
+    state: str
+    is_live: bool
+    placement: str
+    hang: str
+    """The report of the last hang."""
+    unigram_entropy: float | None
+    """Of the validation text, nats per token."""
+    remarks: tuple[str, ...]
+    """What could not be read."""
+
+    @property
+    def steps(self) -> int | None:
+        """That the run is to take."""
+        found = self.config.get("train", {}).get("steps")
+        return found if isinstance(found, int) else None
+
+
+def read_run(place: Path) -> RunSeen:
+    """Read it all.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    directory = find_run(place)
+    remarks: list[str] = []
+    config, resolved = _config(directory, remarks)
+    found = _records(directory / FILE_NAME, remarks)
+    lost = _records(directory / AGAIN, remarks)
+    kept: dict[int, StepRecord] = {}
+    again: dict[tuple[int, int], StepRecord] = {(record.restarts, record.step): record for record in lost}
+    for record in found:
+        before = kept.get(record.step)
+        if before is not None:
+            again[before.restarts, before.step] = before
+        kept[record.step] = record
+    records = tuple(kept[step] for step in sorted(kept))
+    state, is_live = _state(directory, remarks)
+    return RunSeen(
+        directory=directory,
+        name=directory.resolve().name,
+        config=config,
+        resolved=resolved,
+        records=records,
+        attempts=_attempts(directory / STARTS, records, list(again.values()), remarks),
+        checkpoints=_checkpoints(directory / "checkpoints", remarks),
+        trace=_trace(directory, remarks),
+        state=state,
+        is_live=is_live,
+        placement=_text(directory / PLACEMENT),
+        hang=_text(directory / "hang" / "report.txt"),
+        unigram_entropy=_unigrams(resolved),
+        remarks=tuple(remarks[:MOST_REMARKS]),
+    )
+
+
+def _config(directory: Path, remarks: list[str]) -> tuple[dict[str, Any], RunConfig | None]:
+    path = directory / RESOLVED
+    text = _text(path)
+    try:
+        return json.loads(text), parse(text, str(path))
+    except ConfigError as error:
+        remarks.append(f"{path} is not understood by this version: {error.problems[0]}")
+        found = json.loads(text) if text.strip().startswith("{") else {}
+    except ValueError as error:
+        remarks.append(f"{path} is damaged: {error}")
+        found = {}
+    return (found if isinstance(found, dict) else {}), None
+
+
+def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
+    """In the order of the file; lines that are none are passed over, and told where they are not the last."""
+    if not path.exists():
+        return []
+    records: list[StepRecord] = []
+    damaged: list[int] = []
+    number = 0
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    records.append(from_json(line))
+                except ValueError:
+                    damaged.append(number)
+    except OSError as error:
+        remarks.append(f"{path} cannot be read: {error.strerror}")
+    for line_number in damaged:
+        end = ", the last: it was being written, or its writer was killed" if line_number == number else ""
+        remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
+    return records
+
+
+def _attempts(
+    starts: Path, kept: Sequence[StepRecord], again: Sequence[StepRecord], remarks: list[str]
+) -> tuple[Attempt, ...]:
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(_text(starts).splitlines(), start=1):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            remarks.append(f"{starts}:{number} is damaged, and left out")
+            found = {}
+        lines.append(found if isinstance(found, dict) else {})
+    of_kept: dict[int, list[StepRecord]] = defaultdict(list)
+    of_again: dict[int, list[StepRecord]] = defaultdict(list)
+    for records, into in ((kept, of_kept), (again, of_again)):
+        for record in sorted(records, key=lambda each: each.step):
+            into[record.restarts].append(record)
+    last = max([len(lines) - 1, *of_kept, *of_again])
+    return tuple(
+        Attempt(number, lines[number] if number < len(lines) else {}, tuple(of_kept[number]), tuple(of_again[number]))
+        for number in range(last + 1)
+    )
+
+
+def _checkpoints(directory: Path, remarks: list[str]) -> tuple[Saved, ...]:
+    found = []
+    for path in sorted(directory.glob("step-*")) if directory.is_dir() else ():
+        manifest = path / "manifest.json"
+        try:
+            tree = json.loads(manifest.read_text())
+            shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
+            parallel = tree["config"]["parallel"]
+            saved = Saved(
+                int(tree["step"]),
+                int(tree["samples_seen"]),
+                " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),
+                sum(int(file["size"]) for file in tree["files"].values()),
+                sum(math.prod(shape) for shape in shapes),
+                manifest.stat().st_mtime,
+            )
+        except FileNotFoundError:
+            remarks.append(f"{path} has no manifest.json: it counts for nothing")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            remarks.append(f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` tells more")
+        else:
+            found.append(saved)
+            missing = [name for name in tree["files"] if not (path / name).is_file()]
+            if missing:
+                remarks.append(f"{path} lacks {', '.join(missing[:3])}: it is damaged")
+    return tuple(sorted(found))
+
+
+def _trace(directory: Path, remarks: list[str]) -> Measured | None:
+    try:
+        path = newest(directory)
+    except DataError:
+        return None
+    try:
+        return read_trace(path)
+    except UserError as error:
+        remarks.append(str(error))
+        return None
+
+
+def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
+    if not (directory / STATUS).is_file():
+        return "no status.json: nothing was heard of it", False
+    try:
+        found = standing(read_status(directory))
+    except DataError as error:
+        remarks.append(str(error))
+        return "its status.json is damaged", False
+    return found.told, found.is_live
+
+
+def _unigrams(config: RunConfig | None) -> float | None:
+    if config is None or config.data.builder is not None or config.data.task != "causal":
+        return None
+    corpus = Path(config.data.validation or config.data.train)
+    try:
+        known = fingerprint.read(corpus.parent)
+    except DataError:
+        return None
+    split = known.splits.get(corpus.name) if known else None
+    return split.unigram_entropy_nats if split else None
+
+
+def _text(path: Path) -> str:
+    """Of a small file; "" where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def clock(at_s: float) -> str:
+    """``2026-11-22 14:05``, here."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))

@@ -1,0 +1,107 @@
+"""A run by the place where it is kept; whoever names another thing is told what there is instead. No torch."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from framework.errors import ConfigError
+
+RESOLVED = "resolved.json"
+"""Each run directory has it, from its first start on."""
+MANIFEST = "manifest.json"
+"""Each checkpoint has it."""
+RUNS = Path("runs")
+"""Where runs are kept when nobody says otherwise."""
+MOST_NAMED = 8
+
+
+def is_run(place: Path) -> bool:
+    """Whether this is the directory of a run that has been started."""
+    return (place / RESOLVED).is_file()
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Whether this is one checkpoint, in a run or copied out of one."""
+    return (place / MANIFEST).is_file()
+
+
+def runs_in(place: Path) -> list[Path]:
+    """The runs right below a directory, those that were started last first."""
+    try:
+        found = [path for path in place.iterdir() if is_run(path)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (-(path / RESOLVED).stat().st_mtime, path.name))
+
+
+def find_run(place: Path) -> Path:
+    """The directory of a run; ``place`` itself, or the run whose checkpoint it is.
+
+    Raises:
+        ConfigError: it is none; names the runs that are near.
+    """
+    if is_run(place):
+        return place
+    around = place.resolve().parent
+    for above in (around, around.parent):  # RUN/checkpoints, RUN/checkpoints/step-00000100
+        if (place.name == "checkpoints" or is_checkpoint(place)) and is_run(above):
+            return above
+    raise ConfigError(_none(place))
+
+
+def _none(place: Path) -> str:
+    if place.suffix == ".toml" and place.is_file():
+        return f"{place} is a configuration, and a run is wanted: {_run_of(place)}"
+    if not place.exists():
+        return f"there is no {place}: {_near(place)}"
+    if not place.is_dir():
+        return f"{place} is a file, and a run directory is wanted: {_near(place)}"
+    inside = runs_in(place)
+    if inside:
+        return f"{place} is no run, but holds {_named(inside)}: name one of them"
+    if is_checkpoint(place):
+        return f"{place} is a checkpoint that lies in no run: name the directory of a run"
+    return f"{place} is no run directory, or of a run that was never started: {RESOLVED} is missing; {_near(place)}"
+
+
+def _run_of(config: Path) -> str:
+    """Where the run of a configuration is, or how there comes to be one."""
+    try:
+        section = tomllib.loads(config.read_text()).get("run", {})
+        directory = Path(section.get("directory", RUNS)) / section.get("name", "run")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return _near(config)
+    if is_run(directory):
+        return f"{directory} is its run"
+    return f"its run is {directory}, which is not there yet: `meshwright train {config}` first"
+
+
+def _near(place: Path) -> str:
+    """The runs beside a place, or where runs are usually kept."""
+    for directory in (place.parent, RUNS, Path()):
+        found = [run for run in runs_in(directory) if run != place]
+        if found:
+            return f"there {'are' if found[1:] else 'is'} {_named(found)}"
+    return f"name a run directory, such as {RUNS / 'demo'}; `meshwright train CONFIG` makes one"
+
+
+def _named(runs: Sequence[Path]) -> str:
+    names = ", ".join(map(str, runs[:MOST_NAMED]))
+    return names + (f" and {len(runs) - MOST_NAMED} more" if runs[MOST_NAMED:] else "")
+
+
+def write_out(place: Path, text: str) -> None:
+    """A file that was asked for with --out: whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        aside = place.with_name(f"{place.name}.part")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(place)
+    except OSError as error:
+        raise ConfigError(f"--out {place}: cannot be written ({error.strerror}): choose another place") from error

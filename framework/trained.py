@@ -1,0 +1,165 @@
+"""A trained model in the ranks of any layout, to be used: its weights and stages, and nothing that only training needs.
+
+    checkpoint of any layout -> each rank reads its slices of its stages -> forward, as the schedule's Fs have it
+
+No optimizer, no gradients, no initial weights: a rank holds the bytes of its weights, and activations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from framework.blueprint import DTYPES, Blueprint, draw_blueprint
+from framework.build import Forward, compare_digests, make_stage, pick_loss, tell_draw
+from framework.checkpoint import Checkpoint, Kind, find, open_checkpoint
+from framework.checkpoint.files import to_stderr
+from framework.config import RunConfig, change, parse
+from framework.config.given import read_overrides
+from framework.config.keys import KEYS
+from framework.errors import CheckpointError, ConfigError
+from framework.materialise import materialise
+from framework.mesh.mesh import Mesh
+from framework.parameters import ParameterInfo
+from framework.pipeline.executor import Executor
+from framework.pipeline.stage import Stage
+from framework.pipeline.values import Loss
+from framework.resume import newest_sound
+from framework.runs import RESOLVED, find_run, is_checkpoint
+
+LAYOUT = ("parallel", "pipeline", "launch")
+"""Sections that say how the work is laid out, and not what it is."""
+KEPT = frozenset({("train", "device"), ("train", "dtype"), ("batch", "micro_batch_size")})
+"""Other keys that a use may have otherwise than the training."""
+
+
+ONLY_TRAINING = ("optimizer", "checkpoint", "watch", "tracking")
+"""Sections that say nothing of a model that is done with training: left out, they hold with any other key."""
+
+
+class Place(NamedTuple):
+    """Where a trained model is."""
+
+    run: Path
+    """The directory of the run, or of the checkpoint alone."""
+    checkpoints: tuple[Path, ...]
+    """Newest first: the first that is sound is taken."""
+    saved: dict[str, Any]
+    """The configuration that it was trained with."""
+    source: str
+    """The file that this is from."""
+
+
+def locate(place: Path, step: int | None) -> Place:
+    """A run's checkpoints, or the one of ``step``; or the one that ``place`` is.
+
+    Raises:
+        ConfigError: no run is there.
+        CheckpointError: it has no checkpoint, or none of this step.
+    """
+    if is_checkpoint(place):
+        manifest = open_checkpoint(place).manifest
+        if step is not None and step != manifest.step:
+            raise CheckpointError(f"{place} is the checkpoint of step {manifest.step}, and --step asks for {step}")
+        return Place(place, (place,), dict(manifest.config), str(place / "manifest.json"))
+    run = find_run(place)
+    found = find(run)
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)")
+    if step is None:
+        text = (run / RESOLVED).read_text()
+        saved = parse(text, str(run / RESOLVED)).model_dump(mode="json")
+        return Place(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
+    for each in found:
+        if each.step == step:
+            return locate(each.path, step)._replace(run=run)
+    steps = ", ".join(str(each.step) for each in reversed(found))
+    raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of steps {steps}")
+
+
+def config_for(
+    place: Place,
+    overrides: Sequence[str],
+    what: str,
+    *,
+    defaults: Sequence[str] = (),
+    may_change: Collection[tuple[str, str]] = KEPT,
+) -> RunConfig:
+    """The configuration that the model was trained with, ``defaults`` and then ``overrides`` on top; nothing of it is
+    resolved. What only training needs is at its default, and the micro-batches go through the stages in their order.
+    ``what``: what it is for, in an error.
+
+    Raises:
+        ConfigError: an override of what is not the layout's, or one that does not hold with the others.
+    """
+    given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    refused = sorted(".".join(path) for path in given if path[0] not in LAYOUT and path not in may_change)
+    if refused:
+        others = ", ".join(sorted(".".join(path) for path in may_change))
+        raise ConfigError(
+            f"{', '.join(refused)}: {what} takes the run as it is; only parallel.*, pipeline.*, launch.* and {others} "
+            f"may be changed"
+        )
+    tree = parse(json.dumps(place.saved), place.source).model_dump(mode="json")
+    for section in ONLY_TRAINING:
+        del tree[section]
+    tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
+    tree["train"]["compile"] = False
+    tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
+    if given.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in given:
+        tree["parallel"]["sequence"] = False
+    balance = tree["pipeline"]["balance"]
+    tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
+    tree["launch"] |= {"processes": "auto", "max_restarts": 0}
+    return change(tree, [*defaults, *overrides], place.source)
+
+
+def open_trained(
+    config: RunConfig, mesh: Mesh, place: Place, loss: Loss | None = None, blueprint: Blueprint | None = None
+) -> tuple[Forward, Checkpoint]:
+    """One rank's stages with the weights of the newest sound checkpoint, in eval mode. Every rank calls it, in step.
+
+    ``config``: resolved. ``loss``: what the last stage ends in; None: the model's.
+
+    Raises:
+        CheckpointError: on every rank; none is sound, or it is of another model.
+    """
+    blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
+    compare_digests(blueprint, mesh)
+    path = newest_sound(place.run, mesh, to_stderr, only=place.checkpoints)
+    assert path is not None, place
+    chosen = loss or pick_loss(blueprint, mesh.tp)
+    try:
+        with open_checkpoint(path) as checkpoint:
+            stages = {
+                index: _stage(blueprint, index, checkpoint, mesh, chosen)
+                for index in blueprint.schedule.stages_of(mesh.at.pp_rank)
+            }
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} has gone while it was read: the run goes on and keeps only its newest (checkpoint.keep_last); the "
+            f"same command again takes the newest"
+        ) from error
+    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, on_microbatch=tell_draw(blueprint))
+    return Forward(config, mesh, blueprint, executor), checkpoint
+
+
+def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh, loss: Loss) -> Stage:
+    dtype = DTYPES[blueprint.config.train.dtype]
+
+    def read(info: ParameterInfo) -> Tensor:
+        found = checkpoint.read(Kind.WEIGHTS, info, dtype)
+        assert found is not None  # of weights, what is missing is an error
+        return found
+
+    layers = materialise(blueprint, index, mesh.device, read).eval().requires_grad_(False)
+    for name, buffer in layers.named_buffers():
+        if name in blueprint.running:  # forward changes it: part of the state, as weights are
+            saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+            assert saved is not None
+            buffer.copy_(saved)
+    return make_stage(blueprint, index, layers, loss, lambda name: None)

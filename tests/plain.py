@@ -1,0 +1,40 @@
+"""A run's newest checkpoint as the plain model that the user wrote: what layouts are held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from framework.checkpoint import Kind, newest_valid
+from framework.config import RunConfig, parse
+from framework.model import build_model
+from framework.parameters import ParameterInfo
+
+
+def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
+    """The resolved config and the whole model, in eval mode, float32 on CPU; no mesh, stage or schedule is involved."""
+    resolved = run_directory / "resolved.json"
+    config = parse(resolved.read_text(), str(resolved))
+    found = newest_valid(run_directory)
+    assert found is not None
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    made: dict[str, nn.Parameter] = {}
+    with found as checkpoint:
+        for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
+            canonical = model.canonical(name)
+            if canonical not in made:
+                info = ParameterInfo(canonical, tuple(outline.shape))
+                tensor = checkpoint.read(Kind.WEIGHTS, info, torch.float32)
+                assert tensor is not None
+                made[canonical] = nn.Parameter(tensor, requires_grad=False)
+            owner, _, attribute = name.rpartition(".")
+            model.layers.get_submodule(owner)._parameters[attribute] = made[canonical]
+        saved = set(checkpoint.parameters(Kind.WEIGHTS))
+        for name, buffer in model.layers.named_buffers():
+            if name in saved:  # forward changes it
+                found_buffer = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+                assert found_buffer is not None
+                buffer.copy_(found_buffer)
+    return config, model.layers.eval()

@@ -1,0 +1,125 @@
+"""Run directories as runs leave them, without training: metrics of each step, starts, checkpoints, a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from framework.config import RunConfig, keep, resolve
+from framework.mesh.grid import Grid
+from framework.schedule.action import format_schedule
+from framework.schedule.simulate import Costs, simulate
+from framework.scheduling import draw_schedule
+from framework.trace import Trace
+from framework.trace import write as write_trace
+from framework.tracking.record import StepRecord, to_json
+from framework.watch.starts import note_start
+
+Change = Callable[[int], dict[str, Any]]
+
+
+def config_of(directory: Path, **sections: dict[str, Any]) -> RunConfig:
+    """dp 2 x pp 2 x tp 2, resolved; ``directory``: of the run."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": directory.name, "directory": str(directory.parent)},
+        "data": {"train": "corpus/train"},
+        "batch": {"micro_batch_size": 1, "global_batch": 8},
+        "parallel": {"dp": 2, "pp": 2, "tp": 2},
+        "train": {"steps": 100},
+    }
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update(keys)
+    config = RunConfig.model_validate(tree)
+    assert isinstance(config.parallel.dp, int)
+    return resolve(config, config.parallel.dp * config.parallel.pp * config.parallel.tp)
+
+
+def record(step: int, seed: int = 0, **changes: Any) -> StepRecord:
+    """A step of a run that learns, with noise."""
+    draw = random.Random(step * 1000 + seed)
+    values: dict[str, Any] = {
+        "step": step,
+        "samples_seen": 8 * step,
+        "tokens": 8 * 1024 * step,
+        "loss": 4 + 5 * math.exp(-step / 300) + draw.gauss(0, 0.1),
+        "grad_norm": 0.5 + abs(draw.gauss(0, 0.2)),
+        "learning_rate": 3e-4 * min(1, step / 50),
+        "step_s": 0.2 + abs(draw.gauss(0, 0.02)),
+        "data_s": 0.001,
+        "tokens_per_s": 8 * 1024 / 0.2,
+        "num_devices": 8,
+        "memory_bytes": 2**30 + step * 1000,
+        "bubble_share": 0.2,
+        "validation_loss": 4.2 + 5 * math.exp(-step / 300) if step % 25 == 0 else None,
+    }
+    return StepRecord(**values | changes)
+
+
+def make_run(
+    directory: Path,
+    steps: int = 100,
+    *,
+    starts: Sequence[tuple[int, Grid]] = ((0, Grid(2, 2, 2)),),
+    change: Change = lambda step: {},
+    seed: int = 0,
+    traced: bool = True,
+    saved: Sequence[int] = (),
+    **sections: dict[str, Any],
+) -> Path:
+    """The directory. ``starts``: (from step, grid); a step is of the last start before it."""
+    directory.mkdir(parents=True)
+    config = config_of(directory, **sections)
+    keep(directory, config)
+    for from_step, grid in starts:
+        note_start(directory, from_step, grid, ["node0"] * grid.size)
+    lines = []
+    for step in range(1, steps + 1):
+        restarts = sum(from_step < step for from_step, _ in starts) - 1
+        lines.append(to_json(record(step, seed, **{"restarts": restarts} | change(step))))
+    if lines:
+        (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for step in saved:
+        make_checkpoint(directory, step, config)
+    if traced:
+        make_trace(directory, config, min(5, steps))
+    return directory
+
+
+def make_checkpoint(run: Path, step: int, config: RunConfig) -> None:
+    """Its manifest and an empty file: nobody reads more of it here."""
+    path = run / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    tensors = {"weights/a": {"shape": [100, 20]}, "weights/b": {"shape": [7]}, "exp_avg/a": {"shape": [100, 20]}}
+    manifest = {
+        "step": step,
+        "samples_seen": 8 * step,
+        "config": config.model_dump(mode="json"),
+        "files": {"pp0-tp0-00000.safetensors": {"size": 3 * 2**20}},
+        "tensors": tensors,
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "pp0-tp0-00000.safetensors").touch()
+
+
+def make_trace(run: Path, config: RunConfig, step: int) -> None:
+    """Of the configuration's schedule, as if each action had taken what the simulator says, in ms."""
+    schedule = draw_schedule(config)
+    timeline = simulate(schedule, Costs(f=0.01, b=0.02, comm=0.002, step=0.003))
+    write_trace(
+        Trace(
+            run=config.run.name,
+            step=step,
+            torch="2",
+            device="cpu",
+            hosts=("node0",) * config.parallel.pp,
+            clock_error_s=0.0,
+            schedule=format_schedule(schedule),
+            spans=tuple((span.rank, str(span.action), span.start, span.end) for span in timeline.spans),
+            data=((0, 0.0, 0.001),),
+        ),
+        run / "traces" / f"step-{step:08d}.json",
+    )
