@@ -247,11 +247,11 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
 
 
 def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
-    """What the tokenizer calls so, and what the corpus that lies beside it was closed with."""
+    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
     assert config.data.tokenizer is not None
     path = Path(config.data.tokenizer)
     known = fingerprint.read(path.parent)
-    return ending_ids(path, tokenizer) | ({known.end_of_document_id} - {None} if known is not None else set())
+    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
 
 
 def _draws(ask: Ask, seed: int) -> list[torch.Generator]:

@@ -271,7 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     direction = convert.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
     direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to be written")
-    convert.add_argument("--step", type=_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
+    convert.add_argument("--step", type=_whole, metavar="N", help="with --to: the checkpoint of this step")
     convert.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
@@ -590,7 +590,7 @@ def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:
-            parser.add_argument("--step", type=_count_from_0, metavar="N", help="the checkpoint of this step")
+            parser.add_argument("--step", type=_whole, metavar="N", help="the checkpoint of this step")
 
 
 def _count(text: str) -> int:
@@ -614,13 +614,6 @@ def _share(text: str) -> float:
     number = float(text)
     if not 0.0 < number <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return number
-
-
-def _count_from_0(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 0 up")
     return number
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from framework.checkpoint import Candidate, open_checkpoint
 from framework.errors import ConfigError
-from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
 from framework.huggingface.back import SCHEME, Exported, export
+from framework.huggingface.bringing import Brought, bring
+from framework.huggingface.taking import SHARD_BYTES, Taken, take
 from framework.stderr import tell
 from framework.summary import columns, memory
 from framework.tracking.console import duration

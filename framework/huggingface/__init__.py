@@ -26,8 +26,3 @@ Any causal LM of transformers, an optional extra, as layers of a Sequential, and
 
 Nothing here opens a network connection or unpickles a file.
 """
-
-from framework.huggingface.bringing import Brought, bring
-from framework.huggingface.taking import SHARD_BYTES, Taken, take
-
-__all__ = ["SHARD_BYTES", "Brought", "Taken", "bring", "take"]

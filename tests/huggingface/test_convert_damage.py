@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from framework.checkpoint import find
 from framework.errors import UserError
-from framework.huggingface import bring, take
+from framework.huggingface.bringing import bring
 from framework.huggingface.decoders import read_llama, read_mistral
 from framework.huggingface.settings import Settings
+from framework.huggingface.taking import take
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
 from tests.huggingface.test_convert_families import files, same_bits

@@ -17,17 +17,19 @@ from framework.checkpoint import find, open_checkpoint
 from framework.config import RunConfig
 from framework.data.samples import IGNORE
 from framework.feeds import open_feeds
-from framework.huggingface import bring, take
+from framework.huggingface.bringing import bring
+from framework.huggingface.taking import take
 from framework.reshard import reshard
 from framework.train import run_directory
 from framework.verify import parse_layout
+from launch.cli import main
 from launch.pool import RankError, RankPool
 from models.blocks import AttentionCore
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
 from tests.huggingface.test_convert_families import files, same_bits
-from tests.plain import continued
+from tests.plain import load_plain
 from tests.verify.cases import References, model_config, prove, size_for
 
 ALL = {"head_dim": 6, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 3}
@@ -160,19 +162,21 @@ def test_an_imported_run_may_be_resharded_and_its_settings_changed_but_not_its_m
 
 
 def test_sample_writes_with_it_until_the_end_that_its_files_name(
-    written: Callable[..., Written], tmp_path: Path
+    written: Callable[..., Written], tmp_path: Path, capfd: Any
 ) -> None:
     path, _ = written("llama 2")
     source = tmp_path / "source"
     source.mkdir()
     for file in path.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
-    (source / "generation_config.json").unlink()
+    bring(source, tmp_path / "first")
+    layers = load_plain(tmp_path / "first")[1]
+    tokens = theirs.greedy(layers, [5, 6], 6, set())
+    end = next(token for token in tokens[3:] if token not in tokens[:3])
+    (source / "generation_config.json").write_text(f'{{"eos_token_id": [98, {end}]}}')
     bring(source, tmp_path / "run")
-    text = continued(tmp_path / "run", "w5 w6", 6)
-    written_tokens = text.removeprefix("w5w6").split("w")[1:]
-    assert len(written_tokens) == 6
-    (source / "generation_config.json").write_text(f'{{"eos_token_id": [98, {written_tokens[2]}]}}')
-    bring(source, tmp_path / "ending")
-    ended = continued(tmp_path / "ending", "w5 w6", 6)
-    assert ended == "w5w6" + "".join(f"w{t}" for t in written_tokens[: written_tokens.index(written_tokens[2])])
+    words = ["sample", str(tmp_path / "run"), "--prompt", "w5 w6", "--tokens", "6", "--temperature", "0"]
+    assert main(words) == 0
+    expected = theirs.greedy(layers, [5, 6], 6, {98, end})
+    assert len(expected) > 3 and expected[-1] == end
+    assert capfd.readouterr().out.strip() == "".join(f"w{token}" for token in expected[:-1])

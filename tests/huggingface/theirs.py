@@ -119,6 +119,17 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def greedy(layers: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int, ends: set[int]) -> list[int]:
+    """The ids and the likeliest after them, one by one, up to and with an end."""
+    found = list(ids)
+    while len(found) < len(ids) + num_tokens:
+        found.append(int(layers(torch.tensor([found]))[0, -1].argmax()))
+        if found[-1] in ends:
+            break
+    return found
+
+
+@torch.no_grad()
 def our_logits(layers: Callable[[Any], Tensor], ids: Tensor, encoder_decoder: bool) -> Tensor:
     """The same of a model of ours."""
     return layers({"encoder_ids": ids, "decoder_ids": ids.flip(1).contiguous()} if encoder_decoder else ids)
