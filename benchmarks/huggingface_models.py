@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"
 PAGE = ROOT / "docs" / "huggingface-models.md"
 BEGIN, END = "<!-- list: benchmarks/huggingface_models.py -->", "<!-- end of the list -->"
+MOST_PARAMETERS = 20_000_000
+"""Of a form that is small: others have their sizes where they are not looked for."""
 LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence")
 
 
@@ -49,6 +51,9 @@ def examine(kind: str, place: Path) -> dict[str, Any]:
         return {"state": "no small form", "why": _short(error, place)}
     try:
         model = build_model(f"hf:{path}", {}, 1)
+        size = sum(parameter.numel() for parameter in model.layers.parameters())
+        if size > MOST_PARAMETERS:
+            return {"state": "no small form", "why": f"it has {size:,} parameters at these sizes"}
         layers = plain_layers(model, torch.float32).eval()
     except UserError as error:
         return {"state": "refused", "why": _short(error, place)}

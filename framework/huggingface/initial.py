@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from framework.errors import ModelError
 from framework.huggingface.directory import Weights, as_float32
@@ -35,10 +36,12 @@ class Initial:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         theirs = self._names[name]
-        if self._weights is not None:
+        if isinstance(tensor, FakeTensor):  # a rehearsal: it has a size and no numbers
+            tensor.zero_()
+        elif self._weights is not None:
             tensor.copy_(as_float32(self._weights.read(theirs), theirs, self._weights.path))
-            return
-        self.draw(theirs, tensor)
+        else:
+            self.draw(theirs, tensor)
 
     def draw(self, theirs: str, tensor: Tensor) -> None:
         """Fill one parameter by the model's rules.
