@@ -191,13 +191,16 @@ def compare(options: argparse.Namespace) -> None:
                 words = [str(source), str(tokenizer), str(out), str(options.workers)]
                 rows[name].append(run(name, python, words))
                 print(f"{name:<9} {rows[name][-1]}", file=sys.stderr, flush=True)
-        same = {
-            ending: (folder / "ours" / f"train.{ending}").read_bytes()
-            == (folder / "bare" / f"train.{ending}").read_bytes()
-            for ending in ("bin", "idx")
-        }
-    tokens = {name: {row["tokens"] for row in found} for name, found in rows.items()}
-    result = {
+            same = {
+                ending: (folder / f"ours/train.{ending}").read_bytes() == (folder / f"bare/train.{ending}").read_bytes()
+                for ending in ("bin", "idx")
+            }
+            tell(options, rows, text_bytes, same)  # after each turn: who ends it has what was measured
+
+
+def tell(options: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], text_bytes: int, same: Any) -> None:
+    """The table, and the JSON."""
+    result: dict[str, Any] = {
         "environment": {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": "python benchmarks/data_prepare.py " + " ".join(sys.argv[1:]),
@@ -208,12 +211,12 @@ def compare(options: argparse.Namespace) -> None:
         },
         "task": {"text_bytes": text_bytes, "copies": options.copies, "workers": options.workers},
         "same_bytes_as_megatron": same,
-        "tokens": {name: sorted(found) for name, found in tokens.items()},
+        "tokens": {name: sorted({row["tokens"] for row in found}) for name, found in rows.items()},
         "rows": rows,
         "ratios": {},
     }
-    print(f"\n{text_bytes / 1e6:.1f} MB of text, {options.workers} workers, medians of {options.repeats} turns")
     kinds = ("wall_s", "cpu_s", "writer_cpu_s")
+    print(f"\n{text_bytes / 1e6:.1f} MB of text, {options.workers} workers, medians of {len(rows['ours'])} turns")
     print(
         f"{'':<9} {'tokens/s':>10} {'per CPU s':>10} {'of writer':>10}   ours is so many times as fast, by each of them"
     )
@@ -226,7 +229,7 @@ def compare(options: argparse.Namespace) -> None:
         rate = [statistics.median(row["tokens"] / row[kind] for row in found) for kind in kinds]
         told = "   ".join(f"{statistics.median(r):.2f} [{min(r):.2f} .. {max(r):.2f}]" for r in ratios.values())
         print(f"{name:<9} {rate[0]:>10,.0f} {rate[1]:>10,.0f} {rate[2]:>10,.0f}   {told}")
-    print(f"the same bytes as Megatron's: {same}")
+    print(f"the same bytes as Megatron's: {same}", flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -70,16 +70,17 @@ class Display:
         self.started_s = time.monotonic()
         self.said_s = self.started_s
         self.first: Progress | None = None
-        """What was there at the first call: the rate is that of this process."""
+        """What was there before: the rate is that of this process."""
         self.bar: Bar | None = None
 
     def __call__(self, now: Progress) -> None:
-        """Called after each block."""
+        """Called before the first block and after each."""
         if self.first is None:
             self.first = now
             self.started_s = time.monotonic()
             if now.resumed:
                 tell(f"going on: {now.documents:,} documents and {now.tokens:,} tokens are done")
+            return  # the bar has a thread, and workers are about to be forked
         at_s = time.monotonic()
         if self.console.is_terminal:
             self._draw(now, at_s)

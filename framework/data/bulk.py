@@ -189,6 +189,7 @@ def _read_all(
     blocks = readers.blocks(files, columns, place, options.block_bytes)
     encoded = ordered_map(encoder, blocks, num_workers)
     is_whole = True
+    on_progress(_progress(work, total_bytes))
     try:
         for block, found in encoded:
             said = _broken(block, found, files, state.line)
@@ -204,8 +205,7 @@ def _read_all(
             if time.monotonic() - committed_s >= options.commit_every_s:
                 work.commit(place)
                 committed_s = time.monotonic()
-            tokens = sum(split.tokens for split in state.splits.values())
-            on_progress(Progress(state.source_bytes, total_bytes, state.records, tokens, work.went_on))
+            on_progress(_progress(work, total_bytes))
     finally:
         encoded.close()  # type: ignore[attr-defined]
         if is_whole:  # not so when Ctrl-C came in the middle of a block
@@ -213,6 +213,11 @@ def _read_all(
     changed = next((file for file in files if readers.changed(file)), None)
     if changed is not None:
         raise DataError(f"{changed.path} was written to while it was being read: begin anew with --replace")
+
+
+def _progress(work: WorkFolder, total_bytes: int) -> Progress:
+    tokens = sum(split.tokens for split in work.state.splits.values())
+    return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.went_on)
 
 
 def _broken(block: Block, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:

@@ -537,4 +537,4 @@ def test_two_at_once_are_not_let_in(tokenizer: Path, tmp_path: Path) -> None:
         refused.append(process.exitcode)
 
     bulk.prepare(bulk.Options([file], tokenizer, tmp_path / "out", num_workers=1), second)
-    assert refused == [REFUSED]
+    assert set(refused) == {REFUSED}
