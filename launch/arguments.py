@@ -430,9 +430,12 @@ def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
     return number
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.config import RunConfig, default_world_size, load, resolve
-from framework.errors import ConfigError
+from framework.config.schema import Pipeline
+from framework.errors import ConfigError, UserError
 from framework.mesh.grid import Grid, check_placement, nodes_of
+from launch.outputs import check_place, writing
 
 if TYPE_CHECKING:
     from framework.dryrun.job import Job
@@ -36,14 +38,17 @@ def dryrun(
     Raises:
         UserError: a configuration that cannot work, a fault that is not understood, a picture that cannot be written.
     """
+    check_place(out, "--out", folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
-        raise ConfigError(f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}")
+        raise ConfigError(f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}")
     config = load(path, overrides)
+    if num_nodes:
+        _check_size(config, num_nodes, per_node)
     config = resolve(config, num_nodes * per_node if num_nodes else default_world_size(config, 0))
     grid, nodes = _placed(config, per_node)
     check_placement(grid, nodes, tp_across_nodes=config.parallel.tp_across_nodes)
     time_model = _time_model(config, cluster, per_node)
-    seeds = [parse_fault(fault, grid) for fault in faults]
+    seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from framework.dryrun.agree import disagreements
     from framework.dryrun.job import plan_job
     from framework.dryrun.report import describe, figure, save
@@ -51,15 +56,13 @@ def dryrun(
 
     gc.freeze()  # what is here stays: looking for garbage is then quick
     job = plan_job(config, tell)
-    for seed in seeds:
-        _seed(job, *seed)
+    for words, seed in zip(faults, seeds, strict=True):
+        _seed(job, words, *seed)
     found = disagreements(job)
     print(describe(job, nodes, found, time_model))
     if out is not None:
-        try:
+        with writing(out, "--out"):
             save(figure(job, time_model), out)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
         print(out)
     sys.stdout.flush()
     return 1 if found else 0
@@ -73,6 +76,7 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
+    hardware.check_dtype(config.train.dtype)
 
     def time_model(job: Job) -> StepTime:
         from framework.dryrun.report import StepTime
@@ -95,32 +99,71 @@ def _placed(config: RunConfig, per_node: int) -> tuple[Grid, list[str]]:
     return grid, nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
 
 
-def parse_fault(words: str, grid: Grid) -> tuple[str, int, str]:
+def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
+    """Refuse degrees that do not fill the nodes, in words of this command.
+
+    Raises:
+        ConfigError: with the numbers that would.
+    """
+    parallel, size = config.parallel, num_nodes * per_node
+    replica = parallel.pp * parallel.tp
+    dp = parallel.dp if isinstance(parallel.dp, int) and parallel.dp > 0 else None
+    ranks = replica * (dp or max(1, size // replica))
+    if ranks == size:
+        return
+    said = f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} = {size:,}"
+    said += f" rank{'s' * (size > 1)}"
+    asked = f"pp {parallel.pp} x tp {parallel.tp}" + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
+    works = [f"--parallel.dp={size // replica}"] if size % replica == 0 and dp else []
+    if ranks % per_node == 0:
+        works.append(f"--nodes {ranks // per_node}")
+    elif ranks % num_nodes == 0:
+        works.append(f"--devices-per-node {ranks // num_nodes}")
+    works += [] if works else ["leave --nodes out"]
+    raise ConfigError(f"{said}, and the degrees make {asked}: take {', or '.join(works)}")
+
+
+def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:
     """``schedule:5=gpipe`` -> ("schedule", 5, "gpipe"); ``missing:dp:5`` -> ("missing", 5, "dp").
 
     Raises:
-        ConfigError: it is neither, or there is no such rank, axis or schedule.
+        ConfigError: it is neither, there is no such rank, axis or schedule, or it would be no fault.
     """
     from framework.mesh.grid import Axis
     from framework.schedule.build import BUILDERS
 
     kind, _, rest = words.partition(":")
     rank, _, what = rest.partition("=") if kind == "schedule" else reversed(rest.partition(":"))
-    known: list[str] = list(BUILDERS) if kind == "schedule" else [axis for axis in Axis if grid.degree(axis) > 1]
-    if kind not in ("schedule", "missing") or not rank.isdecimal():
+    own = None if pipeline.schedule_file else pipeline.schedule
+    known = {
+        "schedule": [name for name in BUILDERS if name != own],
+        "missing": [str(axis) for axis in Axis if grid.degree(axis) > 1],
+    }
+    if kind not in known or not rank.isdecimal() or not what:
         raise ConfigError(f"--seed-fault {words}: write {FAULTS}")
     if int(rank) >= grid.size:
-        raise ConfigError(f"--seed-fault {words}: the ranks are 0 to {grid.size - 1}")
-    if what not in known:
-        which = "a schedule" if kind == "schedule" else "an axis with groups"
-        raise ConfigError(f"--seed-fault {words}: {what!r} is not {which}: choose of {', '.join(known) or 'none'}")
-    return kind, int(rank), what
+        ranks = "there is rank 0 alone" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
+        raise ConfigError(f"--seed-fault {words}: {ranks}")
+    if what in known[kind]:
+        return kind, int(rank), what
+    choose = f"choose of {', '.join(known[kind])}"
+    if kind == "missing" and not known[kind]:
+        choose = f"all degrees are 1: seed another schedule, as in schedule:{rank}={known['schedule'][0]}"
+    why = (
+        "is what all ranks run"
+        if what == own
+        else f"is not {'a schedule' if kind == 'schedule' else 'an axis with groups'}"
+    )
+    raise ConfigError(f"--seed-fault {words}: {what!r} {why}: {choose}")
 
 
-def _seed(job: Job, kind: str, rank: int, what: str) -> None:
+def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
     from framework.dryrun.job import seed_schedule
 
-    if kind == "schedule":
-        seed_schedule(job, rank, what)
-    else:
+    if kind == "missing":
         job.missing.append((what, rank))
+        return
+    try:
+        seed_schedule(job, rank, what)
+    except UserError as error:
+        raise ConfigError(f"--seed-fault {words}: {error}") from error

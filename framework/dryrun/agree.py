@@ -86,18 +86,38 @@ class Views:
             for other in job.grid.group(Axis(axis), rank):
                 if other != rank:
                     self._strangers[axis, other].add(rank)
+        scripts = [*job.rehearsals, *job.own.values()]
         self.kinds = {
-            id(rehearsal): {spoken.heard.group for spoken in rehearsal.said if spoken.heard.peer is None}
-            for rehearsal in [*job.rehearsals, *job.own.values()]
+            id(script): {spoken.heard.group for spoken in script.said if spoken.heard.peer is None}
+            for script in scripts
+        }
+        self._exchanging = {
+            id(script) for script in scripts if any(spoken.heard.peer is not None for spoken in script.said)
         }
 
     def group(self, group: Ranks, script: Rehearsal, rank: int) -> Ranks:
         """The group of ``rank`` that stands where ``group`` does in the script that it follows."""
         moved = group if script.rank == rank else self._moved(group, rank)
-        if not self._strangers:
-            return moved
-        unknown = self._strangers.get((axis_of(self._grid, group), rank), ())
-        return tuple(member for member in moved if member not in unknown)
+        return self._known(axis_of(self._grid, group), moved, rank) if self._strangers else moved
+
+    def _known(self, axis: str, group: Ranks, rank: int) -> Ranks:
+        unknown = self._strangers.get((axis, rank))
+        return tuple(member for member in group if member not in unknown) if unknown else group
+
+    def beliefs(self, script: Rehearsal, rank: int) -> Iterator[tuple[str, Ranks, Ranks]]:
+        """(axis, the group that the grid says, the one that ``rank`` believes) of each that it speaks in."""
+        for kind in self.kinds[id(script)]:
+            axis = axis_of(self._grid, kind) if self._strangers or len(kind) < self._grid.size else "world"
+            if axis != "world":
+                moved = kind if script.rank == rank else self._moved(kind, rank)
+                yield axis, moved, self._known(axis, moved, rank)
+        if self._strangers and id(script) in self._exchanging:
+            column = self._grid.group(Axis.PP, rank)
+            yield Axis.PP, column, self._known(Axis.PP, column, rank)
+
+    def knows(self, rank: int, peer: int) -> bool:
+        """Whether ``rank`` can send to ``peer`` and receive from it."""
+        return peer not in self._strangers.get((Axis.PP, rank), ())
 
     def _moved(self, group: Ranks, rank: int) -> Ranks:
         if len(group) == self._grid.size:
@@ -140,32 +160,41 @@ class Views:
 
 
 def _members(job: Job, views: Views) -> Iterator[Disagreement]:
-    believers: dict[Ranks, set[int]] = defaultdict(set)
+    believers: dict[tuple[str, Ranks], set[int]] = defaultdict(set)
+    believed: dict[tuple[str, Ranks], set[Ranks]] = defaultdict(set)
     for rank in range(job.grid.size):
-        script = job.rehearsal_of(rank)
-        for kind in views.kinds[id(script)]:
-            group = views.group(kind, script, rank)
-            if len(group) < job.grid.size:
-                believers[group].add(rank)
-    told: set[tuple[int, int]] = set()
-    for group, ranks in believers.items():
+        for axis, whole, group in views.beliefs(job.rehearsal_of(rank), rank):
+            believers[axis, group].add(rank)
+            believed[axis, whole].add(group)
+    told: set[tuple[str, int, int]] = set()
+    named: set[tuple[str, int]] = set()
+    for (axis, group), ranks in believers.items():
         strangers = set(group) - ranks
         if not strangers or not (ranks & set(group)):
             continue
         for stranger in sorted(strangers):
             first = min(ranks)
-            if (stranger, len(group)) in told:
+            if (axis, stranger, len(group)) in told:
                 continue
-            told.add((stranger, len(group)))
-            others = [g for g, own in believers.items() if stranger in own and set(g) < set(group)]
+            told.add((axis, stranger, len(group)))
+            others = [g for (a, g), own in believers.items() if a == axis and stranger in own and set(g) < set(group)]
             other = max(others, key=lambda g: len(set(g) & set(group)), default=())
             left_out = sorted(set(group) - set(other) - {stranger}) or sorted(set(other) - set(group))
+            named |= {(axis, member) for member in group}
             yield Disagreement(
                 "members",
                 tuple(sorted({first, stranger, *left_out})),
-                f"rank {first} counts itself into the {axis_of(job.grid, group)} group {_few(group)}, and rank "
+                f"rank {first} counts itself into the {axis} group {_few(group)}, and rank "
                 f"{stranger} knows that group as {_few(other) if len(other) > 1 else 'itself alone'}, without rank "
                 f"{_few(left_out)}",
+            )
+    for (axis, whole), parts in believed.items():
+        if whole not in parts and not any((axis, member) in named for member in whole):
+            yield Disagreement(
+                "members",
+                whole,
+                f"the {axis} group {_few(whole)} has fallen into {' and '.join(_few(part) for part in sorted(parts))}, "
+                f"which do not know each other: each part goes on by itself, with other numbers",
             )
 
 
@@ -229,7 +258,15 @@ def _rows(job: Job) -> Iterator[Disagreement]:
                 f"{schedule.name} with {schedule.num_stages} in {schedule.placement}",
             )
             continue
-        for problem in check(replace(schedule, rows=tuple(rows)))[:4]:
+        problems = check(replace(schedule, rows=tuple(rows)))
+        if not problems:
+            yield Disagreement(
+                "schedule",
+                (rank,),
+                f"rank {rank} runs {own.name} and the others {schedule.name}: nobody waits for ever, but ranks compare "
+                f"their schedules when they start, and end there",
+            )
+        for problem in problems[:4]:
             column = job.grid.coordinates(rank)
             where = job.grid.rank(column._replace(pp_rank=problem.rank))
             yield Disagreement(
@@ -242,7 +279,8 @@ def _rows(job: Job) -> Iterator[Disagreement]:
 
 def _messages(job: Job, views: Views) -> Iterator[Disagreement]:
     """Each channel of a pipeline, of the first column and of those with ranks that are apart."""
-    columns = {(0, 0)} | {tuple(job.grid.coordinates(rank)[1:]) for rank in job.own}
+    apart = [*job.own, *(rank for axis, rank in job.missing if axis == Axis.PP)]
+    columns = {(0, 0)} | {tuple(job.grid.coordinates(rank)[1:]) for rank in apart}
     for dp_rank, tp_rank in sorted(columns):
         sent: dict[tuple[int, int], list[Spoken]] = defaultdict(list)
         received: dict[tuple[int, int], list[Spoken]] = defaultdict(list)
@@ -250,10 +288,12 @@ def _messages(job: Job, views: Views) -> Iterator[Disagreement]:
             rank = job.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank))
             script = job.rehearsal_of(rank)
             for spoken in script.said:
+                if spoken.heard.peer is None or not views.knows(rank, peer := views.peer(spoken, script, rank)):
+                    continue
                 if spoken.heard.operation == "send":
-                    sent[rank, views.peer(spoken, script, rank)].append(spoken)
+                    sent[rank, peer].append(spoken)
                 elif spoken.heard.operation == "receive":
-                    received[views.peer(spoken, script, rank), rank].append(spoken)
+                    received[peer, rank].append(spoken)
         for channel in sorted(sent.keys() | received.keys()):
             sends, receives = sent[channel], received[channel]
             for number in range(max(len(sends), len(receives))):
@@ -313,7 +353,7 @@ def _items(job: Job, views: Views, rank: int) -> list[_Item]:
         if is_message is None:
             found += [_Item(s.what, (), (), views.group(s.heard.group, script, rank)) for s in together]
             continue
-        peers = [(s.heard.operation, views.peer(s, script, rank)) for s in together]
+        peers = [(s.heard.operation, peer) for s in together if views.knows(rank, peer := views.peer(s, script, rank))]
         sends = tuple(peer for operation, peer in peers if operation == "send")
         found.append(_Item(together[0].what, sends, tuple(p for o, p in peers if o == "receive"), ()))
     return found

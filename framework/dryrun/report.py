@@ -149,9 +149,10 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     return "\n".join(
         [
             f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "
-            f"{grid.tp} = {grid.size:,} ranks on {len(set(nodes)):,} node{'s' * (len(set(nodes)) > 1)}",
-            f"{blueprint.schedule.name}, {batch_numbers(job.config).chunks} micro-batches; {kinds} "
-            f"kind{'s' * (kinds > 1)} of pipeline ranks rehearsed; each line holds for {grid.dp * grid.tp:,} ranks",
+            f"{grid.tp} = {_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
+            f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
+            f"{_count(kinds, 'kind')} of pipeline ranks rehearsed; "
+            f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
             "",
             "memory of a rank at its peak, and what the rank does then",
             *columns(rows, "<<>>>>>>>>"),
@@ -172,6 +173,11 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
             *verdict,
         ]
     )
+
+
+def _count(number: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number:,} {what}{plural * (number != 1)}"
 
 
 def flops_text(flops: float) -> str:

@@ -1,33 +1,53 @@
 """The rates of the machine at hand, measured by as many processes at once as will share it, as a hardware file.
 
 products    (n, n) x (n, n), small to large                    FLOPs -> FLOPs a second
-copies      z = x + y, from what a cache holds to what not     bytes -> bytes a second
+copies      x + y, gelu, softmax, layer norm, of tensors       bytes -> bytes a second
+            that no cache holds
 operations  a small network, forward and backward              what each operation takes besides
-links       sums and messages between processes                latency, bytes a second
+a layer     forward and backward, by these rates and really    the share of them that it reaches
+messages    of each kind, each behind a computation            latency, bytes a second
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from framework.mesh.comm import Group
+from framework.mesh.comm import Group, Transfer
+from framework.planner.cost import MEASURED, work_s
 from framework.planner.hardware import Hardware, Link, Rate
-from framework.planner.profile import paper_group
+from framework.planner.profile import Practice, paper_group, profile_layers
 from framework.planner.tape import Kind, Tape
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
-COPIED = tuple(4**power for power in range(5, 14))
+COPIED = tuple(4**power for power in range(5, 12))
 """Elements."""
+POOL_BYTES = 2**27
+"""Of tensors that are taken in turns: more than caches hold, as the activations of a model are."""
+MOST_IN_POOL = 2000
+ROW = 256
+"""Elements that are normed together."""
+ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: x + 1.0,
+    torch.nn.functional.gelu,
+    lambda x: x.view(-1, ROW).softmax(-1),
+    lambda x: torch.nn.functional.layer_norm(x.view(-1, ROW), (ROW,)),
+)
+"""Of the operations that read and write once: cores are held up by the memory, or by a function. All count alike."""
 AIM_S = 0.06
 REPEATS = 5
-SUMMED = 2**20
-"""Elements of a sum that shows the rate of a link."""
+SUMMED = 2**19
+"""Elements of a message that shows the rate of a link."""
+MESSAGES = 20
+BEFORE_SIDE = 384
+"""Of the product before each message: about a millisecond."""
 
 
 class Measured(NamedTuple):
@@ -39,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
-    """Seconds of one call: the median of several runs of as many as take a while."""
+    """Seconds of one call: the fastest of several runs of as many as take a while, as whatever else runs only slows."""
     run()
     start = time.perf_counter()
     run()
@@ -50,7 +70,7 @@ def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
         for _ in range(times):
             run()
         found.append((time.perf_counter() - start) / times)
-    return sorted(found)[REPEATS // 2]
+    return min(found)
 
 
 def measure_device(dtype: torch.dtype) -> Measured:
@@ -61,10 +81,51 @@ def measure_device(dtype: torch.dtype) -> Measured:
         products.append(Rate(size=2.0 * side**3, per_s=2.0 * side**3 / fastest_s(lambda a=a, b=b: a @ b)))  # type: ignore[misc]
     copies = []
     for elements in COPIED:
-        x, y = torch.randn(elements).to(dtype), torch.randn(elements).to(dtype)
-        moved = 3.0 * x.numel() * x.itemsize
-        copies.append(Rate(size=moved, per_s=moved / fastest_s(lambda x=x, y=y: x + y)))  # type: ignore[misc]
+        of_each = elements * dtype.itemsize
+        number = min(MOST_IN_POOL, max(2, POOL_BYTES // of_each))
+        turns = cycle(torch.ones(number, elements, dtype=dtype))
+        seconds = [fastest_s(partial(_on_next, kind, turns), AIM_S / 4) for kind in ELEMENTWISE]
+        moved = 2.0 * of_each
+        copies.append(Rate(size=moved, per_s=moved * len(ELEMENTWISE) / sum(seconds)))
     return Measured(products, copies, _operation_s(dtype, products, copies))
+
+
+def _on_next(kind: Callable[[torch.Tensor], torch.Tensor], turns: Iterator[torch.Tensor]) -> torch.Tensor:
+    return kind(next(turns))
+
+
+class _Block(nn.Module):
+    """A transformer's layer of common proportions, (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def measure_block(hardware: Hardware) -> float:
+    """Of the rates in ``hardware``, what a layer reaches in which everything comes together, 0..1."""
+    block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
+    meta = torch.empty_like(x, device="meta").requires_grad_()
+    practice = Practice(takes_everything=False)
+    (profile,) = profile_layers([("block", block)], meta, None, tp=paper_group(1), loss=_no_loss, practice=practice)
+    seconds = sum(
+        work.times * work_s(work, hardware, "float32", MEASURED, backward=False)
+        for work in (*profile.forward, *profile.backward)
+    )
+    gradient = torch.ones_like(x)
+    return min(1.0, seconds / fastest_s(lambda: block(x).backward(gradient), 4 * AIM_S))
+
+
+def _no_loss(output: object, labels: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
 
 
 def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[Rate]) -> float:
@@ -88,23 +149,62 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
     return max(0.0, (spent - computed) / len(tape.ops))
 
 
-def measure_link(group: Group) -> Link:
-    """Between the processes of a group, which all call it: latency of the smallest sum, rate of a large one."""
-    small, large = torch.zeros(1), torch.zeros(SUMMED)
+def measure_links(group: Group) -> dict[str, Link]:
+    """Each kind of message between the processes of a group, which all call it.
 
-    def timed(tensor: torch.Tensor, times: int) -> float:
-        group.barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            group.all_reduce(tensor).wait()
-        return (time.perf_counter() - start) / times
+    A collective comes behind a product, as in a run: the cores that compute carry it, and the last to be ready is
+    waited for. What the products take alone is not counted. What is sent on is waited for by nobody else.
+    """
+    before, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
+    ahead, behind = (group.rank + 1) % n, (group.rank - 1) % n
 
-    timed(small, 10)
-    latency_s = sorted(timed(small, 50) for _ in range(REPEATS))[REPEATS // 2]
-    seconds = sorted(timed(large, 3) for _ in range(REPEATS))[REPEATS // 2]
-    n = group.size
-    wire_bytes = 2 * (n - 1) / n * SUMMED * 4
-    return Link(bytes_per_s=wire_bytes / max(seconds - latency_s, 1e-9), latency_s=latency_s / max(1, 2 * (n - 1)))
+    def passed_on(whole: torch.Tensor) -> None:
+        sent, received = group.exchange(
+            [Transfer(whole, ahead, True), Transfer(torch.empty_like(whole), behind, False)], lambda: "a message"
+        )
+        for handle in (sent, received):
+            if handle is not None:
+                handle.wait()
+
+    messages: dict[str, tuple[Callable[[torch.Tensor], object], float, int]] = {  # what, share on the wire, hops
+        "all_reduce": (lambda whole: group.all_reduce(whole).wait(), 2 * (n - 1) / n, 2 * (n - 1)),
+        "all_gather": (
+            lambda whole: group.all_gather(whole, whole[: len(whole) // n].clone()).wait(),
+            (n - 1) / n,
+            n - 1,
+        ),
+        "reduce_scatter": (
+            lambda whole: group.reduce_scatter(torch.empty(len(whole) // n), whole).wait(),
+            (n - 1) / n,
+            n - 1,
+        ),
+        "send": (passed_on, 1.0, 1),
+    }
+
+    def timed(say: Callable[[torch.Tensor], object] | None, elements: int, *, computes: bool = True) -> float:
+        found = []
+        for _ in range(REPEATS):
+            whole = torch.zeros(elements)
+            group.barrier()
+            start = time.perf_counter()
+            for _ in range(MESSAGES):
+                if computes:
+                    before @ before
+                if say is not None:
+                    say(whole)
+            found.append((time.perf_counter() - start) / MESSAGES)
+        return sorted(found)[REPEATS // 2]
+
+    links = {}
+    products_s = timed(None, n)
+    for name, (say, on_wire, hops) in messages.items():
+        computes = name != "send"
+        small_s, large_s = (
+            timed(say, elements, computes=computes) - computes * products_s for elements in (n, SUMMED // n * n)
+        )
+        rate = SUMMED // n * n * 4 * on_wire / max(large_s - small_s, 1e-6)
+        links[name] = Link(bytes_per_s=rate, latency_s=max(small_s, 1e-7) / hops)
+    return links
 
 
 def cores() -> int:
@@ -112,7 +212,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def put_together(measured: Sequence[dict[str, Measured]], link: Link, memory_bytes: int, ranks: int) -> Hardware:
+def put_together(
+    measured: Sequence[dict[str, Measured]], links: Mapping[str, Link], memory_bytes: int, ranks: int
+) -> Hardware:
     """The file's content: the median process. ``ranks``: that a node of this kind is to have."""
 
     def middle(rates: Sequence[list[Rate]]) -> list[Rate]:
@@ -136,12 +238,13 @@ def put_together(measured: Sequence[dict[str, Measured]], link: Link, memory_byt
         processors=cores(),
         memory_bytes_per_s=copies[-1].per_s,
         flops_per_s=flops,
-        node_link=link,
-        cluster_link=link,
+        node_link=links["all_reduce"],
+        cluster_link=links["all_reduce"],
         host_link=Link(bytes_per_s=copies[-1].per_s, latency_s=0.0),
         operation_s=operation_s,
         products=products,
         copies=copies,
+        messages=dict(links),
     )
 
 
@@ -155,13 +258,21 @@ def to_toml(hardware: Hardware) -> str:
         f"processors = {hardware.processors} # cores, which the ranks of a node share",
         f"memory_bytes_per_s = {hardware.memory_bytes_per_s:.4g}",
         f"operation_s = {hardware.operation_s:.4g}",
+        f"whole_share = {hardware.whole_share:.4g}",
         "",
         "[flops_per_s]",
         *(f"{dtype} = {rate:.4g}" for dtype, rate in hardware.flops_per_s.items()),
     ]
     for name in ("node_link", "cluster_link", "host_link"):
-        link: Link = getattr(hardware, name)
+        link = getattr(hardware, name)
         lines += ["", f"[{name}]", f"bytes_per_s = {link.bytes_per_s:.4g}", f"latency_s = {link.latency_s:.4g}"]
+    for name, link in hardware.messages.items():
+        lines += [
+            "",
+            f"[messages.{name}]",
+            f"bytes_per_s = {link.bytes_per_s:.4g}",
+            f"latency_s = {link.latency_s:.4g}",
+        ]
     for name in ("products", "copies"):
         for rate in getattr(hardware, name):
             lines += ["", f"[[{name}]]", f"size = {rate.size:.6g}", f"per_s = {rate.per_s:.4g}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ class Rejection(NamedTuple):
 
 def divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def with_choice(base: RunConfig, choice: Choice) -> RunConfig:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from framework.blueprint import batch_numbers
 from framework.config import RunConfig, reduces_each, shard_factor
-from framework.planner.hardware import Hardware, time_on
+from framework.planner.hardware import Hardware, Link, time_on
 from framework.planner.profile import LayerProfile, Said
 from framework.planner.sketch import Sketch
 from framework.planner.tape import Kind, Work
-from framework.schedule.action import COMPUTE, Placement, Schedule
+from framework.schedule.action import COMPUTE, Action, Placement, Schedule
 from framework.schedule.action import Kind as Does
-from framework.schedule.simulate import Costs, Timeline, bubble_share, simulate
+from framework.schedule.simulate import Costs, Timeline, bubble_share, pace, simulate
 from framework.summary import Elements
 
 
@@ -143,9 +143,8 @@ def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached:
 
 def _measured(work: Work, hardware: Hardware) -> float:
     memory_s = time_on(hardware.copies, work.bytes) if hardware.copies else work.bytes / hardware.memory_bytes_per_s
-    if work.kind is Kind.MEMORY:
-        return memory_s + hardware.operation_s
-    return max(time_on(hardware.products, work.flops), memory_s) + hardware.operation_s
+    computing_s = 0.0 if work.kind is Kind.MEMORY else time_on(hardware.products, work.flops)
+    return max(computing_s, memory_s) / hardware.whole_share + hardware.operation_s
 
 
 class Wire(NamedTuple):
@@ -157,17 +156,23 @@ class Wire(NamedTuple):
     size: int
     call_s: float = 0.0
     """Of each message, to be started."""
+    measured: tuple[tuple[str, Link], ...] = ()
+    """By kind, where messages were measured."""
 
-    def seconds(self, wire_bytes: float, calls: float = 1, *, sums: bool = False) -> float:
-        """Of so many messages, which together put so many bytes on the wire per rank.
+    def seconds(self, wire_bytes: float, calls: float = 1, kind: str = "") -> float:
+        """Of so many messages of a kind, which together put so many bytes on the wire per rank.
 
         Gathering and scattering go once around a ring, however long it is; a sum to all goes around twice or, among
         many, up and down a tree (NCCL's choices).
         """
         if self.size == 1:
             return 0.0
+        for name, link in self.measured:
+            if name == kind:
+                hops = 1 if kind == "send" else (self.size - 1) * (2 if kind == "all_reduce" else 1)
+                return wire_bytes / link.bytes_per_s + calls * hops * link.latency_s
         latency = self.ring_s
-        if sums:
+        if kind == "all_reduce":
             latency *= min(2.0, 4.0 * math.log2(self.size) / (self.size - 1))
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
 
@@ -181,8 +186,9 @@ def wire_of(size: int, stride: int, hardware: Hardware, reached: Reached) -> Wir
     node, cluster = hardware.node_link, hardware.cluster_link
     within = node.bytes_per_s * reached.node_link
     call_s = reached.message_s if hardware.kind == "cuda" else 0.0
+    measured = tuple(hardware.messages.items())
     if size * stride <= hardware.devices_per_node:
-        return Wire(within, (size - 1) * node.latency_s, size, call_s)
+        return Wire(within, (size - 1) * node.latency_s, size, call_s, measured)
     in_node = min(max(1, hardware.devices_per_node // stride), size)
     crossings = math.ceil(size / in_node)
     ring = crossings * cluster.latency_s + (size - crossings) * node.latency_s
@@ -245,7 +251,7 @@ def layer_s(
     def said(messages: Sequence[Said], beside: Mapping[str, float]) -> float:
         seconds = 0.0
         for message in messages:
-            takes = tp.seconds(message.wire_bytes, message.calls, sums=message.operation == "all_reduce")
+            takes = tp.seconds(message.wire_bytes, message.calls, message.operation)
             share = 1.0 if habits.tp_beside else min(1.0, beside.get(message.operation, 0.0) / message.calls)
             seconds += takes * (1 - reached.hidden * share)
         return seconds
@@ -320,7 +326,8 @@ def step_time(
     crowd = max(1.0, dp * parallel.tp / hardware.processors) if on_cores else 1.0
     stages = [StageTime(*(seconds * crowd for seconds in stage)) for stage in stages] if crowd > 1 else stages
     costs = _costs(stages, habits)
-    timeline = simulate(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
+    run = simulate if sketch.schedule.rows[0][-1:] == (Action(Does.STEP),) else pace
+    timeline = run(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
     pipeline = _pipeline_s(timeline, habits) if simulated else formula_s(sketch, costs, habits)
     more = batch_numbers(config).chunks - sketch.schedule.chunks
     if more and simulated:
@@ -421,8 +428,8 @@ def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -
         return 0.0
     config = sketch.config.parallel
     if habits.scatters_sends and config.tp > 1 and not config.sequence:
-        return pp.seconds(sent / config.tp) + tp.seconds(sent * (config.tp - 1) / config.tp)
-    return pp.seconds(sent)
+        return pp.seconds(sent / config.tp, kind="send") + tp.seconds(sent * (config.tp - 1) / config.tp)
+    return pp.seconds(sent, kind="send")
 
 
 def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
@@ -470,16 +477,16 @@ def _replicas(
         elements = sum(sketch.elements[stage].trained for stage in own)
         calls = max(1, math.ceil(elements * wide / parallel.bucket_bytes))
         ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
-        sums = near.seconds(elements * wide * ring, calls)
-        sums += far.seconds(elements * wide / shards * across, calls, sums=True)
-        gathers = near.seconds(elements * narrow * ring, calls) if shards > 1 else 0.0
+        sums = near.seconds(elements * wide * ring, calls, "reduce_scatter")
+        sums += far.seconds(elements * wide / shards * across, calls, "all_reduce")
+        gathers = near.seconds(elements * narrow * ring, calls, "all_gather") if shards > 1 else 0.0
         one_backward = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
         one_forward = sum(stages[stage].forward for stage in own)
         if parallel.zero == 3:
             layers = sum(len(sketch.stages[stage]) for stage in own)
-            once_f = near.seconds(elements * narrow * ring, layers)
-            once_b = once_f + near.seconds(elements * wide * ring, layers)
-            summed = far.seconds(elements * wide / shards * across, layers, sums=True) if dp > shards else 0.0
+            once_f = near.seconds(elements * narrow * ring, layers, "all_gather")
+            once_b = once_f + near.seconds(elements * wide * ring, layers, "reduce_scatter")
+            summed = far.seconds(elements * wide / shards * across, layers, "all_reduce") if dp > shards else 0.0
             reduce = chunks * _left(once_b + summed, one_backward, reached, habits.reduces_beside)
             gather = chunks * _left(once_f, one_forward, reached, habits.gathers_beside)
         else:

@@ -63,10 +63,16 @@ class Hardware(Section):
     """To the host's memory and back."""
     operation_s: float = Field(default=0.0, ge=0)
     """What each operation takes to be started, if nothing hides that (CPU)."""
+    whole_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the measured rates below, what a layer reaches in which all of them come together."""
     products: list[Rate] = []
     """Measured, smallest first; left out: by the formula for tiles."""
     copies: list[Rate] = []
     """Measured, of elementwise operations, smallest first; left out: ``memory_bytes_per_s``."""
+
+    messages: dict[str, Link] = {}
+    """Measured, by kind (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``send``), among processes whose cores
+    carry them; the latency of a hop. Left out: the links."""
 
     @field_validator("products", "copies")
     @classmethod
@@ -119,11 +125,12 @@ def read_hardware(name: str) -> Hardware:
         text = (resources.files("framework.planner") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
         return _parse(text, name)
     path = Path(name)
-    if path.suffix != ".toml" and not path.exists():
-        close = difflib.get_close_matches(name.lower(), known(), 1)
+    if not path.is_file():
+        close = difflib.get_close_matches(path.stem.lower(), known(), 1)
         hint = f"did you mean {close[0]}? " if close else ""
+        there = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
         raise ConfigError(
-            f"--cluster {name}: no hardware of that name; {hint}known are {', '.join(known())}; or name a TOML file, "
+            f"--cluster {name or repr(name)}: {there}; {hint}known are {', '.join(known())}; or name a TOML file, "
             f"such as `meshwright calibrate --out FILE.toml` writes"
         )
     try:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from framework.config import RunConfig, reduces_each, shard_factor
 from framework.optimizer.eight_bit import table_bytes
 from framework.planner.profile import LayerProfile
-from framework.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
+from framework.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
 from framework.summary import Elements, held_at_rest
 
 
@@ -241,7 +241,7 @@ class _Sums(NamedTuple):
 def walk(
     schedule: Schedule, pp_rank: int, footprints: Mapping[int, Footprint], sums: _Sums, transport: Transport
 ) -> Moment:
-    """Go along a row; the moment in which most is held."""
+    """Go along a row; the moment in which most is held. A schedule that is not lowered gives about that."""
     last = schedule.last_backwards(pp_rank)
     each = reduces_each(sums.config)
     sends: deque[tuple[int, Action]] = deque()
@@ -249,7 +249,7 @@ def walk(
     """Forwards whose backward is done, and whose output is still being sent."""
     activations = messages = under_way = 0
     highest = Moment(0, 0, 0, "rest")
-    for item in schedule.rows[pp_rank]:
+    for item in _row(schedule, pp_rank, last):
         group = actions_of(item)
         if group[0].kind in COMPUTE:
             (action,) = group
@@ -293,6 +293,19 @@ def walk(
                 messages -= size
             gone.discard(action)
     return highest
+
+
+def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:
+    """A row; of a schedule that is not lowered with each receive as late, each send as early as can be."""
+    row = schedule.rows[pp_rank]
+    if row and row[-1] == Action(Kind.STEP):
+        return row
+    items: list[Item] = []
+    for _, action in schedule.actions(pp_rank):
+        receive, send = schedule.receive_for(action), schedule.send_after(action)
+        reduce = Action(Kind.REDUCE, action.stage) if action in last else None
+        items += [each for each in (receive, action, send, reduce) if each is not None]
+    return items
 
 
 def _sent(backward: Action) -> Action:

@@ -8,11 +8,13 @@ degrees, batch, schedule, ZeRO stage, recompute        every combination that th
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from framework.blueprint import batch_numbers
 from framework.config import RunConfig
@@ -31,10 +33,14 @@ from framework.summary import memory as text_of_bytes
 HEADROOM_SHARE = 0.08
 """Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""
 BEST = 10
-MOST_LOOKED_AT = 14
+MOST_LOOKED_AT = 40
+SHORT = 8
+"""Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""
 ENOUGH = 3
 """Micro-batches for each pipeline rank, of a schedule that is looked at."""
 UNKNOWN_BYTES = 2**62
+Shape: TypeAlias = tuple[int, int, int, str, int, int]
+"""Of a choice."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Found:
     sketch: Sketch
     time: StepTime
     memory: tuple[RankMemory, ...]
-    """Of each pipeline rank."""
+    """Of each pipeline rank; of a layout that was not drawn whole, of those that may be the fullest."""
     mfu: float
     """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
 
@@ -117,8 +123,9 @@ def search(
     quick: list[_Quick] = []
     room = usable_bytes(hardware)
     too_large: dict[str, list[tuple[int, Choice]]] = defaultdict(list)
+    tried: set[tuple[int, int, int, int]] = set()
     fits: set[tuple[int, int, int, int]] = set()
-    spared: dict[tuple[int, int, int, str, int, int], list[Choice]] = defaultdict(list)
+    spared: dict[Shape, list[Choice]] = defaultdict(list)
     """Not looked at: one that shards or recomputes less, and so is never slower, fits by formula."""
     all_of_them = choices(workbench, hardware, nodes, offload=offload)
     for rejected, group in groupby(all_of_them, key=lambda each: each if isinstance(each, Rejection) else each.shape):
@@ -135,7 +142,8 @@ def search(
             plan.rejected.append(Rejection(f"memory, the optimizer on the host: {needs}", str(first), len(alike)))
             continue
         smaller = (first.pp, first.dp, first.tp, first.micro_batch_size // 2)
-        if first.micro_batch_size > 1 and smaller not in fits:
+        tried.add((first.pp, first.dp, first.tp, first.micro_batch_size))
+        if smaller in tried and smaller not in fits:
             too_large["with half the samples in a micro-batch already"] += [(UNKNOWN_BYTES, each) for each in alike]
             continue
         for each, needed in _that_fit(workbench, alike, room, too_large):
@@ -146,40 +154,101 @@ def search(
                 continue
             seconds = _quick_s(workbench, hardware, each, reached, habits)
             quick.append(_Quick(seconds, each.zero, needed, each))
-    failed: set[Choice] = set()
-    fitting: dict[tuple[int, int, int, str, int, int], list[Choice]] = defaultdict(list)
-    estimates = sorted(quick)
-    looked_at = 0
-    while estimates:
-        estimate = heapq.heappop(estimates)
-        choice = estimate.choice
-        if len(plan.best) == best and (estimate.seconds > plan.best[-1].time.total or looked_at >= MOST_LOOKED_AT):
-            break
-        if any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting[choice.shape]):
-            continue
-        config, schedule = with_choice(base, choice), drawn(workbench, choice)
-        sketch = workbench.sketch(config, schedule)
-        needed = max(sketch.memory(rank, transport_of(hardware)).total for rank in {0, choice.pp // 2, choice.pp - 1})
-        if needed > room:
-            failed.add(choice)
-            too_large["at the highest point of a step"].append((needed, choice))
-            for each in spared.pop(choice.shape, ()):  # they shard or recompute more
-                seconds = _quick_s(workbench, hardware, each, reached, habits)
-                found = _Quick(seconds, each.zero, _quick_bytes(workbench, each), each)
-                quick.append(found)
-                heapq.heappush(estimates, found)
-            continue
-        looked_at += 1
-        fitting[choice.shape].append(choice)
-        plan.best.append(examine(workbench, hardware, config, choice, schedule, reached, habits))
-        plan.best.sort(key=lambda each: each.time.total)
-        del plan.best[best:]
-    plan.num_fitting -= len(failed)
-    plan.trade_off = [(each.seconds, each.bytes, each.choice) for each in quick if each.choice not in failed]
+    contest = _Contest(workbench, hardware, room, quick, spared, too_large, reached, habits)
+    plan.best = contest.best(best)
+    plan.num_fitting -= len(contest.failed)
+    plan.trade_off = [(each.seconds, each.bytes, each.choice) for each in quick if each.choice not in contest.failed]
     plan.rejected += _too_large(too_large, room)
     if not plan.best and too_large:
         plan.closest = min(chain.from_iterable(too_large.values()), key=lambda each: each[0])
     return plan
+
+
+@dataclass
+class _Contest:
+    """Of layouts that fit by formula the quickest: timed by their schedules, and the first drawn as it will run."""
+
+    workbench: Workbench
+    hardware: Hardware
+    room: int
+    estimates: list[_Quick]
+    """By formula; those that were spared come to it when they take part."""
+    spared: dict[Shape, list[Choice]]
+    too_large: dict[str, list[tuple[int, Choice]]]
+    reached: Reached | None
+    habits: Habits | None
+    failed: set[Choice] = field(default_factory=set)
+
+    def best(self, number: int) -> list[Found]:
+        """So many, or as many as there are; by time."""
+        waiting = sorted(self.estimates)
+        found: list[Found] = []
+        fitting: dict[Shape, list[Choice]] = defaultdict(list)
+        looked_at = 0
+        while waiting:
+            slowest = found[number - 1].time.total if len(found) >= number else math.inf
+            if waiting[0].seconds > slowest or (looked_at >= MOST_LOOKED_AT and found):
+                if self._first_fits(found):
+                    break
+                first = found.pop(0).choice
+                fitting[first.shape].remove(first)
+                self._give_way(first, waiting)
+                continue
+            choice = heapq.heappop(waiting).choice
+            if _is_spared(choice, fitting[choice.shape]):
+                self.spared[choice.shape].append(choice)
+                continue
+            each = self._look(choice)
+            if each is None:
+                self._give_way(choice, waiting)
+                continue
+            looked_at += 1
+            fitting[choice.shape].append(choice)
+            insort(found, each, key=lambda each: each.time.total)
+        while found and not self._first_fits(found):
+            self.failed.add(found.pop(0).choice)
+        return found[:number]
+
+    def _look(self, choice: Choice) -> Found | None:
+        """Timed by its schedule's computations; its memory walked, messages about where they are."""
+        config = with_choice(self.workbench.config, choice)
+        sketch = self.workbench.sketch(config, computed(self.workbench, choice))
+        memory = tuple(sketch.memory(rank, transport_of(self.hardware)) for rank in sketch.unlike_ranks())
+        needed = max(each.total for each in memory)
+        if needed > self.room:
+            self.too_large["at the highest point of a step"].append((needed, choice))
+            return None
+        time = step_time(sketch, self.hardware, self.reached, self.habits)
+        return _found(self.workbench, self.hardware, choice, sketch, time, memory)
+
+    def _first_fits(self, found: list[Found]) -> bool:
+        """Draw the first as it will run: it takes its place, if it still fits."""
+        choice, config = found[0].choice, found[0].config
+        if found[0].sketch.schedule.is_lowered:
+            return True
+        schedule = drawn(self.workbench, choice)
+        whole = examine(self.workbench, self.hardware, config, choice, schedule, self.reached, self.habits)
+        if whole.peak_bytes > self.room:
+            self.too_large["at the highest point of a step"].append((whole.peak_bytes, choice))
+            return False
+        found[0] = whole
+        return True
+
+    def _give_way(self, choice: Choice, waiting: list[_Quick]) -> None:
+        """It does not fit: those take part that it has spared, which shard or recompute more."""
+        self.failed.add(choice)
+        known = {each.choice for each in self.estimates}
+        for each in self.spared.pop(choice.shape, ()):
+            seconds = _quick_s(self.workbench, self.hardware, each, self.reached, self.habits)
+            estimate = _Quick(seconds, each.zero, _quick_bytes(self.workbench, each), each)
+            heapq.heappush(waiting, estimate)
+            if each not in known:
+                self.estimates.append(estimate)
+
+
+def _is_spared(choice: Choice, fitting: Sequence[Choice]) -> bool:
+    """One that shards or recomputes less, and so is never slower, fits."""
+    return any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting)
 
 
 def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterator[Rejection]:
@@ -214,12 +283,27 @@ def hollow(choice: Choice) -> Schedule:
 
 
 def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
-    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage."""
-    key = ("in flight", choice.schedule, choice.pp, _in_full_swing(choice), choice.interleave)
+    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage. Of a long pipeline
+    the first, the middle and the last as two shorter ones say."""
+    chunks = _in_full_swing(choice)
+    key = ("in flight", choice.schedule, choice.pp, chunks, choice.interleave)
     if key not in workbench.seen:
-        workbench.seen[key] = peak_activations(build(choice.schedule, choice.pp, key[3], choice.interleave))
-    peaks: tuple[int, ...] = workbench.seen[key]
-    return peaks
+        shortens = 2 * SHORT < choice.pp <= chunks
+        peaks = [
+            peak_activations(build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave))
+            for pp in ((SHORT, 2 * SHORT) if shortens else (choice.pp,))
+        ]
+        if shortens:
+            more = (choice.pp - 2 * SHORT) / SHORT
+            first, middle, last = (
+                math.ceil(peaks[1][at] + more * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT else -1]))
+                for at in (0, SHORT, 2 * SHORT - 1)
+            )
+            half = choice.pp // 2
+            peaks = [(first, *(middle,) * half, *(last,) * (choice.pp - half - 1))]
+        workbench.seen[key] = peaks[0]
+    found: tuple[int, ...] = workbench.seen[key]
+    return found
 
 
 def _in_full_swing(choice: Choice) -> int:
@@ -245,7 +329,7 @@ def _that_fit(
         return
     fitting: list[Choice] = []
     for each in alike:
-        if any(other.zero <= each.zero and other.effort <= each.effort for other in fitting):
+        if _is_spared(each, fitting):
             yield each, None
             continue
         needed = _quick_bytes(workbench, each)
@@ -260,38 +344,58 @@ def _rough(workbench: Workbench, choice: Choice) -> Sketch:
     return workbench.sketch(with_choice(workbench.config, choice), hollow(choice), roughly=True)
 
 
+def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
+    """Of large micro-batches, drawn straight through those of one and of two samples."""
+    if choice.micro_batch_size <= 2:
+        return value(choice)
+    one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
+    return one + (two - one) * (choice.micro_batch_size - 1)
+
+
 def _quick_s(
     workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
 ) -> float:
-    sketch = _rough(workbench, choice)
-    return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
+    def seconds(of: Choice) -> float:
+        sketch = _rough(workbench, of)
+        return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
+
+    return _by_few(choice, seconds)
 
 
 def _quick_bytes(workbench: Workbench, choice: Choice) -> int:
-    sketch, most = _rough(workbench, choice), 0
-    by_rank, flying = stages_by_rank(sketch.schedule), in_flight(workbench, choice)
-    for rank in {0, choice.pp // 2, choice.pp - 1}:
-        stages = by_rank[rank]
-        held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
-        kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
-        besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
-        most = max(most, int(held + kept * flying[rank] + max(besides, 0)))
-    return most
+    flying = in_flight(workbench, choice)
+
+    def needed(of: Choice) -> float:
+        sketch, most = _rough(workbench, of), 0.0
+        by_rank = stages_by_rank(sketch.schedule)
+        for rank in {0, choice.pp // 2, choice.pp - 1}:
+            stages = by_rank[rank]
+            held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
+            kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
+            besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
+            most = max(most, held + kept * flying[rank] + max(besides, 0))
+        return most
+
+    return int(_by_few(choice, needed))
 
 
-def drawn(workbench: Workbench, choice: Choice) -> Schedule:
-    """Its schedule, or one of fewer micro-batches that stands for it."""
+def computed(workbench: Workbench, choice: Choice) -> Schedule:
+    """Its computations, or those of one of fewer micro-batches that stands for it."""
     chunks = _in_full_swing(choice)
-    key = ("schedule", choice.schedule, choice.pp, chunks, choice.interleave)
+    key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
     if key not in workbench.seen:
-        workbench.seen[key] = lower(build(choice.schedule, choice.pp, chunks, choice.interleave))
+        workbench.seen[key] = build(choice.schedule, choice.pp, chunks, choice.interleave)
     schedule: Schedule = workbench.seen[key]
     return schedule
 
 
-def memories(sketch: Sketch, hardware: Hardware) -> tuple[RankMemory, ...]:
-    """Of each pipeline rank."""
-    return tuple(sketch.memory(rank, transport_of(hardware)) for rank in range(sketch.schedule.pp))
+def drawn(workbench: Workbench, choice: Choice) -> Schedule:
+    """Its schedule, or one of fewer micro-batches that stands for it."""
+    key = ("schedule", id(computed(workbench, choice)))
+    if key not in workbench.seen:
+        workbench.seen[key] = lower(computed(workbench, choice))
+    schedule: Schedule = workbench.seen[key]
+    return schedule
 
 
 def examine(
@@ -306,12 +410,22 @@ def examine(
     """A configuration as it stands."""
     hardware.check_dtype(config.train.dtype)
     sketch = workbench.sketch(config, schedule)
-    time = step_time(sketch, hardware, reached, habits)
-    memory = memories(sketch, hardware)
-    flops = workbench.flops_per_step(config)
+    memory = tuple(sketch.memory(rank, transport_of(hardware)) for rank in range(sketch.schedule.pp))
+    return _found(workbench, hardware, choice, sketch, step_time(sketch, hardware, reached, habits), memory)
+
+
+def _found(
+    workbench: Workbench,
+    hardware: Hardware,
+    choice: Choice,
+    sketch: Sketch,
+    time: StepTime,
+    memory: tuple[RankMemory, ...],
+) -> Found:
+    flops = workbench.flops_per_step(sketch.config)
     size = choice.tp * choice.pp * choice.dp
-    mfu = flops / time.total / (size * hardware.flops_per_s[config.train.dtype])
-    return Found(choice, config, sketch, time, memory, mfu)
+    mfu = flops / time.total / (size * hardware.flops_per_s[sketch.config.train.dtype])
+    return Found(choice, sketch.config, sketch, time, memory, mfu)
 
 
 def tokens_per_second(found: Found, workbench: Workbench) -> float:

@@ -52,6 +52,16 @@ class Sketch:
         """The profiles of a stage's layers."""
         return self.layers[self.stages[index].start : self.stages[index].stop]
 
+    def unlike_ranks(self) -> list[int]:
+        """Of the pipeline ranks whose stages hold alike the first and the last: no other one holds more than both."""
+        first: dict[tuple[Footprint, ...], int] = {}
+        last: dict[tuple[Footprint, ...], int] = {}
+        for rank in range(self.schedule.pp):
+            held = tuple(self.footprints[stage] for stage in self.schedule.stages_of(rank))
+            first.setdefault(held, rank)
+            last[held] = rank
+        return sorted({*first.values(), *last.values()})
+
     def memory(self, pp_rank: int, transport: Transport) -> RankMemory:
         """The highest point of a pipeline rank."""
         stages = self.schedule.stages_of(pp_rank)
@@ -242,7 +252,7 @@ class Workbench:
         """
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
-        stages = self.cut(_of_one_sample(config) if roughly else config, schedule.num_stages)
+        stages = self.cut(_of_samples(config, 1) if roughly else config, schedule.num_stages)
         _, _, parameters = self.split(config.parallel.tp, config.parallel.sequence and config.parallel.tp > 1)
         key = ("elements", config.parallel.tp, tuple(run.start for run in stages))
         if key not in self.seen:
@@ -290,8 +300,8 @@ class Workbench:
         return footprints
 
 
-def _of_one_sample(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 1})})
+def _of_samples(config: RunConfig, size: int) -> RunConfig:
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": size})})
 
 
 def predicted_peaks(config: RunConfig, transport: Transport, practice: Practice) -> list[int]:

@@ -141,8 +141,8 @@ class Schedule:
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
-        return self._ranks[stage]
+        """The pipeline rank that holds a stage, or would: a damaged row may name one that is not there."""
+        return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
@@ -151,7 +151,14 @@ class Schedule:
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, first to last."""
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == pp_rank)
+        return self._stages[pp_rank]
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.pp)]
+        for stage, rank in enumerate(self._ranks):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
         """The actions of a row, groups opened, each with the position of its item in the row."""
@@ -165,20 +172,33 @@ class Schedule:
 
     def receive_for(self, action: Action) -> Action | None:
         """What a computation must have received before it; None where it needs nothing from another rank."""
-        return self._at_border(action, _RECEIVED_FOR)
+        return self._at_border(action, self._received_for)
 
     def send_after(self, action: Action) -> Action | None:
         """What a computation has to send after it; None where no other rank needs it."""
-        return self._at_border(action, _SENT_AFTER)
+        return self._at_border(action, self._sent_after)
 
-    def _at_border(self, action: Action, table: dict[Kind, tuple[Kind, int]]) -> Action | None:
-        if action.kind not in table or action.stage is None:
-            return None
-        kind, offset = table[action.kind]
-        neighbour = action.stage + offset
-        if not 0 <= neighbour < self.num_stages or self.rank_of(neighbour) == self.rank_of(action.stage):
-            return None
-        return Action(kind, action.stage, action.microbatch)
+    def _at_border(self, action: Action, kinds: dict[tuple[Kind, int | None], Kind]) -> Action | None:
+        kind = kinds.get(action[:2])
+        return None if kind is None else Action(kind, action.stage, action.microbatch)
+
+    @cached_property
+    def _received_for(self) -> dict[tuple[Kind, int | None], Kind]:
+        return self._border(_RECEIVED_FOR)
+
+    @cached_property
+    def _sent_after(self) -> dict[tuple[Kind, int | None], Kind]:
+        return self._border(_SENT_AFTER)
+
+    def _border(self, table: dict[Kind, tuple[Kind, int]]) -> dict[tuple[Kind, int | None], Kind]:
+        """Of each computation of each stage the message over the border to another rank, where there is one."""
+        found: dict[tuple[Kind, int | None], Kind] = {}
+        for kind, (message, offset) in table.items():
+            for stage in range(self.num_stages):
+                neighbour = stage + offset
+                if 0 <= neighbour < self.num_stages and self.rank_of(neighbour) != self.rank_of(stage):
+                    found[kind, stage] = message
+        return found
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """For each stage of the rank the B or W after which its weight gradient is whole: the reduction may begin."""

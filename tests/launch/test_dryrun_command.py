@@ -53,7 +53,10 @@ def test_a_seeded_fault_is_exit_code_1(config: str, capsys: pytest.CaptureFixtur
         (["--seed-fault", "schedule:1=zigzag"], "choose of gpipe"),
         (["--seed-fault", "missing:tp:1"], "choose of pp, dp"),
         (["--out", "job.txt"], "a picture ends in one of .svg"),
-        (["--nodes", "3"], "24 were started"),
+        (
+            ["--nodes", "3"],
+            "3 nodes x 8 devices = 24 ranks, and the degrees make pp 2 x tp 1 x dp 2 = 4: take --parallel.dp=12",
+        ),
     ],
 )
 def test_what_is_not_understood_is_said(

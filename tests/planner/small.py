@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from framework.config import RunConfig
 from framework.planner.hardware import Hardware, Link
 from framework.planner.profile import Practice
@@ -12,6 +15,8 @@ from launch.planning import bare
 
 OPTIONS: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {"num_kv_heads": 4, "ffn_size": 64}
+LENGTH = 16
+"""Tokens of a sample."""
 
 
 def hardware(memory_bytes: int = 2**30, **other: Any) -> Hardware:
@@ -38,7 +43,7 @@ def config(builder: str = "models.llama:build", samples: int = 8, dtype: str = "
                 "model": {"builder": builder, "options": own | options},
                 "data": {
                     "train": "in memory",
-                    "sequence_length": 16,
+                    "sequence_length": LENGTH,
                     "task": "span_corruption" if "t5" in builder else "causal",
                 },
                 "train": {"dtype": dtype, "device": "cpu"},
@@ -52,3 +57,19 @@ def config(builder: str = "models.llama:build", samples: int = 8, dtype: str = "
 def workbench(builder: str = "models.llama:build", samples: int = 8, fused: bool = False, **options: Any) -> Workbench:
     """Of such a model."""
     return Workbench(config(builder, samples, **options), Practice(fused=fused))
+
+
+class Tokens:
+    """Token ids without end, drawn by their index: samples that need no corpus."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(OPTIONS["vocab_size"], (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return ids[:-1], ids[1:]
+
+
+def tokens(split: str) -> Tokens | None:
+    """For ``data.builder``."""
+    return Tokens() if split == "train" else None

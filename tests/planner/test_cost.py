@@ -75,6 +75,14 @@ def took(of: RunConfig, hardware: Hardware = DEVICE, habits: Habits | None = Non
     return step_time(sketch(of), hardware, Reached()._replace(**reached), habits)
 
 
+def test_messages_that_were_measured_count_as_measured() -> None:
+    links = {"all_reduce": Link(bytes_per_s=1e9, latency_s=1e-3), "send": Link(bytes_per_s=2e9, latency_s=5e-4)}
+    wire = wire_of(4, 1, DEVICE.model_copy(update={"messages": links}), IDEAL)
+    assert wire.seconds(1e9, 2, "all_reduce") == pytest.approx(1 + 2 * 6e-3)
+    assert wire.seconds(1e9, 2, "send") == pytest.approx(0.5 + 2 * 5e-4)
+    assert wire.seconds(1e9, 2, "all_gather") == wire_of(4, 1, DEVICE, IDEAL).seconds(1e9, 2, "all_gather")
+
+
 def test_a_large_product_goes_at_the_peak_and_a_small_one_at_the_memory() -> None:
     large = Work(Kind.PRODUCT, 2.0 * 12800**3, 3.0 * 2 * 12800**2, (1, 12800, 12800, 12800))
     assert work_s(large, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(2 * 12800**3 / 1e14)
@@ -110,9 +118,9 @@ def test_messages_within_a_node_across_nodes_and_on_several_ways_out() -> None:
     assert wire_of(16, 1, DEVICE, IDEAL).seconds(8e10, 0) == pytest.approx(1.0)  # 8 ways out of a node
     ring = wire_of(16, 1, DEVICE, IDEAL)
     assert ring.seconds(0, 1) == pytest.approx(2 * 1e-5 + 14 * 1e-6)
-    assert ring.seconds(0, 1, sums=True) > ring.seconds(0, 1)
+    assert ring.seconds(0, 1, "all_reduce") > ring.seconds(0, 1)
     many = wire_of(1024, 1, DEVICE, IDEAL)
-    assert many.seconds(0, 1, sums=True) < many.seconds(0, 1)  # a tree
+    assert many.seconds(0, 1, "all_reduce") < many.seconds(0, 1)  # a tree
     assert wire_of(1, 1, DEVICE, IDEAL).seconds(1e12, 5) == 0.0
 
 

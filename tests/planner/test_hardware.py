@@ -8,7 +8,7 @@ import pytest
 
 from framework.errors import ConfigError
 from framework.planner.calibrate import to_toml
-from framework.planner.hardware import Rate, known, read_hardware, time_on
+from framework.planner.hardware import Link, Rate, known, read_hardware, time_on
 from tests.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]
@@ -57,6 +57,9 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     file, _ = written(tmp_path)
     assert read_hardware(str(file)) == hardware(products=CURVE)
+    measured = {"whole_share": 0.8, "messages": {"send": Link(bytes_per_s=2e9, latency_s=1e-4)}}
+    file, _ = written(tmp_path, **measured)
+    assert read_hardware(str(file)) == hardware(products=CURVE, **measured)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,9 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, sai
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "cannot be read" in refused(str(tmp_path / "none.toml"))
-    assert "cannot be read" in refused(str(tmp_path))
+    assert "no such file; known are" in refused(str(tmp_path / "none.toml"))
+    assert "no such file; did you mean h200?" in refused("H200.toml")
+    assert "this is a folder" in refused(str(tmp_path))
     (tmp_path / "latin.toml").write_bytes(b"name = '\xff'")
     assert "not UTF-8" in refused(str(tmp_path / "latin.toml"))
 

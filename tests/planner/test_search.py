@@ -7,11 +7,13 @@ import pytest
 from framework.blueprint import draw_blueprint
 from framework.config import resolve
 from framework.errors import ConfigError
-from framework.planner.choices import Choice, Rejection, choice_of, choices, divisors, with_choice
+from framework.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
+from framework.planner.memory import NCCL
 from framework.planner.page import page
 from framework.planner.plan_text import chosen_config, describe
-from framework.planner.search import Plan, drawn, examine, search, usable_bytes
+from framework.planner.search import Plan, computed, drawn, examine, in_flight, search, usable_bytes
 from framework.planner.sketch import Workbench
+from framework.schedule.simulate import peak_activations
 from tests.planner.small import OPTIONS, hardware, workbench
 
 KINDS = {
@@ -107,6 +109,13 @@ def test_a_prime_batch_leaves_one_replica() -> None:
     assert {(each.choice.dp, each.choice.micro_batch_size) for each in plan.best} == {(1, 1)}
 
 
+def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
+    _, plan = found(samples=4096, devices=1)
+    assert plan.best
+    assert {each.choice.micro_batch_size for each in plan.best} <= {4, 8, 16, 32, 64}
+    assert any("micro-batches in a step (most looked at" in each.rule for each in plan.rejected)
+
+
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
     bench = workbench("models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
@@ -142,6 +151,25 @@ def test_the_host_has_an_end_too() -> None:
 def test_a_dtype_that_nobody_has_timed_is_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         search(workbench(), hardware(flops_per_s={"float32": 1e12}), 1)
+
+
+def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
+    bench = workbench()
+    layout = Choice(48, 1, 1, "1f1b", 1, 1, 144, 0, 1, False, "none", False)
+    for schedule, interleave in SCHEDULES:
+        choice = layout._replace(schedule=schedule, interleave=interleave)
+        whole = peak_activations(computed(bench, choice))
+        for rank in (0, 24, 47):
+            assert in_flight(bench, choice)[rank] == pytest.approx(whole[rank], rel=0.2, abs=1), (schedule, rank)
+
+
+def test_the_ranks_that_are_walked_are_enough() -> None:
+    bench = workbench(samples=16, num_layers=13)
+    for schedule, interleave in SCHEDULES:
+        choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
+        sketch = bench.sketch(with_choice(bench.config, choice), computed(bench, choice))
+        totals = [sketch.memory(rank, NCCL).total for rank in range(4)]
+        assert max(totals) == max(totals[rank] for rank in sketch.unlike_ranks()), (schedule, totals)
 
 
 def test_divisors() -> None:

@@ -16,7 +16,7 @@ from framework.errors import ScheduleError
 from framework.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Kind, Schedule, parse_schedule
 from framework.schedule.build import build
 from framework.schedule.lower import lower
-from framework.schedule.simulate import Channel, Costs, Span, Timeline, bubble_share, simulate
+from framework.schedule.simulate import Channel, Costs, Span, Timeline, bubble_share, pace, simulate
 from tests.schedule.sizes import built
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"
@@ -27,6 +27,21 @@ spec.loader.exec_module(bubbles)
 PROFILES = bubbles.profiles()
 MISSES = {"1F1B": 0.0, "ZB-H1": 0.0, "ZB-H2": 0.0, "1F1B-I": 0.0050, "ZB-V": 0.0015}
 """How far docs/schedules.md says that we are from what is published."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=built(), data=st.data())
+def test_the_pace_is_that_of_the_lowered_schedule(schedule: Schedule, data: st.DataObject) -> None:
+    seconds = st.floats(0, 3, allow_nan=False)
+    costs = [Costs(*(data.draw(seconds) for _ in range(5))) for _ in range(schedule.num_stages)]
+    lowered = simulate(lower(schedule), costs)
+    assert pace(schedule, costs).spans == tuple(span for span in lowered.spans if span.action.kind in COMPUTE)
+
+
+def test_a_pace_that_nobody_can_keep_is_refused() -> None:
+    hanging = parse_schedule("# mine pp=2 num_stages=2 chunks=1 placement=loop\n0B0 0F0\n1F0 1B0")
+    with pytest.raises(ScheduleError, match="mine hangs"):
+        pace(hanging, [Costs()] * 2)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda row: f"{row.table}-{row.model}-p{row.pp}-m{row.chunks}")
