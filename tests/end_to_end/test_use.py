@@ -201,6 +201,8 @@ def test_what_cannot_be_used_is_one_message(
         (["eval", run, "--parallel.pp=9"], "9 stages"),
         (["eval", run, f"--data={tmp_path}"], "holds no corpus"),
         (["eval", run, f"--data={tmp_path / 'none'}"], "there is no corpus at"),
+        (["eval", run, f"--out={tmp_path}"], "there is a folder of that name; name a file, such as"),
+        (["sample", run, "--prompt=x", f"--out={run}/metrics.jsonl/x"], "is a file, and nothing can lie below it"),
         (["sample", run, "--prompt=x", "--parallel.dp=2"], "parallel.dp has no use here"),
         (["sample", run, "--prompt=x", "--step=6"], "has no checkpoint of step 6"),
     ]:
