@@ -140,6 +140,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
                 of_corpus = config.data.builder is None and leaf.shape[1] == config.data.sequence_length
                 check_sequence_length(leaf.shape[1], grid.tp, None if of_corpus else f"inputs{keystr(path)}")
     model = build_model(config.model.builder, config.model.options, config.run.seed)
+    check_impossible(config, model)
     last_name = list(model.layers._modules)[-1]
     inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype
     on_meta = meta_copy(model.layers)
@@ -217,6 +218,17 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         tuple(running),
         tuple(recomputed),
     )
+
+
+def check_impossible(config: RunConfig, model: PlainModel) -> None:
+    """Raise :class:`ModelError` for a layout that the model itself says it cannot have."""
+    parallel = config.parallel
+    for key, wanted, instead in (
+        ("tp", parallel.tp > 1, f"parallel.tp = {parallel.tp}: use parallel.tp = 1"),
+        ("sequence", parallel.sequence, "parallel.sequence = true: set it to false"),
+    ):
+        if wanted and key in model.impossible:
+            raise ModelError(f"{config.model.builder}: {model.impossible[key]}; this rules out {instead}")
 
 
 def check_recompute(config: RunConfig, model: PlainModel) -> None:

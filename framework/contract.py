@@ -40,6 +40,7 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         ("divisible", dict, '{"block*.qkv": 8}'),
         ("tied_weights", (list, tuple), '[("embedding.weight", "head.weight")]'),
         ("selective_recompute", (list, tuple), '["block*.attention.core"]'),
+        ("impossible", dict, '{"tp": "the heads share a weight"}'),
     ):
         found = getattr(layers, attribute, None)
         if found is not None and not isinstance(found, wanted):

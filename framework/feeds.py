@@ -13,6 +13,7 @@ from framework.data.order import OnceInOrder, SampleOrder
 from framework.data.samples import Corpus, Feed
 from framework.data.span_corruption import SpanCorruptionFeed, open_corpus
 from framework.data.tokenizer import end_of_document_id, load
+from framework.model import vocabulary
 
 
 class Source(Protocol):
@@ -67,8 +68,7 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnyFeed | None:
     prefix = data.train if split == "train" else data.validation
     if prefix is None:
         return None
-    vocab_size = config.model.options.get("vocab_size")
-    vocab_size = vocab_size if isinstance(vocab_size, int) else None
+    vocab_size = vocabulary(config.model.builder, config.model.options)
     if data.task == "span_corruption":
         corpus = open_corpus(prefix, data.sequence_length, vocab_size)
         return SpanCorruptionFeed(corpus, order(corpus.num_samples), data.sequence_length, seed)

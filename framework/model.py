@@ -2,13 +2,15 @@
 
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
-    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | "sequence" | "heads" | "features"}
+    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ...}, all of them in
+                    framework/tensor_parallel/plan.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
     loss            (output of the last layer, labels) -> loss of each label, zero where it is -100; without it the
                     output is logits, (..., classes) for labels (...), and the loss their cross-entropy
     selective_recompute  [pattern of submodule names]: cheap to compute and dear to keep
+    impossible      {"tp" | "sequence": why the model cannot be laid out so}
 
 A model that carries nothing trains with dp and pp at once; its own ``reset_parameters`` initialise it.
 """
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from framework import contract
-from framework.errors import ModelError
+from framework.errors import ModelError, UserError
 from framework.imports import find_function, place
 from framework.seeding import Draw, seed_dropouts, seeded
 
@@ -45,6 +47,8 @@ class PlainModel:
     initialise: Initialise | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     selective_recompute: list[str] = field(default_factory=list)
+    impossible: dict[str, str] = field(default_factory=dict)
+    """"tp", "sequence" -> why not."""
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
     owners: dict[str, nn.Module] = field(default_factory=dict)
@@ -114,17 +118,41 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
         raise ModelError("\n".join(problems))
 
 
+SCHEMES = {"hf": ("framework.huggingface.restructure:builder", "framework.huggingface.directory:vocabulary")}
+"""``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
+imported, as a user's own is."""
+
+
+def find_builder(path: str) -> Callable[..., Any]:
+    """The function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
+    scheme, _, rest = path.partition(":")
+    if scheme in SCHEMES:
+        return find_function(SCHEMES[scheme][0], "model.builder", "a builder", ModelError)(rest)  # type: ignore[no-any-return]
+    return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
+
+
+def vocabulary(path: str, options: dict[str, Any]) -> int | None:
+    """How many token ids a model has rows for, as far as its options or its directory tell."""
+    scheme, _, rest = path.partition(":")
+    found = options.get("vocab_size")
+    if found is None and scheme in SCHEMES:
+        found = find_function(SCHEMES[scheme][1], "model.builder", "a builder", ModelError)(rest)
+    return found if isinstance(found, int) else None
+
+
 def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     """Build the user's model with its parameters on meta, check the contract, seed its dropouts by name.
 
     Raises:
         ModelError: whatever keeps the result from being cut into stages, with the builder's name.
     """
-    builder = find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
+    builder = find_builder(path)
     check_options(path, builder, options)
     try:
         with parameters_on_meta():
             layers = builder(**options)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"{path} with model.options {options} failed{place(error)}: {type(error).__name__}: {error}"
@@ -164,6 +192,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         initialise=getattr(layers, "initialise", None),
         loss=getattr(layers, "loss", None),
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
+        impossible=dict(getattr(layers, "impossible", {})),
         draw=seed_dropouts(layers, seed),
         seed=seed,
         owners=owners,

@@ -81,13 +81,16 @@ def reshard(
         blueprints = [
             draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
         ]
-        _check_names(checkpoint, blueprints[0])
+        is_fresh = not saved.state.get("optimizer_steps") and not any(
+            checkpoint.parameters(kind) for kind in Kind if kind is not Kind.WEIGHTS
+        )
+        _check_names(checkpoint, blueprints[0], is_fresh)
         out.mkdir(parents=True, exist_ok=True)
         held_open.enter_context(RunLock(out))  # no job of that directory saves into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
         for pp_rank in range(parallel.pp):
             for tp_rank, blueprint in enumerate(blueprints):
-                shard = pieces(checkpoint, blueprint, pp_rank, tp_rank)
+                shard = pieces(checkpoint, blueprint, pp_rank, tp_rank, is_fresh)
                 write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
                 checkpoint.close()  # what was mapped for this shard
         head = Head(
@@ -111,10 +114,10 @@ class Held(NamedTuple):
     info: ParameterInfo
 
 
-def held(blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Held]:
+def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[Held]:
     """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of :func:`framework.state.pieces`.
 
-    ``blueprint``: drawn for this tp rank.
+    ``blueprint``: drawn for this tp rank. ``is_fresh``: an imported model, weights alone.
     """
     stages = blueprint.schedule.stages_of(pp_rank)
     if tp_rank == 0:
@@ -137,14 +140,16 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Held]:
             kinds = [Kind.WEIGHTS, *(Kind(name) for name in states_of(blueprint.config.optimizer))]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(Kind.MASTER)
+            if is_fresh:
+                kinds = [Kind.WEIGHTS]
             for of in kinds:
                 for member in together:
                     yield Held(of, member.info)
 
 
-def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int) -> Iterator[Piece]:
+def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool) -> Iterator[Piece]:
     """The same with their numbers, read one by one."""
-    for kind, info in held(blueprint, pp_rank, tp_rank):
+    for kind, info in held(blueprint, pp_rank, tp_rank, is_fresh):
         tensor = checkpoint.read(kind, info)
         assert tensor is not None, (kind, info)  # _check_names has seen it
         yield Piece(kind, info, info.unpadded(tensor))
@@ -223,9 +228,13 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
         )
 
 
-def _check_names(checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+def _check_names(checkpoint: Checkpoint, blueprint: Blueprint, is_fresh: bool) -> None:
     """The model that is built now has the very tensors of the checkpoint: none would be lost."""
-    found = {kind.of(info.name) for pp_rank in range(blueprint.grid.pp) for kind, info in held(blueprint, pp_rank, 0)}
+    found = {
+        kind.of(info.name)
+        for pp_rank in range(blueprint.grid.pp)
+        for kind, info in held(blueprint, pp_rank, 0, is_fresh)
+    }
     there = set(checkpoint.manifest.tensors)
     if found == there:
         return

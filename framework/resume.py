@@ -63,7 +63,10 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
-    say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
+    if manifest.step == 0:
+        say(f"starting from the weights of {path}")
+    else:
+        say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         say(f"  changed: {change}")
 

@@ -24,7 +24,7 @@ from framework.blueprint import Blueprint, draw_blueprint
 from framework.build import Forward, split_vocab_size
 from framework.config import RunConfig, resolve
 from framework.data import fingerprint
-from framework.data.tokenizer import end_of_document_id, load
+from framework.data.tokenizer import ending_ids, load
 from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Coordinates, Grid
@@ -262,9 +262,9 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
 def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
     """What the tokenizer calls so, and what the corpus that lies beside it was closed with."""
     assert config.data.tokenizer is not None
-    known = fingerprint.read(Path(config.data.tokenizer).parent)
-    found = {end_of_document_id(tokenizer), known.end_of_document_id if known is not None else None}
-    return {number for number in found if number is not None}
+    path = Path(config.data.tokenizer)
+    known = fingerprint.read(path.parent)
+    return ending_ids(path, tokenizer) | ({known.end_of_document_id} - {None} if known is not None else set())
 
 
 def _draws(ask: Ask, seed: int) -> list[torch.Generator]:

@@ -97,9 +97,12 @@ def restore(
 ) -> None:
     """Overwrite weights, running buffers, master weights and moments with a checkpoint's, whatever layout wrote it.
 
+    A checkpoint that no optimizer has stepped (an imported model) has weights alone: master weights begin as these.
+
     Raises:
         CheckpointError: a parameter is not in it, or has another shape.
     """
+    is_fresh = not optimizer_steps and not checkpoint.parameters(Kind.MASTER)
     for name, buffer in running.items():
         saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
@@ -112,7 +115,8 @@ def restore(
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
-                master = None if bucket.same_dtype else _read_bucket(checkpoint, Kind.MASTER, bucket)
+                has_master = not bucket.same_dtype and not is_fresh
+                master = _read_bucket(checkpoint, Kind.MASTER, bucket) if has_master else None
                 bucket.load(_read_bucket(checkpoint, Kind.WEIGHTS, bucket), master)
             if optimizer_steps:
                 states = {

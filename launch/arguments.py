@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +225,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _data_commands(data)
 
+    config = _command(
+        added,
+        "config",
+        None,
+        "read another framework's configuration; show what one of ours means",
+        "Without torch, a device or the data.",
+        "meshwright config show configs/demo.toml",
+    )
+    _config_commands(config)
+
     checkpoint = _command(
         added,
         "checkpoint",
@@ -233,6 +244,40 @@ def build_parser() -> argparse.ArgumentParser:
         "meshwright checkpoint verify runs/demo",
     )
     _checkpoint_commands(checkpoint)
+
+    convert = _command(
+        added,
+        "convert",
+        commands.convert,
+        "bring a model of Hugging Face's form, or take one away in it",
+        "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory, which `meshwright "
+        "train` fine-tunes from these weights on any layout, and `meshwright sample` writes with; keys of the "
+        "configuration may follow. --to writes the newest checkpoint of a run, or that of --step, as transformers, "
+        "vLLM and lm-eval open it. One tensor at a time, the same bits both ways; no network, nothing is unpickled.",
+        "meshwright convert --from hf models/Llama-3.1-8B runs/llama --data.train=runs/data/mine/train\n"
+        "  meshwright train runs/llama/config.toml --parallel.tp=8\n"
+        "  meshwright convert runs/llama --to hf models/mine --dtype bfloat16",
+        takes_overrides=True,
+    )
+    convert.add_argument(
+        "place",
+        type=Path,
+        metavar="RUN",
+        help="the run directory to be written; with --to a run, or a checkpoints/step-*",
+    )
+    direction = convert.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
+    direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to be written")
+    convert.add_argument("--step", type=_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
+    convert.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "float16", "bfloat16"),
+        help="with --to: of the tensors (default: as saved; float32 of a bfloat16 run: its master weights)",
+    )
+    convert.add_argument(
+        "--shard-size", type=_bytes, metavar="SIZE", help="with --to: of a file, as in 500MB or 2GiB (default: 5GB)"
+    )
+    convert.usage = f"{convert.prog} (--from hf PATH RUN | RUN --to hf PATH) [options] [--section.key=value ...]"
 
     status = _command(
         added,
@@ -325,6 +370,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plot.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
     plot.add_argument("--out", type=Path, metavar="PNG", help="default: loss.png in the run directory")
+
+    completion = _command(
+        added,
+        "completion",
+        commands.completion,
+        "a script with which a shell completes commands, options and keys",
+        "For bash, zsh or fish: commands, options, files, and the keys of the configuration with the words they allow. "
+        "Evaluate it when the shell starts, as in the example (fish: meshwright completion fish | source).",
+        "meshwright completion bash\n  echo 'eval \"$(meshwright completion bash)\"' >> ~/.bashrc",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
 
 
@@ -383,6 +439,40 @@ def _data_commands(data: argparse.ArgumentParser) -> None:
         parser.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
 
 
+def _config_commands(config: argparse.ArgumentParser) -> None:
+    commands_of = config.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
+    imported = _command(
+        commands_of,
+        "import",
+        commands.config_import,
+        "one of torchtitan, nanotron or Megatron-LM as one of ours",
+        "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, in a shell script (which is "
+        "not run) or as they stand. Says what was decided, and each key that could not come along, with the reason. "
+        "Keys of ours on the command line go on top. Without --out the file goes to stdout.",
+        "meshwright config import llama3_8b.toml --from torchtitan --ranks 64 --out configs/imported.toml",
+        takes_overrides=True,
+    )
+    imported.add_argument("file", metavar="FILE", type=Path, help="a .toml, a .yaml, or a script or list of flags")
+    imported.add_argument(
+        "--from", choices=("torchtitan", "nanotron", "megatron"), help="whose it is (default: by the end of its name)"
+    )
+    imported.add_argument("--ranks", type=_count, metavar="N", help="of the whole job, where the file leaves dp open")
+    imported.add_argument("--out", type=Path, metavar="FILE", help="a TOML file (default: on stdout)")
+    imported.add_argument("--replace", action="store_true", help="write over a file that is there")
+    shown = _command(
+        commands_of,
+        "show",
+        commands.config_show,
+        "what a configuration comes to, and where each value comes from",
+        "The file, the command line, a default, or what follows from the others for so many ranks.",
+        "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
+        takes_overrides=True,
+    )
+    _config(shown)
+    shown.add_argument("--ranks", type=_count, metavar="N", help="that would run it (default: what the degrees say)")
+    shown.add_argument("--all", action="store_true", help="also what stands at its default")
+
+
 def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
     commands_of = checkpoint.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
     listed = _command(
@@ -426,7 +516,7 @@ def _checkpoint_commands(checkpoint: argparse.ArgumentParser) -> None:
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:
-            parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
+            parser.add_argument("--step", type=_count_from_0, metavar="N", help="the checkpoint of this step")
 
 
 def _count(text: str) -> int:
@@ -451,6 +541,24 @@ def _share(text: str) -> float:
     if not 0.0 < number <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return number
+
+
+def _count_from_0(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number from 0 up")
+    return number
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    size = 0
+    if found:
+        base = 1024 if found[3] else 1000
+        size = int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: as in 500MB, 5GB or 2GiB")
+    return size
 
 
 def _temperature(text: str) -> float:

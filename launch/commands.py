@@ -238,6 +238,17 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     return 0
 
 
+def convert(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch import converting
+
+    print(
+        converting.convert(
+            options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
+        )
+    )
+    return 0
+
+
 def plot(options: argparse.Namespace, _: list[str]) -> int:
     from framework.config import parse
     from framework.data.fingerprint import read
@@ -277,4 +288,27 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     check_place(out, "--out", folder=False, example="report.html")
     write_out(out, page(runs))
     print(out)
+    return 0
+
+
+def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import import_config
+
+    source = getattr(options, "from")
+    import_config(options.file, source, overrides, options.ranks, options.out, replace=options.replace)
+    return 0
+
+
+def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
+    from launch.configs import show
+
+    print(show(options.config, overrides, options.ranks, everything=options.all))
+    return 0
+
+
+def completion(options: argparse.Namespace, _: list[str]) -> int:
+    from launch.arguments import build_parser
+    from launch.completion import script
+
+    print(script(build_parser(), options.shell), end="")
     return 0

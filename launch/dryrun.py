@@ -87,7 +87,7 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
 
         workbench = Workbench(job.config, practice_for(job.config, hardware))
         found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
-        return StepTime(found.time.total, found.mfu, found.time.timeline, hardware.name)
+        return StepTime(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 
     return time_model
 

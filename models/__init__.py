@@ -24,6 +24,11 @@ What the Sequential may carry (plain attributes, all optional)
     column     nn.Linear, by output rows            row       nn.Linear, by input columns; bias added after the sum
                nn.Embedding, by features            heads     acts on activations split over dim 1 (attention dropout)
     vocab      nn.Embedding or nn.Linear, by token  features  a dropout on activations split over the last dim
+    column_whole, row_whole   nn.Linear, as column and row, for what lies between them and cannot be cut: the output put
+               together, a part taken of a whole input
+    uncut      what has weights between these two (a norm over all heads)
+    gather     under sequence parallelism the module's first input is gathered before it, and not by its columns: for a
+               forward that takes the length of the sequence from what it is handed
     sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the

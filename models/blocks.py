@@ -69,9 +69,9 @@ def check_positive(**options: float) -> None:
         raise ValueError(f"model options must be positive: {', '.join(wrong)}")
 
 
-def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
     """Raise ValueError with the nearest counts that work when the heads do not divide what they have to."""
-    if hidden_size % num_heads:
+    if head_dim is None and hidden_size % num_heads:
         near = _nearest_divisors(hidden_size, num_heads)
         raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} heads: use num_heads = {near}")
     if num_heads % num_kv_heads:
@@ -121,6 +121,8 @@ class Attention(nn.Module):
         | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
 
     With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
+    ``head_dim=None`` is hidden_size / num_heads, ``out_bias=None`` as ``bias``. ``qk_norm_eps``: queries and keys go
+    through an RMSNorm over head_dim first, one weight for all heads. ``window``: see :class:`AttentionCore`.
     """
 
     def __init__(
@@ -132,20 +134,28 @@ class Attention(nn.Module):
         bias: bool,
         dropout: float,
         rotary: nn.Module | None = None,
+        head_dim: int | None = None,
+        out_bias: bool | None = None,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.heads_per_group = num_heads // num_kv_heads
         self.drops = dropout > 0
-        self.core = AttentionCore()
+        self.core = AttentionCore(window)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
         self.rotary = rotary
         self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
         q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             cos, sin = self.rotary(q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -159,22 +169,34 @@ class AttentionCore(nn.Module):
 
     A module of its own so that ``selective_recompute`` can name it. It has no parameters, and the dropout of the
     probabilities is handed to it: its masks go by the name that it has where it belongs.
+    ``window``: each token sees so many, itself and those just before it; None: all that came before.
     """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None) -> Tensor:
         """(B, H, S, d), (B, G, S, d), (B, G, S, d) -> (B, H, S, d).
 
         The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
         """
-        heads_per_group = q.shape[1] // k.shape[1]
-        if dropout is None:
+        heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
+        sees_all = self.window is None or self.window >= length
+        if dropout is None and sees_all:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
+        if dropout is None:  # keys of each head their own: no kernel that takes a mask shares them on a GPU
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
+        scores = scores.masked_fill(~self.seen(length, scores.device), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v  # type: ignore[no-any-return]
+
+    def seen(self, length: int, device: torch.device) -> Tensor:
+        """(S, S) bool: whether query i sees key j."""
+        before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        return before if self.window is None else before.triu(1 - self.window)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 
     8B     32   4096  14336   32  8 ->   8,030,261,248
     70B    80   8192  28672   64  8 ->  70,553,706,496
     405B  126  16384  53248  128  8 -> 405,853,388,800
+
+Its relatives are the same with options: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
+(``qk_norm``, ``head_dim``).
 """
 
 from __future__ import annotations
@@ -102,11 +105,11 @@ class SwiGlu(nn.Module):
     Blocks and not single pairs: elements that are neighbours in memory, for the sake of vector units.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int, *, bias: bool = False) -> None:
         super().__init__()
         self.block_size = ffn_size // num_blocks
-        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=False)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)
@@ -129,12 +132,20 @@ def build(
     rope_original_length: int = 8192,
     tied: bool = False,
     dropout: float = 0.0,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    sliding_window: int | None = None,
 ) -> nn.Sequential:
     """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
     ``rope_scaling_factor=1`` is Llama 3 as pre-trained on 8,192 tokens; Llama 3.1's long context is factor 8 with the
-    other three as they stand. tp has to divide ``num_kv_heads``. Raises ValueError for sizes that do not fit each
-    other.
+    other three as they stand. ``head_dim=None`` is hidden_size / num_heads. ``qkv_bias``, ``out_bias``, ``mlp_bias``:
+    of the projections into attention, out of it, and of the feed-forward. ``qk_norm``: an RMSNorm over each head's
+    queries and keys. ``sliding_window``: how many tokens each sees, itself included; None: all before it. tp has to
+    divide ``num_kv_heads``. Raises ValueError for sizes that do not fit each other.
     """
     check_positive(
         vocab_size=vocab_size,
@@ -146,11 +157,16 @@ def build(
         max_sequence_length=max_sequence_length,
         rope_theta=rope_theta,
         rope_scaling_factor=rope_scaling_factor,
+        **({} if head_dim is None else {"head_dim": head_dim}),
+        **({} if sliding_window is None else {"sliding_window": sliding_window}),
     )
-    check_heads(hidden_size, num_heads, num_kv_heads)
-    head_dim = hidden_size // num_heads
+    check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
+    said = f"head_dim={head_dim}"
+    if head_dim is None:
+        head_dim = hidden_size // num_heads
+        said = f"{hidden_size} / {num_heads} = {head_dim}"
     if head_dim % 2:
-        raise ValueError(f"rotary positions need an even head_dim, got {hidden_size} / {num_heads} = {head_dim}")
+        raise ValueError(f"rotary positions need an even head_dim, got {said}")
     if rope_low_freq_factor >= rope_high_freq_factor:
         raise ValueError(
             f"rope_low_freq_factor={rope_low_freq_factor} must be below rope_high_freq_factor={rope_high_freq_factor}"
@@ -164,9 +180,20 @@ def build(
     for i in range(num_layers):
         layers[f"block{i}"] = Block(
             nn.RMSNorm(hidden_size, eps=norm_eps),
-            Attention(hidden_size, num_heads, num_kv_heads, bias=False, dropout=dropout, rotary=Rotary(frequencies)),
+            Attention(
+                hidden_size,
+                num_heads,
+                num_kv_heads,
+                bias=qkv_bias,
+                dropout=dropout,
+                rotary=Rotary(frequencies),
+                head_dim=head_dim,
+                out_bias=out_bias,
+                qk_norm_eps=norm_eps if qk_norm else None,
+                window=sliding_window,
+            ),
             nn.RMSNorm(hidden_size, eps=norm_eps),
-            SwiGlu(hidden_size, ffn_size, num_blocks),
+            SwiGlu(hidden_size, ffn_size, num_blocks, bias=mlp_bias),
             dropout=dropout,
         )
     layers["norm"] = nn.RMSNorm(hidden_size, eps=norm_eps)
@@ -174,7 +201,7 @@ def build(
     return assemble(
         layers,
         initialise=partial(initialise, num_layers=num_layers),
-        sharding_plan=dict(SHARDING_PLAN),
+        sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
         divisible={
             "block*.attention.qkv": num_kv_heads,
             "block*.attention.out": num_kv_heads,

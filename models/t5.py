@@ -98,11 +98,13 @@ def build(
     max_distance: int = 128,
     padding_id: int = 0,
     norm_eps: float = 1e-6,
+    scaled: bool | None = None,
 ) -> nn.Sequential:
     """The layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
 
     ``gated=False, tied=True`` is T5 v1.0, ``gated=True, tied=False`` v1.1. The two embeddings are one weight in both,
-    and so is the relative bias of a stack; ``tied``: the head too, its input then scaled by 1 / sqrt(hidden_size).
+    and so is the relative bias of a stack; ``tied``: the head too. ``scaled``: the head's input is multiplied by
+    1 / sqrt(hidden_size); None: as ``tied``.
     ``head_dim=None`` is hidden_size / num_heads, ``ffn_size=None`` 4 x hidden_size, ``num_decoder_layers=None``
     num_layers. ``padding_id``: this token of the encoder is attended to by nobody; -1: none is.
     ``dropout`` is one probability for all places: embeddings, attention probabilities, inside of the feed-forward, end
@@ -156,7 +158,8 @@ def build(
             dropout,
             last=i == num_decoder_layers - 1,
         )
-    layers["decoder_norm"] = DecoderNorm(hidden_size, norm_eps, dropout, scale=hidden_size**-0.5 if tied else 1.0)
+    scale = hidden_size**-0.5 if (tied if scaled is None else scaled) else 1.0
+    layers["decoder_norm"] = DecoderNorm(hidden_size, norm_eps, dropout, scale)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
 
     ties = [("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight", *(["head.weight"] if tied else []))]

@@ -9,8 +9,12 @@ from torch import nn
 
 from framework.checkpoint import Kind, newest_valid
 from framework.config import RunConfig, parse
+from framework.mesh.grid import Grid
+from framework.mesh.mesh import open_mesh
 from framework.model import build_model
 from framework.parameters import ParameterInfo
+from framework.sample import SAME_TEXT, Ask, check, write
+from framework.trained import config_for, locate
 
 
 def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
@@ -38,3 +42,12 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
                 assert found_buffer is not None
                 buffer.copy_(found_buffer)
     return config, model.layers.eval()
+
+
+def continued(run_directory: Path, prompt: str, num_tokens: int) -> str:
+    """What ``meshwright sample`` writes of the likeliest tokens, in this process."""
+    place = locate(run_directory, None)
+    asked = config_for(place, ["--parallel.pp=1", "--parallel.tp=1"], "sample", defaults=SAME_TEXT)
+    config = check(asked, 1, 1)
+    (written,) = write(config, open_mesh(Grid(1, 1, 1), "cpu"), place, Ask((prompt,), num_tokens, temperature=0.0))
+    return written.text

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "versions": set(),
     "process": {"errors", "stderr"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
+    "foreign": GROUND | {"config"},
     "mesh": GROUND,
     "schedule": GROUND,
     "host_memory": GROUND | {"mesh"},
@@ -70,18 +71,20 @@ JOINING = [
     "sample",
     "evaluate",
     "report",
+    "huggingface",
     "doctor",
     "planner",
     "dryrun",
+    "huggingface",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "doctor", "planner", "dryrun"}
+ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "huggingface", "doctor", "planner", "dryrun"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config", "framework.scheduling", "framework.runs")
+PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling", "framework.runs")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"

@@ -24,6 +24,11 @@ REFUSED = {
 }
 """Fields, or sections, that are the run itself; and what would be wrong with a change."""
 
+FRESH = ("model.builder", "model.options")
+"""What is refused of a checkpoint of step 0, an imported model: nothing of the run has happened yet but its weights."""
+FREE = {"model.options.dropout"}
+"""And what of these may change all the same: it decides no weight and no logit."""
+
 ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
 """Values between which such a field may change all the same: a checkpoint has the same of both."""
 
@@ -37,18 +42,22 @@ def compatible(
     every field whose change is not allowed, with both values. Paths of the corpus may change: its fingerprint may not.
     """
     saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
+    is_fresh = manifest.step == 0 and manifest.samples_seen == 0
+    refused = {field: why for field, why in REFUSED.items() if field in FRESH or not is_fresh}
     problems, differences = [], []
     for path in sorted(saved.keys() | now.keys()):
         before = saved[path] if path in saved else _default(path)
         after = now.get(path, _ABSENT)
         if before == after:
             continue
-        reason = next((why for field, why in REFUSED.items() if path == field or path.startswith(f"{field}.")), None)
+        reason = next((why for field, why in refused.items() if path == field or path.startswith(f"{field}.")), None)
+        if is_fresh and path in FREE:
+            reason = None
         if reason is None or {before, after} <= ALIKE.get(path, set()):
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
-    for name in sorted(manifest.data_fingerprint.keys() | data_fingerprint.keys()):
+    for name in sorted(manifest.data_fingerprint.keys() | data_fingerprint.keys()) if not is_fresh else ():
         before, after = manifest.data_fingerprint.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
         if before != after:
             problems.append(
@@ -56,10 +65,13 @@ def compatible(
                 f"the samples seen so far were others"
             )
     if problems:
+        move = "set these back to go on, or choose another run.name to start anew"
+        if is_fresh:
+            move = "set these back; or convert the model again, with these keys after `meshwright convert --from hf`"
         raise CheckpointError(
             f"{place} (step {manifest.step}) cannot go on as this run:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + "\nset these back to go on, or choose another run.name to start anew"
+            + f"\n{move}"
         )
     return differences
 

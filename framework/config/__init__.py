@@ -1,7 +1,7 @@
 """The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
 
 from framework.config.kept import keep
-from framework.config.load import change, dump, load, parse
+from framework.config.load import change, dump, explain, load, parse
 from framework.config.schema import (
     Batch,
     Checkpoint,
@@ -37,6 +37,7 @@ __all__ = [
     "change",
     "default_world_size",
     "dump",
+    "explain",
     "keep",
     "load",
     "parse",

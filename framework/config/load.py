@@ -52,6 +52,8 @@ class _Arranged(NamedTuple):
     problems: list[str]
     notes: list[str]
     """What was taken under another's name."""
+    given: dict[Path, Given]
+    """Key, or key inside a table -> the last that gave it."""
     silent: set[Path]
     """Keys of which nothing follows any more: their value cannot be used, or an unknown key meant them."""
 
@@ -113,8 +115,8 @@ def _misspelled(given: Given) -> Path | None:
 
 
 def _arrange(all_given: Sequence[Given]) -> _Arranged:
-    to = _Arranged({section: {} for section in SECTIONS}, {}, [], [], set())
-    known: dict[Path, Given] = {}  # in the order of their taking effect
+    to = _Arranged({section: {} for section in SECTIONS}, {}, [], [], {}, set())
+    known = to.given  # in the order of their taking effect
     told: set[tuple[str, str]] = set()
     for given in all_given:
         corrected = _misspelled(given)
@@ -222,6 +224,16 @@ def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     Raises :class:`ConfigError` with every problem, a line each: place, key, value, what is allowed, what was meant.
     """
     return _put_together(read_file(File(path)), overrides, str(path))
+
+
+def explain(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Path, str]]:
+    """What :func:`load` gives, and where each key that was given comes from: the file, or the command line.
+
+    Of a table (``model.options``) each key inside has its own place, unless it was given as a whole.
+    """
+    file, words = read_file(File(path)), read_overrides(overrides)
+    config = load(path, overrides)
+    return config, {key: given.place for key, given in _arrange([*file.given, *words.given]).given.items()}
 
 
 def change(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:

@@ -41,8 +41,8 @@ class Model(Section):
 
     builder: str = Field(
         default="models.gpt2:build",
-        pattern=r"^[\w.]+:\w+$",
-        description='a module and a function in it, as in "my_package.my_module:build"',
+        pattern=r"^([\w.]+:\w+|hf:.+)$",
+        description='a module and a function in it, as in "my_package.my_module:build"; or "hf:" and a directory',
     )
     options: dict[str, Any] = Field(default_factory=dict)
 

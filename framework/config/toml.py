@@ -27,6 +27,11 @@ def _name(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
 
 
+def _is_table(value: Any) -> bool:
+    """Of which each key has a line of its own; an empty one needs no heading."""
+    return isinstance(value, dict) and bool(value)
+
+
 def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
     """The file that :func:`~framework.config.load` reads as ``config``.
 
@@ -34,7 +39,12 @@ def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
     """
     parts: list[str] = []
     for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():
-        rows = [f"{name} = {_value(value)}" for name, value in table.items()]
+        rows = [f"{name} = {_value(value)}" for name, value in table.items() if not _is_table(value)]
+        tables = {f"{section}.{name}": value for name, value in table.items() if _is_table(value)}
         if rows:
             parts.append("\n".join([f"[{section}]", *rows]) + "\n")
+        for name, inner in tables.items():
+            parts.append(
+                "\n".join([f"[{name}]", *(f"{_name(key)} = {_value(value)}" for key, value in inner.items())]) + "\n"
+            )
     return "\n".join(parts)

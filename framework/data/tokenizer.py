@@ -6,9 +6,11 @@ are merges in the order of their frequency. Training is a function of the texts 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,30 @@ def end_of_document_id(tokenizer: Tokenizer) -> int | None:
     """The id of ``<|endoftext|>``, or None where the tokenizer has no such token."""
     found: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     return found
+
+
+def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
+    """The ids after which a text is over: ``<|endoftext|>``, and what the files beside ``path`` call the end.
+
+    A model that was imported has a ``generation_config.json`` with ``eos_token_id``, a number or several of them, or a
+    ``tokenizer_config.json`` with ``eos_token``.
+    """
+    found = {end_of_document_id(tokenizer)}
+    said = _fields(path.with_name("generation_config.json")).get("eos_token_id")
+    found |= {said} if isinstance(said, int) else set(said) if isinstance(said, list) else set()
+    token = _fields(path.with_name("tokenizer_config.json")).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    found |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()
+    return {number for number in found if isinstance(number, int)}
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Of a JSON object that may be missing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[NDArray[np.int64]]:

@@ -200,36 +200,35 @@ def _members(job: Job, views: Views) -> Iterator[Disagreement]:
 
 def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
     """Groups whose members follow several scripts."""
-    by_group: dict[Ranks, dict[int, int]] = defaultdict(dict)
-    world: dict[int, int] = {}  # apart: it takes long to look up a group of all ranks
+    by_group: dict[Ranks, dict[int, _Place]] = defaultdict(dict)
+    world: dict[int, _Place] = {}  # apart: it takes long to look up a group of all ranks
     for rank in range(job.grid.size):
         script = job.rehearsal_of(rank)
         for kind in views.kinds[id(script)]:
             group = views.group(kind, script, rank)
             if len(group) == job.grid.size:
-                world.setdefault(id(script), rank)
+                world.setdefault(id(script), _Place(rank, kind))
             elif rank == group[0] or job.own or views.crosses_stages(kind):
-                by_group[group].setdefault(id(script), rank)
+                by_group[group].setdefault(id(script), _Place(rank, kind))
     by_group[tuple(range(job.grid.size))] = world
-    sequences: dict[tuple[int, str], list[Spoken]] = {}
-    told: set[tuple[int, ...]] = set()
-    for group, scripts in by_group.items():
-        if len(scripts) < 2:
+    sequences: dict[tuple[int, Ranks], list[Spoken]] = {}
+    told: set[tuple[tuple[int, Ranks], ...]] = set()
+    for group, places in by_group.items():
+        if len(places) < 2:
             continue
-        axis, ranks = axis_of(job.grid, group), sorted(scripts.values())
-        if (key := tuple(sorted(scripts))) in told:
+        if (key := tuple(sorted((script, place.kind) for script, place in places.items()))) in told:
             continue
         told.add(key)
-        for rank in ranks:
-            script = job.rehearsal_of(rank)
-            if (id(script), axis) not in sequences:
-                sequences[id(script), axis] = [
-                    s for s in script.said if s.heard.peer is None and axis_of(job.grid, s.heard.group) == axis
+        for place in places.values():
+            script = job.rehearsal_of(place.rank)
+            if (id(script), place.kind) not in sequences:
+                sequences[id(script), place.kind] = [
+                    each for each in script.said if each.heard.peer is None and each.heard.group == place.kind
                 ]
-        first, *others = ranks
-        mine = sequences[id(job.rehearsal_of(first)), axis]
+        first, *others = sorted(places.values())
+        mine = sequences[id(job.rehearsal_of(first.rank)), first.kind]
         for other in others:
-            theirs = sequences[id(job.rehearsal_of(other)), axis]
+            theirs = sequences[id(job.rehearsal_of(other.rank)), other.kind]
             number = next(
                 (n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if _words(a) != _words(b)),
                 min(len(mine), len(theirs)) if len(mine) != len(theirs) else None,
@@ -237,10 +236,19 @@ def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
             if number is not None:
                 yield Disagreement(
                     "collectives",
-                    (first, other),
-                    f"number {number + 1} of the {axis} group {_few(group)} is {_said(mine, number)} on rank {first} "
-                    f"and {_said(theirs, number)} on rank {other}",
+                    (first.rank, other.rank),
+                    f"number {number + 1} of the {axis_of(job.grid, group)} group {_few(group)} is "
+                    f"{_said(mine, number)} on rank {first.rank} and {_said(theirs, number)} on rank {other.rank}",
                 )
+
+
+class _Place(NamedTuple):
+    """Of a script in a group."""
+
+    rank: int
+    """The first that follows it there."""
+    kind: Ranks
+    """The group, as the script calls it."""
 
 
 def _rows(job: Job) -> Iterator[Disagreement]:

@@ -28,8 +28,10 @@ class StepTime(NamedTuple):
     mfu_share: float
     """Model FLOPs of the step over what all devices could have done in it."""
     timeline: Timeline
-    device: str
     """Of the pipeline ranks, in seconds."""
+    device: str
+    memory_bytes: int
+    """Of a device, for tensors."""
 
 
 TimeModel = Callable[[Job], StepTime]
@@ -161,7 +163,8 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
             *columns(speech, "<" + ">" * (len(speech[0]) - 1)),
             "",
             f"most memory  {memory(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
-            + (f"; and {memory(host)} of the host's" if host else ""),
+            + (f"; and {memory(host)} of the host's" if host else "")
+            + _overflow(most.peak_bytes, time),
             f"bubble       {bubble_share(timeline):.1%} of the time"
             + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
             *(
@@ -172,6 +175,15 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
             f"all ranks    {'agree' if not found else f'DO NOT AGREE: {len(found)} found'}",
             *verdict,
         ]
+    )
+
+
+def _overflow(peak_bytes: int, time: StepTime | None) -> str:
+    if time is None or peak_bytes <= time.memory_bytes:
+        return ""
+    room = memory(time.memory_bytes)
+    return (
+        f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; `plan` looks for what fits"
     )
 
 

@@ -89,6 +89,12 @@ class Habits(NamedTuple):
     """No pipeline rank begins the next step before all are done (they agree on the gradient's norm)."""
     product_dtype: str = ""
     """Of the products of layers, where it is another than the rest's: their factors are cast for them."""
+    casts: float = 0.5
+    """Of both factors for each of a layer's three products. Half: what one product has cast serves another one too."""
+    cast_product_speed: float = 1.0
+    """Of products of such factors, where it is another than the hardware's."""
+    tp_in_parts: bool = False
+    """A product whose factor comes in, or whose result goes out, as the product is made is cut into a part per rank."""
     attention_speed: float = 1.0
     """Of the fused attention kernel, where it is another than the device's usual one."""
     context: int = 1
@@ -237,12 +243,23 @@ def layer_s(
     """(forward, backward, weight half, of these messages)."""
     narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
 
+    tokens = {work.shape[1] for work in layer.forward if work.kind is Kind.PRODUCT}
+
     def one(work: Work, backward: bool) -> float:
+        batch, m, n, k = work.shape
+        if habits.tp_in_parts and tp.size > 1 and work.kind is Kind.PRODUCT and m in tokens and m % tp.size == 0:
+            part = work._replace(
+                flops=work.flops / tp.size, bytes=work.bytes / tp.size, shape=(batch, m // tp.size, n, k)
+            )
+            return tp.size * whole(part, backward)
+        return whole(work, backward)
+
+    def whole(work: Work, backward: bool) -> float:
         if narrow and work.kind is Kind.PRODUCT:
             batch, m, n, k = work.shape
             cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
-            casting = 2 * (cast / (hardware.memory_bytes_per_s * reached.memory * 2) + reached.operation_s)
-            return work_s(work, hardware, narrow, reached, backward=backward) + casting
+            casting = habits.casts * (cast / (hardware.memory_bytes_per_s * reached.memory) + 2 * reached.operation_s)
+            return work_s(work, hardware, narrow, reached, backward=backward) / habits.cast_product_speed + casting
         return work_s(work, hardware, dtype, reached, backward=backward, attention_speed=habits.attention_speed)
 
     def of(works: Sequence[Work], backward: bool) -> float:

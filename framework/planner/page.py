@@ -54,6 +54,7 @@ def page(workbench: Workbench, plan: Plan) -> str:
         schedule_svg=svg_of(schedule_picture(first.time.timeline), "the schedule, simulated")
         if first.choice.pp > 1 and spans <= MOST_DRAWN
         else "",
+        shades=first.choice.interleave > 1,
         placement=html.unescape(draw(grid, nodes_of(plan.nodes, plan.hardware.devices_per_node))),
         rejected=sorted(rejected.items(), key=lambda each: -each[1]),
     )

@@ -31,6 +31,8 @@ LEAST_BARS = 8
 """Room for so many: one bar alone is no wall."""
 NEAR = 24
 """Pixels: points whose numbers would lie on each other."""
+FAR = 6
+"""Times as much room as the fullest rank takes: it is told and not drawn, or the rest would be a line."""
 
 
 def _unit(most: int) -> tuple[str, int]:
@@ -47,14 +49,17 @@ def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure
         shown = [*shown[: MOST_BARS // 2], *shown[-MOST_BARS // 2 :]]
     drawn = Drawn(figsize=(8, 3.2), layout="constrained")
     axes = drawn.subplots()
-    unit, size = _unit(max([room or 0, *(each.total for each in memory)]))
+    fullest = max(each.total for each in memory)
+    unit, size = _unit(fullest)
     below = [0.0] * len(shown)
     labels = [str(rank) for rank, _ in shown]
     for category, colour in CATEGORIES.items():
         parts = [getattr(each, category) / size for _, each in shown]
         axes.bar(labels, parts, bottom=below, color=colour, label=category, width=0.8)
         below = [a + b for a, b in zip(below, parts, strict=True)]
-    if room is not None:
+    if room is not None and room > FAR * fullest:
+        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
+    elif room is not None:
         axes.axhline(room / size, color="#c44e52", linewidth=1.2, linestyle="--")
         axes.annotate(
             f"room {room / size:.3g} {unit}",
@@ -83,26 +88,30 @@ def trade_off(plan: Plan) -> Figure:
 
     drawn = Drawn(figsize=(8, 4.2), layout="constrained")
     axes = drawn.subplots()
-    unit, size = _unit(usable_bytes(plan.hardware))
+    fullest = max([*(needed for _, needed, _ in plan.trade_off), *(found.peak_bytes for found in plan.best)])
+    unit, size = _unit(fullest)
     tps = sorted({choice.tp for _, _, choice in plan.trade_off})
     for index, tp in enumerate(tps):
         points = [(needed / size, seconds) for seconds, needed, choice in plan.trade_off if choice.tp == tp]
         x, y = [point[0] for point in points], [point[1] for point in points]
         axes.scatter(x, y, s=9, color=COLOURS[index % len(COLOURS)], label=f"tp {tp}", alpha=0.8)
-    room = usable_bytes(plan.hardware) / size
-    axes.axvline(room, color="#c44e52", linewidth=1, linestyle="--")
-    axes.annotate(
-        f"room {room:.3g} {unit}",
-        (room, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, 0),
-        textcoords="offset points",
-        color="#c44e52",
-        va="top",
-        ha="right",
-        rotation=90,
-        fontsize=9,
-    )
+    if (room := usable_bytes(plan.hardware)) > FAR * fullest:
+        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
+    else:
+        axes.axvline(room / size, color="#c44e52", linewidth=1, linestyle="--")
+        axes.annotate(
+            f"room {room / size:.3g} {unit}",
+            (room / size, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            color="#c44e52",
+            va="top",
+            ha="right",
+            rotation=90,
+            fontsize=9,
+        )
+    axes.margins(y=0.12)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
@@ -115,8 +124,14 @@ def trade_off(plan: Plan) -> Figure:
     return drawn
 
 
+def _far(room: int) -> str:
+    """What is said where it cannot be seen."""
+    unit, size = _unit(room)
+    return f"room {room / size:.3g} {unit}, far beyond"
+
+
 def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """A ring and a number for each point; those of points that lie together stand in one line beside the lowest."""
+    """A ring and a number for each point; those of points that lie together stand in one line below the lowest."""
     x, y = zip(*points, strict=True)
     axes.scatter(x, y, s=42, facecolor="none", edgecolor="#c44e52", linewidth=1.2)
     drawn.draw_without_rendering()
@@ -130,14 +145,25 @@ def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) ->
             near[2].append(number)
     for *_, numbers in placed:
         axes.annotate(
-            ", ".join(map(str, numbers)),
-            points[numbers[0] - 1],
+            _ranges(numbers),
+            min((points[number - 1] for number in numbers), key=lambda point: point[1]),
             xytext=(0, -14),
             textcoords="offset points",
             ha="center",
             fontsize=9,
             color="#c44e52",
         )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1 2 3 5 -> ``1-3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def schedule_picture(timeline: Timeline) -> Figure:

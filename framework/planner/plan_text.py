@@ -39,7 +39,7 @@ def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
     first = plan.best[0]
     lines += ["", *table(workbench, plan.best), ""]
     if len(plan.best) > 1:
-        lines += [f"the first beats the second by {why(first, plan.best[1])}", ""]
+        lines += [why(first, plan.best[1]), ""]
     grid = Grid(first.config.parallel.pp, first.choice.dp, first.config.parallel.tp)
     lines += [draw(grid, nodes_of(plan.nodes, hardware.devices_per_node)), ""]
     lines += [

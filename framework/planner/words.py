@@ -7,6 +7,9 @@ from framework.planner.search import Found, Plan, usable_bytes
 from framework.planner.sketch import Workbench
 from framework.summary import memory
 
+ALIKE_SHARE = 1e-4
+"""Of a step's time."""
+
 
 def strategy(workbench: Workbench, plan: Plan) -> list[str]:
     """Sentences, the simplest way that would do first."""
@@ -41,7 +44,7 @@ def strategy(workbench: Workbench, plan: Plan) -> list[str]:
 
 
 def why(first: Found, other: Found) -> str:
-    """What the first has that the other lacks, in seconds."""
+    """What the first has that the second lacks, in seconds."""
     parts = {
         "in its bubble and messages between stages": _idle(other) - _idle(first),
         "in computing": _busy(other) - _busy(first),
@@ -50,9 +53,11 @@ def why(first: Found, other: Found) -> str:
         "in the optimizer": other.time.optimizer - first.time.optimizer,
     }
     lost = other.time.total - first.time.total
+    if lost < ALIKE_SHARE * first.time.total:
+        return f"the first and the second take alike, {duration(first.time.total)} of a step"
     what, most = max(parts.items(), key=lambda each: each[1])
     gain, least = min(parts.items(), key=lambda each: each[1])
-    text = f"{duration(lost, 3)}: {_signed(most)} {what}"
+    text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} {what}"
     return text + (f", {_signed(least)} {gain}" if least < -0.05 * abs(most) else "")
 
 
@@ -112,12 +117,14 @@ def sanity(workbench: Workbench, found: Found) -> list[str]:
     if all(isinstance(options.get(name), int) for name in needed):
         s, b = config.data.sequence_length, batch_numbers(config).micro_batch_size
         h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
-        low, high = 2 * s * b * h * layers / t, s * b * h * layers * (34 + 5 * a * s / h) / t
+        wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
+        low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t
         kept = sum(each.kept for each in found.sketch.footprints)
         between = "within" if low <= kept <= high else "outside"
         lines.append(
             f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {memory(round(low))} .. "
-            f"{memory(round(high))}; counted {memory(kept)} for one micro-batch through all stages: {between}"
+            f"{memory(round(high))}; counted, with the logits, {memory(kept)} for one micro-batch through all stages: "
+            f"{between}"
         )
     return lines
 

@@ -21,14 +21,19 @@ class Kind(StrEnum):
 
     COLUMN = "column"
     ROW = "row"
+    COLUMN_WHOLE = "column_whole"
+    ROW_WHOLE = "row_whole"
     VOCAB = "vocab"
     SEQUENCE = "sequence"
     HEADS = "heads"
     FEATURES = "features"
+    UNCUT = "uncut"
+    GATHER = "gather"
     REPLICATE = "replicate"
 
 
-SPLITTING = (Kind.COLUMN, Kind.ROW, Kind.VOCAB)
+SPLITTING = (Kind.COLUMN, Kind.ROW, Kind.COLUMN_WHOLE, Kind.ROW_WHOLE, Kind.VOCAB)
+ROWS = (Kind.ROW, Kind.ROW_WHOLE)
 
 
 class Placement(NamedTuple):
@@ -137,7 +142,7 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
         )
     if kind not in SPLITTING:
         return
-    wanted = (nn.Linear,) if kind is Kind.ROW else (nn.Embedding, nn.Linear)
+    wanted = (nn.Embedding, nn.Linear) if kind in (Kind.COLUMN, Kind.VOCAB) else (nn.Linear,)
     if type(module) not in wanted:
         names = " or ".join(f"nn.{type_.__name__}" for type_ in wanted)
         yield (
@@ -168,7 +173,7 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
             )
     elif kind is not Kind.VOCAB:
         assert isinstance(module, nn.Linear)
-        what, length = ("rows", module.out_features) if kind is Kind.COLUMN else ("columns", module.in_features)
+        what, length = ("columns", module.in_features) if kind in ROWS else ("rows", module.out_features)
         if length % tp:
             yield (
                 f"{placement} has a weight of {module.out_features} x {module.in_features}, and its {length} {what} "

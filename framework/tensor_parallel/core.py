@@ -37,6 +37,10 @@ class Mappings(NamedTuple):
     """(S, ...) partial sums -> (S/tp, ...); backward all-gathers."""
     scatter_sequence: Mapping
     """(S, ...) -> my (S/tp, ...), no communication; backward all-gathers."""
+    gather_features: Mapping
+    """(..., F/tp) -> (..., F); backward takes my part, without communication."""
+    scatter_features: Mapping
+    """(..., F) -> my (..., F/tp), no communication; backward all-gathers."""
 
 
 def mappings(device: torch.device) -> Mappings:
@@ -60,9 +64,11 @@ def mappings(device: torch.device) -> Mappings:
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
         scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region,
     )
 
     return Mappings(
@@ -71,4 +77,6 @@ def mappings(device: torch.device) -> Mappings:
         gather_sequence=gather_from_sequence_parallel_region,
         reduce_scatter_sequence=reduce_scatter_to_sequence_parallel_region,
         scatter_sequence=scatter_to_sequence_parallel_region,
+        gather_features=gather_from_tensor_model_parallel_region,
+        scatter_features=scatter_to_tensor_model_parallel_region,
     )

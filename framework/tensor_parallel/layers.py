@@ -4,6 +4,8 @@
     row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
     vocab    weight (V/tp, D)   an embedding looks up what it holds and sums; a head is a column, its logits stay split
     column   weight (N, F/tp)   of an embedding: each row in part, output split along the features
+    column_whole, row_whole     a column whose output is put together, a row that takes its part of a whole input: for
+                                what lies between them and is not cut (a norm over all heads), computed by all alike
 
 Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
 embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
@@ -22,7 +24,13 @@ from torch import Tensor, nn
 from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 from framework.tensor_parallel.regather import gathered_linear
-from framework.tensor_parallel.regions import copy_in, reduce_out, reduce_scatter_sequence
+from framework.tensor_parallel.regions import (
+    copy_in,
+    gather_features,
+    reduce_out,
+    reduce_scatter_sequence,
+    split_features,
+)
 
 
 def even_slice(dim: int, length: int, rank: int, tp: int) -> Slice:
@@ -49,12 +57,14 @@ class ColumnLinear(nn.Module):
 
     (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: nothing, or all-gather; backward:
     all-reduce, or all-gather and reduce-scatter. ``in_features`` and ``out_features`` are those of the local weight.
+    ``gathered``: a module around it has gathered the sequence, and sums the gradient: nothing is said here.
     """
 
-    def __init__(self, plain: nn.Linear, group: Group, sequence: bool) -> None:
+    def __init__(self, plain: nn.Linear, group: Group, sequence: bool, gathered: bool = False) -> None:
         super().__init__()
         self.group = group
         self.sequence = sequence
+        self.gathered = gathered
         self.slices: dict[str, Slice | None] = dict.fromkeys(
             ["weight"] if plain.bias is None else ["weight", "bias"], self.slice_of(plain, group)
         )
@@ -68,6 +78,8 @@ class ColumnLinear(nn.Module):
         return even_slice(0, plain.out_features, group.rank, group.size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gathered:
+            return F.linear(x, self.weight, self.bias)
         if self.sequence:
             return gathered_linear(x, self.weight, self.bias, self.group)
         return F.linear(copy_in(x, self.group, fresh=True), self.weight, self.bias)
@@ -83,6 +95,13 @@ class VocabHead(ColumnLinear):
     def slice_of(plain: nn.Linear, group: Group) -> Slice:
         """The rows of the vocabulary that this rank holds."""
         return vocab_slice(plain.out_features, group.rank, group.size)
+
+
+class WholeColumnLinear(ColumnLinear):
+    """A column linear whose output is put together: (B, S, I) -> (B, S, O) on every rank. Forward: all-gather more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_features(super().forward(x), self.group)
 
 
 class RowLinear(nn.Module):
@@ -115,6 +134,13 @@ class RowLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
+
+
+class WholeRowLinear(RowLinear):
+    """A row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O). Backward: all-gather more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(split_features(x, self.group))
 
 
 class ColumnEmbedding(nn.Module):

@@ -5,6 +5,7 @@ What the planner sees of a tensor-parallel layer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +27,18 @@ class _Pass(torch.autograd.Function):
 
 
 class _Resize(torch.autograd.Function):
-    """(S, ...) -> (S times or over the group's size, ...), and back."""
+    """One dim times or over the group's size, and back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, length: int) -> Tensor:
         ctx.shape = x.shape
-        return x.new_empty((length, *x.shape[1:]))
+        shape = list(x.shape)
+        shape[dim] = length
+        return x.new_empty(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.new_empty(ctx.shape), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.new_empty(ctx.shape), None, None
 
 
 def mappings(size: int) -> Mappings:
@@ -44,10 +47,12 @@ def mappings(size: int) -> Mappings:
     def passes(x: Tensor, group: Any) -> Tensor:
         return _Pass.apply(x)  # type: ignore[no-untyped-call,no-any-return]
 
-    def lengthens(x: Tensor, group: Any) -> Tensor:
-        return _Resize.apply(x, x.shape[0] * size)  # type: ignore[no-untyped-call,no-any-return]
+    def lengthens(x: Tensor, group: Any, dim: int = 0) -> Tensor:
+        return _Resize.apply(x, dim, x.shape[dim] * size)  # type: ignore[no-untyped-call,no-any-return]
 
-    def shortens(x: Tensor, group: Any) -> Tensor:
-        return _Resize.apply(x, x.shape[0] // size)  # type: ignore[no-untyped-call,no-any-return]
+    def shortens(x: Tensor, group: Any, dim: int = 0) -> Tensor:
+        return _Resize.apply(x, dim, x.shape[dim] // size)  # type: ignore[no-untyped-call,no-any-return]
 
-    return Mappings(passes, passes, lengthens, shortens, shortens)
+    return Mappings(
+        passes, passes, lengthens, shortens, shortens, partial(lengthens, dim=-1), partial(shortens, dim=-1)
+    )

@@ -3,6 +3,8 @@
     pattern            kind        what happens with tp > 1                       activations it works on
     "block*.up"        column      nn.Linear, output rows split                   whole -> split
     "block*.down"      row         nn.Linear, input columns split                 split -> whole
+    "block*.qkv"       column_whole   the same, output put together               whole -> all of it, uncut
+    "block*.out"       row_whole      the same, takes its part of the input       all of it, uncut -> whole
     "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)
     "embedding.tokens" vocab       nn.Embedding, rows split                       ids -> whole
     "head"             vocab       nn.Linear, output rows split, padded           whole -> logits (B, S, V/tp)
@@ -11,6 +13,10 @@
                                    draw their part of the mask along dim 1
     "*.drop_hidden"    features    dropouts draw their part of the mask along      (B, S, F/tp)
                                    the last dim
+    "*.norm_of_q"      uncut       works on all of it, between column_whole       all of it, uncut
+                                   and row_whole: all ranks compute it alike
+    "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
+                                   gathered before it, and not by its columns     then say nothing
     all else           replicate   the same on all ranks
 
 "Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
@@ -28,11 +34,22 @@ from framework.mesh.comm import Group
 from framework.parameters import ParameterInfo, Slice
 from framework.seeding import SeededDropout
 from framework.tensor_parallel.check import SPLITTING, Kind, Placement, check
-from framework.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from framework.tensor_parallel.regions import cut_sequence
+from framework.tensor_parallel.layers import (
+    ColumnEmbedding,
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    WholeColumnLinear,
+    WholeRowLinear,
+)
+from framework.tensor_parallel.regions import cut_sequence, gather_sequence
 
 POSITION_DIM = -2
 """The sequence dim of what a module of kind ``sequence`` gives: (S, D) or (B, S, D)."""
+
+COLUMNS = {Kind.COLUMN: ColumnLinear, Kind.VOCAB: VocabHead, Kind.COLUMN_WHOLE: WholeColumnLinear}
+ROWS = {Kind.ROW: RowLinear, Kind.ROW_WHOLE: WholeRowLinear}
 
 Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
 
@@ -61,17 +78,21 @@ def apply(
     slices = _swap(model, placements, group, sequence)
     for name, module in model.named_modules():
         kind = _kind_of(name, placements)
+        if sequence and name in placements and kind is Kind.GATHER:
+            module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
         if sequence and name in placements and kind is Kind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
         if isinstance(module, SeededDropout):
-            split = kind is Kind.HEADS or (sequence and kind is not Kind.SEQUENCE)  # a cut comes after what it cuts
+            whole = kind in (Kind.SEQUENCE, Kind.UNCUT)  # a cut comes after what it cuts
+            split = kind is Kind.HEADS or (sequence and not whole)
             module.shard = (1, group.rank, group.size) if split else None
             if kind is Kind.FEATURES:
                 module.shard = (-1, group.rank, group.size)
     infos = {}
     for name, shape in shapes.items():
         part = slices.get(name)
-        partial_sum = part is None and (sequence or _kind_of(name, placements) is Kind.HEADS)
+        kind = _kind_of(name, placements)
+        partial_sum = part is None and kind is not Kind.UNCUT and (sequence or kind is Kind.HEADS)
         infos[name] = ParameterInfo(name, shape, part, partial_sum)
     return infos
 
@@ -88,7 +109,9 @@ def _swap(
         if placement.kind not in SPLITTING:
             continue
         if id(plain) not in swapped:
-            new = swapped[id(plain)] = _split(plain, placement.kind, group, sequence).train(plain.training)
+            gathered = sequence and any(placements[around].kind is Kind.GATHER for around in _around(name, placements))
+            new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
+            swapped[id(plain)] = new
             for attribute, parameter in plain.named_parameters(recurse=False):
                 setattr(new, attribute, parameters.setdefault(id(parameter), new.get_parameter(attribute)))
         parent, _, child = name.rpartition(".")
@@ -97,20 +120,35 @@ def _swap(
     return slices
 
 
-def _split(plain: nn.Module, kind: Kind, group: Group, sequence: bool) -> Swapped:
+def _around(name: str, placements: Mapping[str, Placement]) -> list[str]:
+    """The planned modules that a module lies in."""
+    return [other for other in placements if name.startswith(other + ".")]
+
+
+def _split(plain: nn.Module, kind: Kind, group: Group, sequence: bool, gathered: bool) -> Swapped:
     if isinstance(plain, nn.Embedding):
         if kind is Kind.COLUMN:
             return ColumnEmbedding(plain, group)
         return VocabEmbedding(plain, group, sequence)
     assert isinstance(plain, nn.Linear)
-    if kind is Kind.ROW:
-        return RowLinear(plain, group, sequence)
-    return (VocabHead if kind is Kind.VOCAB else ColumnLinear)(plain, group, sequence)
+    if kind in ROWS:
+        return ROWS[kind](plain, group, sequence)
+    return COLUMNS[kind](plain, group, sequence, gathered)
 
 
 def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Forward hook of a module of kind ``sequence``: my part of what it gives, without communication."""
     return cut_sequence(output, group, POSITION_DIM)
+
+
+def _gather_input(
+    group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of a module of kind ``gather``: all of the sequence of what it is called with first."""
+    if args:
+        return (gather_sequence(args[0], group), *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return args, {**kwargs, first: gather_sequence(kwargs[first], group)}
 
 
 def _kind_of(name: str, placements: Mapping[str, Placement]) -> Kind:

@@ -9,6 +9,8 @@
     gather_sequence           all-gather        sum and cut      reduce-scatter
     reduce_scatter_sequence   reduce-scatter    put together     all-gather
     split_sequence            -                 put together     all-gather
+    gather_features           all-gather        my part          -
+    split_features            -                 put together     all-gather
 
 All ranks of the tp group call them, in the same order; they block (on CUDA: the stream). Each counts its message in the
 group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is said to anyone.
@@ -105,6 +107,34 @@ def split_sequence(x: Tensor, group: Group) -> Tensor:
         return _my_part(x, group)
     y_first = _mappings(x, group).scatter_sequence(x.transpose(0, 1), group=group.process_group)
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
+
+
+@outside_graphs
+def gather_features(x: Tensor, group: Group) -> Tensor:
+    """(..., F/tp) -> (..., F) for a computation that all ranks make alike: of its gradient, the same on all of them,
+    mine is a part.
+    """
+    if group.size == 1:
+        return x
+    if _only_shapes(x, group):
+        return torch.cat([x] * group.size, -1)
+    group.begin_collective("all_gather", tensor_bytes(x) * group.size)
+    y = _mappings(x, group).gather_features(x, group=group.process_group)
+    group.end_collective()
+    return y
+
+
+@outside_graphs
+def split_features(x: Tensor, group: Group) -> Tensor:
+    """(..., F), the same on all ranks -> my (..., F/tp); the gradients are put together, so that all ranks have the
+    whole one again.
+    """
+    if group.size == 1:
+        return x
+    if _only_shapes(x, group):
+        return x.narrow(-1, group.rank * (x.shape[-1] // group.size), x.shape[-1] // group.size).contiguous()
+    y = _mappings(x, group).scatter_features(x, group=group.process_group)
+    return _watch_gradient(y, group, "all_gather", group.size)
 
 
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:

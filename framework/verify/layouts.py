@@ -223,6 +223,8 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
         small["num_decoder_layers"] = min(small["num_decoder_layers"], 4)
     if isinstance(small.get("head_dim"), int):
         small["head_dim"] = min(small["head_dim"], 8)
+    if isinstance(small.get("sliding_window"), int):
+        small["sliding_window"] = min(small["sliding_window"], 12)  # fewer than the tokens of a sample: it matters
     heads = small.get("num_heads")
     hidden = small.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):

@@ -27,15 +27,17 @@ class Traits(NamedTuple):
     """The samples of a micro-batch see each other: their number is part of the model."""
     has_running: bool
     """Forward changes buffers: one replica only."""
+    impossible: tuple[str, ...] = ()
+    """What the model itself says that it cannot have, and why."""
 
     def left_out(self) -> list[str]:
         """Why some of the default layouts are not there, in words."""
-        found = []
+        found = list(self.impossible)
         if self.has_running:
             found.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
-        elif not self.is_sharded:
+        elif not self.is_sharded and not self.impossible:
             found.append("tp: the model has no sharding_plan")
-        if self.is_sharded and not self.is_sequence and not self.has_running:
+        if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
             found.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.couples_samples:
             found.append("other micro-batch sizes: the samples of one see each other (BatchNorm)")
@@ -58,8 +60,9 @@ def traits_of(config: RunConfig) -> Traits:
     return Traits(
         num_layers=len(model.layers),
         num_parameters=sum(trained.values()),
-        is_sharded=bool(model.plan),
-        is_sequence=shapes.labels.dim() > 1,
+        is_sharded=bool(model.plan) and "tp" not in model.impossible,
+        is_sequence=shapes.labels.dim() > 1 and not model.impossible.keys() & {"tp", "sequence"},
+        impossible=tuple(f"{name}: {why}" for name, why in model.impossible.items()),
         couples_samples=couples_samples(model.layers, running),
         has_running=bool(running),
     )

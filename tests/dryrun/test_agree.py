@@ -34,6 +34,11 @@ def test_neighbours_that_share_shards_agree() -> None:
     assert disagreements(plan_job(configured(dp=4, zero=2, shard_factor=2))) == []
 
 
+def test_a_tied_weight_and_all_ranks_are_told_apart() -> None:
+    """Both groups go along the pipeline, and only the ends of it speak in the first."""
+    assert disagreements(plan_job(configured(pp=3))) == []
+
+
 def test_a_rank_with_another_schedule_is_named(job: Job) -> None:
     seed_schedule(job, 5, "gpipe")
     found = disagreements(job)

@@ -185,7 +185,7 @@ def test_where_it_may_not_be_written(trained: Path, tmp_path: Path, capfd: Any) 
     (tmp_path / "taken").write_text("")
     assert "is a file" in refused(capfd, trained, tmp_path / "taken")
     assert 'run.name = "two words" is not allowed' in refused(capfd, trained, tmp_path / "two words")
-    assert "is not a whole number" in str(main(["checkpoint", "reshard", str(trained), "--step=0", "--out=x"])) + (
+    assert "is not a whole number" in str(main(["checkpoint", "reshard", str(trained), "--step=-1", "--out=x"])) + (
         capfd.readouterr().err
     )
 

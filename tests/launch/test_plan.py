@@ -49,7 +49,9 @@ def as_calibrated(**other: object) -> str:
     products = [Rate(size=size, per_s=per_s) for size, per_s in ((1e4, 2e9), (1e6, 2e10), (1e9, 5e10))]
     copies = [Rate(size=size, per_s=per_s) for size, per_s in ((1e4, 1e10), (1e9, 5e9))]
     measured = {dtype: Measured(products, copies, 1e-5) for dtype in ("float32", "bfloat16")}
-    found = put_together([measured, measured], Link(bytes_per_s=1e9, latency_s=5e-5), 2**33, 2)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    links = {kind: Link(bytes_per_s=1e9, latency_s=5e-5) for kind in kinds}
+    found = put_together([measured, measured], links, 2**33, 2)
     return to_toml(found.model_copy(update=other))
 
 
@@ -129,6 +131,14 @@ def test_what_is_written_trains(planned: Told, folder: Path, pool: RankPool) -> 
     records = read_records(run_directory(checked) / "metrics.jsonl")
     assert [record.step for record in records] == [1, 2, 3]
     assert all(math.isfinite(record.loss) for record in records)
+
+
+def test_a_dry_run_says_when_there_is_no_room(folder: Path) -> None:
+    words = ("dryrun", str(folder / "small.toml"), "--batch.micro_batch_size=1", "--parallel.dp=2", "--cluster")
+    roomy, full = (told(*words, str(folder / f"{name}.toml")) for name in ("cores", "tiny"))
+    assert roomy.code == full.code == 0, roomy.err
+    assert "MORE THAN" not in roomy.out
+    assert "MORE THAN THE 19.5 KiB of this machine" in full.out
 
 
 IMPOSSIBLE = {

@@ -9,7 +9,6 @@ from framework.config import resolve
 from framework.errors import ConfigError
 from framework.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
 from framework.planner.memory import NCCL
-from framework.planner.page import page
 from framework.planner.plan_text import chosen_config, describe
 from framework.planner.search import Plan, computed, drawn, examine, in_flight, search, usable_bytes
 from framework.planner.sketch import Workbench
@@ -174,12 +173,3 @@ def test_the_ranks_that_are_walked_are_enough() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
-def test_a_page_needs_nothing_else() -> None:
-    bench, plan = found()
-    text = page(bench, plan)
-    assert text.count("<svg role=") >= 2
-    assert "<script" not in text
-    assert 'src="' not in text
-    assert "<link" not in text

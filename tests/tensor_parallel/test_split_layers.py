@@ -21,6 +21,8 @@ from framework.tensor_parallel.layers import (
     RowLinear,
     VocabEmbedding,
     VocabHead,
+    WholeColumnLinear,
+    WholeRowLinear,
     vocab_slice,
 )
 from framework.tensor_parallel.regions import gather_sequence
@@ -83,6 +85,20 @@ def linears_rank(rank: int, tp: int, sequence: bool, bias: bool) -> None:
     close(dx_split, part(dx, 2, rank, tp))
     compare_parameters(row, plain, sum_bias=sequence)
     assert row.weight.shape == (O, I // tp)
+
+    whole_column = WholeColumnLinear(copy.deepcopy(plain), group, sequence)
+    whole_column.zero_grad()
+    y_put, dx_split = run(whole_column, along_sequence(x), strided(gradient))
+    close(y_put, y)
+    close(dx_split, along_sequence(dx))
+    compare_parameters(whole_column, plain)
+
+    whole_row = WholeRowLinear(copy.deepcopy(plain), group, sequence)
+    whole_row.zero_grad()
+    y_split, dx_put = run(whole_row, x, strided(along_sequence(gradient)))
+    close(y_split, along_sequence(y))
+    close(dx_put, dx)
+    compare_parameters(whole_row, plain, sum_bias=sequence)
 
 
 @pytest.mark.parametrize(

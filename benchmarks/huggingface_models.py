@@ -1,0 +1,195 @@
+"""Which causal language models of transformers are restructured, and what is proven of each: the list in the docs.
+
+    python -m benchmarks.huggingface_models                    every architecture of transformers, small and random
+    python -m benchmarks.huggingface_models --kinds phi3 glm   these, and the list with what is known of the others
+    python -m benchmarks.huggingface_models --verify phi3      in layouts over ranks, too
+
+Of each: restructured or refused, and why; logits and gradients against the unmodified model, with the same weights, in
+float32; with ``--verify`` the layouts of ``meshwright verify`` in float64. What was found goes to
+``benchmarks/results/huggingface_models.json``, one architecture at a time, and from there into
+``docs/huggingface-models.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+
+from framework.errors import UserError
+from framework.huggingface.library import library
+from framework.model import build_model
+from framework.verify import parse_layout, verify
+from framework.verify.reference import plain_layers
+from launch.pool import RankPool
+from tests.huggingface.architectures import directory, run_config
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"
+PAGE = ROOT / "docs" / "huggingface-models.md"
+BEGIN, END = "<!-- list: benchmarks/huggingface_models.py -->", "<!-- end of the list -->"
+LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence")
+
+
+def examine(kind: str, place: Path) -> dict[str, Any]:
+    """Restructured or not, and how far its numbers are from the unmodified model's."""
+    try:
+        path = directory(kind, place)
+    except Exception as error:
+        return {"state": "no small form", "why": _short(error, place)}
+    try:
+        model = build_model(f"hf:{path}", {}, 1)
+        layers = plain_layers(model, torch.float32).eval()
+    except UserError as error:
+        return {"state": "refused", "why": _short(error, place)}
+    except Exception as error:
+        return {"state": "fails", "why": _short(error, place)}
+    found: dict[str, Any] = {"state": "restructured", "impossible": model.impossible, "layouts": {}}
+    try:
+        found |= _compared(path, layers, dict(model.layers.names_in_transformers))  # type: ignore[arg-type]
+    except Exception as error:
+        return {"state": "fails", "why": _short(error, place)}
+    return found
+
+
+def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) -> dict[str, float]:
+    transformers = library()
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    theirs = dict(whole.named_parameters(remove_duplicate=False))
+    ours = dict(layers.named_parameters(remove_duplicate=False))
+    for name, parameter in ours.items():
+        theirs[names[name]].data.copy_(parameter.detach())
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    logits, expected = layers(ids), whole(input_ids=ids, use_cache=False).logits
+    labels = ids.roll(-1, 1).flatten()
+    F.cross_entropy(logits.flatten(0, 1), labels).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(expected.flatten(0, 1), labels).backward()  # type: ignore[no-untyped-call]
+    gradients = [
+        float((p.grad - theirs[names[name]].grad).norm() / theirs[names[name]].grad.norm().clamp_min(1e-9))
+        for name, p in ours.items()
+        if p.grad is not None
+    ]
+    return {"logits": float((logits - expected).abs().max()), "gradients": max(gradients)}
+
+
+def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None:
+    """Each layout that it can have against one process; into ``found["layouts"]``."""
+    path = directory(kind, place)
+    impossible = found["impossible"]
+    for text in LAYOUTS:
+        if ("tp" in impossible and "tp" in text) or ("sequence" in impossible and "sequence" in text):
+            continue
+        try:
+            report = verify(run_config(path), [parse_layout(text)], pool, global_batch=4, steps=2, random_tokens=True)
+            row = report.rows[0]
+            found["layouts"][text] = {"passed": row.passed, "gradient": row.gradient, "problems": row.problems[:1]}
+        except Exception as error:
+            found["layouts"][text] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
+
+
+def _short(error: Exception, place: Path) -> str:
+    text = str(error).replace(f"{place}/", "").strip().splitlines()
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{kind}{text[0] if text else ''}"[:260]
+
+
+def every_kind() -> list[str]:
+    """All that transformers has a causal language model for."""
+    library()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The list as Markdown."""
+    good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
+    lines = [
+        f"{len(good)} of the {len(results)} architectures that transformers {library().__version__} has a causal "
+        f"language model for are restructured; {sum(bool(found['layouts']) for found in good.values())} of them are "
+        f"proven in layouts over ranks.",
+        "",
+        "| architecture | logits, gradients | " + " | ".join(LAYOUTS) + " | not |",
+        "|---|---|" + "---|" * len(LAYOUTS) + "---|",
+    ]
+    for kind, found in sorted(good.items(), key=lambda item: (not item[1]["layouts"], item[0])):
+        equal = "equal" if found["logits"] == 0 and found["gradients"] < 1e-6 else f"{found['gradients']:.0e} apart"
+        cells = [_cell(found, layout) for layout in LAYOUTS]
+        reasons = "; ".join(f"{name}: {why}" for name, why in found["impossible"].items())
+        lines.append(f"| `{kind}` | {equal} | " + " | ".join(cells) + f" | {reasons} |")
+    lines += ["", "| not restructured | why |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for kind, found in results.items():
+        if kind not in good:
+            groups.setdefault(_reason(kind, found), []).append(f"`{kind}`")
+    for reason, kinds in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {', '.join(kinds)} | {reason} |")
+    return lines
+
+
+def _cell(found: dict[str, Any], layout: str) -> str:
+    row = found["layouts"].get(layout)
+    if row is None:
+        return ""
+    return f"{row['gradient']:.0e}" if row["passed"] else "**differs**"
+
+
+def _reason(kind: str, found: dict[str, Any]) -> str:
+    why = str(found["why"]).replace("|", "/")
+    if "declares no plan for a pipeline" in why:
+        return "declares no plan for a pipeline"
+    if "is an encoder-decoder" in why:
+        return "is an encoder-decoder"
+    if "e_score_correction_bias" in why:
+        return "a mixture of experts whose routing keeps a state that is no parameter (`e_score_correction_bias`)"
+    if "mat_a" in why or "_grouped_mm" in why:
+        return "a mixture of experts whose kernel does not run here"
+    if found["state"] == "no small form":
+        return f"its configuration does not take the small sizes used here ({why[:110]})"
+    return why.removeprefix(f"{kind} ").partition("): ")[2] or why
+
+
+def write(results: dict[str, dict[str, Any]]) -> None:
+    """The list into its place in the page."""
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text("\n".join([head + BEGIN, *table(results), END]) + tail)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", help="architectures, as config.json's model_type (default: all)")
+    parser.add_argument("--verify", nargs="*", default=[], help="of which layouts are proven over ranks")
+    options = parser.parse_args(words)
+    warnings.filterwarnings("ignore")
+    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    chosen = every_kind() if options.kinds is None else options.kinds
+    chosen = [*chosen, *(kind for kind in options.verify if kind not in chosen)]
+    with tempfile.TemporaryDirectory() as folder, RankPool(4) as pool:
+        for kind in chosen:
+            before = results.get(kind, {}).get("layouts", {})
+            found = results[kind] = examine(kind, Path(folder))
+            if found["state"] == "restructured":
+                found["layouts"] = before
+                if kind in options.verify:
+                    found["layouts"] = {}
+                    prove(kind, Path(folder), pool, found)
+            print(kind, found["state"], found.get("why", ""), found.get("layouts", ""), flush=True)
+            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+    write(results)
+
+
+if __name__ == "__main__":
+    main()

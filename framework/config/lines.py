@@ -1,0 +1,20 @@
+"""Where in a TOML file each key stands: tomllib reads the values and does not tell."""
+
+from __future__ import annotations
+
+import re
+
+HEADER = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]\s*(#.*)?$")
+ASSIGNED = re.compile(r"\s*([\w.\-\"]+)\s*=")
+
+
+def toml_lines(text: str) -> dict[str, int]:
+    """Dotted key -> line, from 1. A look-alike inside a long string costs a wrong line; an inline table has one."""
+    found: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := HEADER.match(line):
+            section = header[1].replace('"', "").replace(" ", "") + "."
+        elif assigned := ASSIGNED.match(line):
+            found.setdefault(section + assigned[1].replace('"', ""), number)
+    return found

@@ -1,0 +1,138 @@
+"""The words of a shell script: quotes, comments and continued lines, as POSIX and bash have them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from framework.errors import ConfigError
+
+OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n", "(", ")")
+REDIRECT = re.compile(r"\d*(>>|>&|<<<|<<|>|<|&>)")
+
+
+class Part(NamedTuple):
+    """A piece of a word, as it was quoted."""
+
+    text: str
+    quote: str
+    """``'``, ``"`` or nothing."""
+
+
+class Token(NamedTuple):
+    """A word, or an operator (which has no parts)."""
+
+    parts: tuple[Part, ...]
+    operator: str
+    line: int
+
+    @property
+    def bare(self) -> str:
+        """As written, without quotes."""
+        return self.operator or "".join(part.text for part in self.parts)
+
+    @property
+    def keyword(self) -> str:
+        """What a shell would take for ``if`` or ``fi``: only where nothing is quoted."""
+        return self.bare if self.parts and not any(part.quote for part in self.parts) else ""
+
+
+def tokens(text: str, path: Path) -> list[Token]:
+    """The words and operators of a script; comments and continued lines are gone.
+
+    Raises:
+        ConfigError: a quote or a ``$(`` is never closed.
+    """
+    found: list[Token] = []
+    at, line = 0, 1
+    while at < len(text):
+        char = text[at]
+        if text.startswith("\\\n", at):
+            at, line = at + 2, line + 1
+        elif char in " \t\r":
+            at += 1
+        elif char == "#":
+            at = (text.find("\n", at) + len(text) + 1) % (len(text) + 1)
+        elif match := REDIRECT.match(text, at):
+            found.append(Token((), ">", line))
+            at = match.end()
+        elif operator := next((each for each in OPERATORS if text.startswith(each, at)), ""):
+            found.append(Token((), operator, line))
+            at, line = at + len(operator), line + (operator == "\n")
+        else:
+            parts, end = _word(text, at, f"{path}:{line}")
+            found.append(Token(tuple(parts), "", line))
+            line += text.count("\n", at, end)
+            at = end
+    return found
+
+
+def _word(text: str, at: int, place: str) -> tuple[list[Part], int]:
+    """One word from ``at`` on -> (its parts, where it ends)."""
+    parts: list[Part] = []
+    start = at
+
+    def plain(end: int) -> None:
+        piece = re.sub(r"\\(?!\n)(.)", r"\1", text[start:end]).replace("\\\n", "")
+        if piece:
+            parts.append(Part(piece, ""))
+
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 2
+        elif char in "'\"":
+            plain(at)
+            end = _closing(text, at, char, place)
+            inner = text[at + 1 : end]
+            parts.append(Part(inner if char == "'" else re.sub(r'\\(["$`\\\n])', _escaped, inner), char))
+            at = start = end + 1
+        elif text.startswith("$(", at) or char == "`" or text.startswith("${", at):
+            at = _balanced(text, at, place)
+        elif char in " \t\r\n;|&<>()":
+            break
+        else:
+            at += 1
+    plain(min(at, len(text)))
+    return parts, min(at, len(text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return "" if match[1] == "\n" else match[1]
+
+
+def _closing(text: str, at: int, quote: str, place: str) -> int:
+    end = at + 1
+    while end < len(text):
+        if text[end] == "\\" and quote == '"':
+            end += 2
+        elif text[end] == quote:
+            return end
+        else:
+            end += 1
+    raise ConfigError(f"{place}: the quote {quote} is never closed")
+
+
+def _balanced(text: str, at: int, place: str) -> int:
+    """After ``$(...)``, ``$((...))``, ``${...}`` or backticks."""
+    if text[at] == "`":
+        return _closing(text, at, "`", place) + 1
+    opening = text[at + 1]
+    closing = {"(": ")", "{": "}"}[opening]
+    depth, end = 0, at + 1
+    while end < len(text):
+        depth += (text[end] == opening) - (text[end] == closing)
+        end += 1
+        if depth == 0:
+            return end
+    raise ConfigError(f"{place}: ${opening} is never closed")
+
+
+def split_words(text: str) -> list[str]:
+    """As a shell would, where quotes inside a variable (``"--split '99,1,0'"``) were meant as quotes."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()

@@ -1,0 +1,147 @@
+"""A ``config.json`` read field by field: what is carried, what must stand at one value, what changes no number.
+
+Whatever is left at the end is told: a field that nobody here knows may change the numbers of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from framework.errors import ModelError
+
+Kind = TypeVar("Kind", int, float, bool, str)
+
+SILENT = {
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_factor",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "max_window_layers",
+    "min_length",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "typical_p",
+    "use_bfloat16",
+    "use_cache",
+    "classifier_dropout",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+}
+"""Fields that say nothing about the logits of the model itself."""
+
+
+MOST = 2**40
+"""No size of a model is beyond it."""
+
+
+class Settings:
+    """The fields of one config.json, with the problems found on the way, all told at once."""
+
+    def __init__(self, fields: dict[str, Any], place: str) -> None:
+        self.fields = fields
+        self.place = place
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field as it stands there; null and a missing one are ``default``."""
+        self.asked.add(name)
+        found = self.fields.get(name)
+        return default if found is None else found
+
+    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number from ``least`` up."""
+        found = self.get(name, default)
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found < MOST:
+            said = "is missing" if found is None else f"= {json.dumps(found)}"
+            self.problems.append(f"{name} {said}: a whole number from {least} up is needed")
+            return max(least, 1)
+        return found
+
+    def real(self, name: str, default: float) -> float:
+        """A number."""
+        found = self.get(name, default)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            self.problems.append(f"{name} = {json.dumps(found)}: a number is needed")
+            return default
+        return float(found)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        found = self.get(name, default)
+        if not isinstance(found, bool):
+            self.problems.append(f"{name} = {json.dumps(found)}: true or false is needed")
+            return default
+        return found
+
+    def must_be(self, name: str, *values: Any) -> None:
+        """A field that changes numbers, of which we have only these values; the first is what a missing one means."""
+        found = self.get(name, values[0])
+        if found not in values:
+            allowed = " or ".join(json.dumps(value) for value in values)
+            self.problems.append(f"{name} = {json.dumps(found)} is not supported, only {allowed}")
+
+    def end(self) -> None:
+        """Tell of fields that nobody has asked for, and
+
+        Raises:
+            ModelError: of all problems found.
+        """
+        if self.fields.get("quantization_config"):
+            self.problems.append(
+                "quantization_config: the weights are quantised; take the original ones, or write them out in bfloat16 "
+                "with transformers (model.dequantize(); model.save_pretrained(...))"
+            )
+        if self.problems:
+            raise ModelError("\n".join(f"{self.place}: {problem}" for problem in self.problems))
+        for name, value in self.fields.items():
+            idle = value is None or value is False or value == [] or value == {}
+            if name not in self.asked | SILENT and not idle:
+                self.notes.append(f"{self.place}: {name} = {json.dumps(value)[:80]} is not known here and is left out")

@@ -1,0 +1,105 @@
+"""What ``meshwright config`` does: reads others' configurations, and shows what one of ours comes to. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from framework.config import RunConfig, default_world_size, explain, resolve
+from framework.config.keys import shown
+from framework.config.lines import toml_lines
+from framework.errors import ConfigError, UserError
+from framework.foreign import account, adopt, file_text
+from framework.scheduling import draw_schedule
+from framework.stderr import tell
+
+MOST_ACTIONS = 4096
+"""Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""
+
+
+def import_config(
+    path: Path, framework: str | None, overrides: Sequence[str], ranks: int | None, out: Path | None, *, replace: bool
+) -> None:
+    """The command: the file on ``out`` and the account on stdout; without ``out`` the file on stdout.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold together here.
+    """
+    if out is not None and out.exists() and not replace:
+        raise ConfigError(f"--out {out} is there already: name another file, or add --replace")
+    adopted = adopt(path, framework, overrides, ranks)
+    _check_schedule(adopted.config, path)
+    text = file_text(adopted, path.name)
+    if out is None:
+        print(text, end="")
+        tell(account(adopted))
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+    print(f"{account(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+
+
+def _check_schedule(config: RunConfig, path: Path) -> None:
+    resolved = resolve(config, default_world_size(config, 0))
+    assert resolved.batch.chunks is not None
+    if resolved.batch.chunks * resolved.parallel.pp > MOST_ACTIONS:
+        return
+    try:
+        draw_schedule(resolved)
+    except UserError as error:
+        raise ConfigError(f"{path}: what it says cannot be run here: {error}") from None
+
+
+def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: bool) -> str:
+    """The configuration as TOML, resolved for so many ranks, with where each value comes from.
+
+    Raises:
+        ConfigError: it does not hold together.
+    """
+    config, places = explain(path, overrides)
+    lines_of = toml_lines(Path(path).read_text())
+
+    def origin(*key: str) -> str:
+        """Of a key, or of one inside a table that was given as a whole."""
+        place = places.get(key) or places.get(key[:2]) or "default"
+        line = lines_of.get(".".join(key)) or lines_of.get(".".join(key[:2]))
+        return f"{path}:{line}" if place == path and line else place
+
+    resolved = resolve(config, ranks or default_world_size(config, 0))
+    as_given = config.model_dump()
+    lines: list[str] = []
+    for section, table in resolved.model_dump().items():
+        before = as_given[section]
+        rows = [
+            (f"{name} = {shown_whole(value)}", said)
+            for name, value, said in _rows(section, table, before, origin)
+            if everything or said != "default"
+        ]
+        width = max((len(text) for text, _ in rows), default=0)
+        lines += (
+            [f"[{section}]", *(f"{text:<{min(width, 60)}}  # {origin}" for text, origin in rows), ""] if rows else []
+        )
+    return "\n".join(lines).rstrip()
+
+
+def _rows(
+    section: str, table: dict[str, Any], before: dict[str, Any], origin: Callable[..., str]
+) -> Iterator[tuple[str, Any, str]]:
+    """(key below the section, value, where it comes from), tables taken apart; what is unset is left out."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{name}.{key}", inner, origin(section, name, key)) for key, inner in value.items())
+        elif value is not None:
+            derived = value != before[name]
+            yield name, value, "follows from the others" if derived else origin(section, name)
+
+
+def shown_whole(value: Any) -> str:
+    """A value as TOML, however long."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(shown_whole, value)) + "]"
+    return shown(value)

@@ -1,0 +1,102 @@
+"""What ``meshwright convert`` does and tells: which way, what was written, what to do next. No ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from framework.checkpoint import Candidate
+from framework.errors import ConfigError
+from framework.huggingface import SHARD_BYTES, Brought, Taken, bring, take
+from framework.stderr import tell
+from framework.summary import columns, memory
+from framework.tracking.console import duration
+from launch.checkpoints import pick, size_of
+
+
+def convert(
+    run: Path,
+    source: Sequence[str] | None,
+    target: Sequence[str] | None,
+    overrides: Sequence[str],
+    step: int | None,
+    dtype: str | None,
+    shard_bytes: int | None,
+) -> str:
+    """One way or the other; ``source`` and ``target``: (form, path), one of them None.
+
+    Raises:
+        UserError: what keeps it from being done; nothing is written then.
+    """
+    form, path = source or target or ("", "")
+    if form != "hf":
+        raise ConfigError(f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's")
+    if source is not None:
+        given = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
+        useless = [name for name, value in given.items() if value is not None]
+        if useless:
+            raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
+        return brought(Path(path), run, bring(Path(path), run, overrides, on_bytes=Progress()))
+    if overrides:
+        raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
+    chosen = pick(run, step)
+    done = take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=Progress())
+    return taken(chosen, done)
+
+
+class Progress:
+    """A line every few seconds on stderr: a large model takes minutes."""
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self.every_s = every_s
+        self.start_s = self.told_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self.told_s < self.every_s:
+            return
+        self.told_s = now_s
+        per_s = done / (now_s - self.start_s)
+        left_s = (total - done) / per_s
+        tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {duration(left_s)} left")
+
+
+def brought(source: Path, run: Path, done: Brought) -> str:
+    """What has become a run, and how to train it."""
+    tensors = done.manifest.tensors.values()
+    options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
+    corpus = Path(done.config.data.train)
+    lines = [
+        f"{source}: {done.family.architecture}, {done.config.model.builder}",
+        f"  {options}",
+        f"{done.path}: {len(tensors):,} tensors, {memory(sum(map(size_of, tensors)))}",
+        *([f"{run / 'huggingface'}: {', '.join(done.companions)}"] if done.companions else []),
+        *(f"note: {note}" for note in done.notes),
+    ]
+    if done.config.data.builder is None and not corpus.with_name(f"{corpus.name}.bin").exists():
+        lines.append(f"data.train = {corpus} is still missing: text in the tokens of this model")
+        if done.config.data.tokenizer is not None:
+            tokenizer = Path(done.config.data.tokenizer)
+            lines.append(f"prepare it with: meshwright data prepare TEXT --tokenizer {tokenizer} --out {corpus.parent}")
+    lines.append(f"fine-tune with:  meshwright train {run / 'config.toml'}")
+    if done.config.data.tokenizer and done.family.task == "causal":
+        lines.append(f"let it write:    meshwright sample {run} --prompt TEXT")
+    return "\n".join(lines)
+
+
+def taken(source: Candidate, done: Taken) -> str:
+    """What was written, and how it is opened."""
+    opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
+    files = [(f"  {name}", memory(size)) for name, size in done.files.items()]
+    shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]
+    return "\n".join(
+        [
+            f"{source.path}: step {source.step}",
+            f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
+            *columns(shown, "<>"),
+            f"{len(files):,} file{'s' * (len(files) != 1)}, {memory(sum(done.files.values()))}",
+            *(f"note: {note}" for note in done.notes),
+            f"open it with: transformers.{opened}.from_pretrained({str(done.path)!r})",
+        ]
+    )
