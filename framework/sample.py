@@ -34,7 +34,7 @@ from framework.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from framework.process import GiveUp, end_process
 from framework.runs import write_out
 from framework.seeding import derive
-from framework.trained import Place, open_trained
+from framework.trained import Place, config_for, locate, open_trained
 from framework.watch.hang import LATER_S
 
 SHORTEST = 16
@@ -68,6 +68,19 @@ class Written(NamedTuple):
     """The tokens that were written; the end of the document, where it came, left out."""
     ended: bool
     """The model has ended the document by itself."""
+
+
+def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40) -> str:
+    """The prompt and what the newest model of a run writes after it; in this process.
+
+    Raises:
+        UserError: no run, no checkpoint, or none that can write.
+    """
+    where = locate(place, None)
+    alone = ("--parallel.pp=1", "--parallel.tp=1")
+    config = check(config_for(where, (), "sample", defaults=(*SAME_TEXT, *alone)), 1, 1)
+    mesh = open_mesh(Grid(1, 1, 1), config.train.device)
+    return write(config, mesh, where, Ask((prompt,), num_tokens, temperature, top_k))[0].text
 
 
 def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:

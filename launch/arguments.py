@@ -319,7 +319,7 @@ def build_parser() -> argparse.ArgumentParser:
         "let a trained model write",
         "Continues one prompt or several, until the model ends the document or --tokens are written; in one process, "
         "or with parallel.* keys in the ranks of any layout. With temperature 0 the text is the same on all of them. "
-        "The model goes whole through each token: for looking at, not for serving.",
+        "For each token the whole window goes through the model: for looking at one, not for serving it.",
         'meshwright sample runs/demo --prompt "def main" --tokens 60 --temperature 0\n'
         '  meshwright sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
         takes_overrides=True,

@@ -10,7 +10,7 @@ Loss  nats per token                     step 400: training 4.21, validation 4.3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -71,46 +71,19 @@ def chart(
     x_axis = axis([x for x, _ in finite], margin=0.0)
     marks = sorted(mark for mark in marks if x_axis.low <= mark.x <= x_axis.high)
 
-    def place(x: float, y: float) -> tuple[int, int]:
-        height = (math.log10(y) if y > 0 else y_axis.low) if log else y
-        return round(SIDE * x_axis.share(x)), round(SIDE * (1 - y_axis.share(height)))
-
-    drawn = [Markup('<path class="grid" d="{}"/>').format(_across(y_axis))]
-    for mark in marks:
-        at, look = round(SIDE * x_axis.share(mark.x)), "mark bad" if mark.bad else "mark"
-        drawn.append(Markup('<path class="{}" d="M{} 0V{}"/>').format(look, at, SIDE))
-    for y, _ in levels:
-        height = place(x_axis.low, y)[1]
-        drawn.append(Markup('<path class="level" d="M0 {}H{}"/>').format(height, SIDE))
-    for curve in curves:
-        colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
-        dots = "dots" in curve.look and len(points) <= MOST_DOTS
-        drawn.append(
-            Markup('<path class="line {} c{}" data-name="{}" d="{}"/>').format(
-                curve.look.replace("dots", ""), colour, curve.name, _path(points, place)
-            )
-        )
-        if dots:
-            drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(points, place, dots=True)))
-    told = [
-        Markup('<span class="{} c{}">{}</span>').format(curve.look, curve.colour % NUM_COLOURS, curve.name)
-        for curve in {curve.name: curve for curve in curves if curve.name and curve.points}.values()
-    ]
-    for look, names in (("mark", {m.name for m in marks if not m.bad}), ("mark bad", {m.name for m in marks if m.bad})):
-        if names:
-            told.append(Markup('<span class="{}">{}</span>').format(look, ", ".join(sorted(names))))
-    told += [Markup('<span class="level">{}</span>').format(name) for _, name in levels]
+    frame = Frame(x_axis, y_axis)
     return Markup(
         '<figure class="chart"><figcaption><b>{title}</b> <span class="soft">{unit}{scale}</span>'
-        '<span class="now" aria-hidden="true"></span></figcaption><div class="key">{key}</div><div class="plot">'
+        '</figcaption><div class="key">{key}</div><div class="plot">'
         '<div class="ys">{ys}</div><div class="area"><svg role="img" aria-label="{title}" viewBox="0 0 {side} {side}" '
-        'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}">{drawn}</svg></div>'
+        'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}">{drawn}</svg>'
+        '<span class="now" aria-hidden="true"></span></div>'
         '<div class="xs">{xs}</div></div></figure>'
     ).format(
         title=title,
         unit=unit,
         scale=(", " if unit else "") + "logarithmic" if log else "",
-        key=Markup("").join(told) if legend and told[1:] else "",
+        key=_key(curves, marks, levels) if legend else "",
         ys=_labels(y_axis, "top"),
         xs=_labels(x_axis, "left"),
         side=SIDE,
@@ -120,8 +93,53 @@ def chart(
         y0=f"{y_axis.low:.9g}",
         y1=f"{y_axis.high:.9g}",
         kind="log" if log else "linear",
-        drawn=Markup("").join(drawn),
+        drawn=_drawn(curves, marks, levels, frame),
     )
+
+
+def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]], frame: Frame) -> Markup:
+    """The paths, from behind to in front."""
+    drawn = [Markup('<path class="grid" d="{}"/>').format(_across(frame.y))]
+    for mark in marks:
+        look = "mark bad" if mark.bad else "mark"
+        drawn.append(Markup('<path class="{}" d="M{} 0V{}"/>').format(look, frame.left(mark.x), SIDE))
+    for y, _ in levels:
+        drawn.append(Markup('<path class="level" d="M0 {}H{}"/>').format(frame.top(y), SIDE))
+    for curve in curves:
+        colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
+        line = Markup('<path class="line {} c{}" data-name="{}" d="{}"/>')
+        drawn.append(line.format(curve.look.replace("dots", ""), colour, curve.name, _path(points, frame)))
+        if "dots" in curve.look and len(points) <= MOST_DOTS:
+            drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(points, frame, dots=True)))
+    return Markup("").join(drawn)
+
+
+def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]]) -> Markup:
+    """The legend, each name once; nothing where there is one curve alone."""
+    span = Markup('<span class="{}">{}</span>')
+    told = [
+        span.format(f"{curve.look} c{curve.colour % NUM_COLOURS}", curve.name)
+        for curve in {curve.name: curve for curve in curves if curve.name and curve.points}.values()
+    ]
+    told += [span.format("mark bad" if bad else "mark", name) for name, bad in sorted({mark[1:] for mark in marks})]
+    told += [span.format("level", name) for _, name in levels]
+    return Markup("").join(told) if told[1:] else Markup("")
+
+
+class Frame(NamedTuple):
+    """From values to places in the square."""
+
+    x: Axis
+    y: Axis
+
+    def left(self, x: float) -> int:
+        return round(SIDE * self.x.share(x))
+
+    def top(self, y: float) -> int:
+        """On a logarithmic axis what is not above zero lies at its foot."""
+        if self.y.is_log:
+            y = math.log10(y) if y > 0 else self.y.low
+        return round(SIDE * (1 - self.y.share(y)))
 
 
 class Axis(NamedTuple):
@@ -217,7 +235,7 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return kept
 
 
-def _path(points: Sequence[Point], place: Callable[[float, float], tuple[int, int]], *, dots: bool = False) -> str:
+def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:
     """The ``d`` of a curve. A point alone, and each of ``dots``, is a line of no length: with round ends, a dot."""
     drawn: list[str] = []
     open_ = alone = False
@@ -226,8 +244,7 @@ def _path(points: Sequence[Point], place: Callable[[float, float], tuple[int, in
             drawn += ["h0"] * alone
             open_ = alone = False
             continue
-        left, top = place(x, y)
-        drawn.append(f"{'L' if open_ else 'M'}{left} {top}{'h0' if dots else ''}")
+        drawn.append(f"{'L' if open_ else 'M'}{frame.left(x)} {frame.top(y)}{'h0' if dots else ''}")
         alone = not open_ and not dots
         open_ = not dots
     return "".join([*drawn, *(["h0"] * alone)])

@@ -54,7 +54,20 @@ def test_keys_of_the_configuration_are_told_from_options(
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["train"], ["mesh"], ["stages"], ["verify"], ["data"], ["data", "files"], ["sample"], ["plot"], ["draw"]],
+    [
+        [],
+        ["train"],
+        ["mesh"],
+        ["stages"],
+        ["verify"],
+        ["data"],
+        ["data", "files"],
+        ["sample"],
+        ["eval"],
+        ["report"],
+        ["plot"],
+        ["draw"],
+    ],
 )
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0

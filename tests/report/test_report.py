@@ -209,8 +209,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["runs/none"], "there is no runs/none: there are"),
         (["runs"], "runs is no run, but holds"),
         (["runs/one", str(one)], "a run is named twice"),
-        (["runs/one", "--out", "runs"], "--out runs is a folder: name a file in it"),
-        (["runs/one", "--out", "runs/one/metrics.jsonl/x.html"], "cannot be written"),
+        (
+            ["runs/one", "--out", "runs"],
+            "--out runs: there is a folder of that name; name a file, such as runs/report.html",
+        ),
+        (["runs/one", "--out", "runs/one/metrics.jsonl/x.html"], "is a file, and nothing can lie below it"),
     ]:
         assert main(["report", *words]) == 2
         shown = capsys.readouterr()
