@@ -41,6 +41,9 @@ from framework.config.secret import names_a_secret, said_of, secrets_in
 from framework.errors import ConfigError
 from framework.stderr import tell
 
+TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
+"""Sections of torchtitan's files that are none of ours."""
+
 
 class _Arranged(NamedTuple):
     """What was given, sorted into the schema's tree."""
@@ -249,12 +252,22 @@ def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConf
     arranged = _arrange([*file.given, *words.given])
     config = _validate(arranged, place, whole=not file.problems)
     between = [] if file.problems else _between_keys(config, arranged, place)
-    problems = [*file.problems, *words.problems, *arranged.problems, *between]
+    problems = [*file.problems, *words.problems, *_of_others(file, place), *arranged.problems, *between]
     if problems:
         raise ConfigError(problems)
     for note in arranged.notes:
         tell(f"config: {note}")
     return config
+
+
+def _of_others(file: Source, place: str) -> list[str]:
+    """The next move for who gives another framework's file as it is."""
+    sections = {given.path[0] for given in file.given if len(given.path) > 1}
+    if len(sections & TORCHTITAN) >= 2:
+        return [f"{place}: this is a configuration of torchtitan: `meshwright config import {place}` makes one of ours"]
+    if file.problems and File(place).is_file() and File(place).suffix in (".yaml", ".yml", ".sh"):
+        return [f"{place}: `meshwright config import {place}` reads nanotron's YAML and scripts of Megatron-LM"]
+    return []
 
 
 def parse(text: str, place: str = "resolved configuration") -> RunConfig:

@@ -263,7 +263,7 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
 
 
 def _launched(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
-    """(the launcher's words, the program, Megatron's) of the command that trains: the last with a .py and flags behind.
+    """(the launcher's words, the program, Megatron's) of the command that trains: the last with a .py and flags.
 
     A file without such a command is a list of flags, or of arrays of them.
     """

@@ -68,6 +68,26 @@ def test_what_goes_wrong_is_one_message(
     assert said in shown.err and shown.out == "" and theirs.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.toml",
+            samples.TORCHTITAN,
+            "a.toml: this is a configuration of torchtitan: `meshwright config import {file}`",
+        ),
+        ("a.yaml", samples.NANOTRON, "a.yaml: `meshwright config import {file}` reads nanotron's YAML"),
+    ],
+)
+def test_who_trains_with_a_file_of_theirs_is_told_the_way(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert main(["mesh", str(file)]) == 2
+    assert said.format(file=file) in capsys.readouterr().err
+
+
 def test_show_tells_where_each_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROOT / "configs/demo.toml")
     assert main(["config", "show", file, "--parallel.tp=4", "--parallel.pp=1", "--model.options.dropout=0.1"]) == 0
