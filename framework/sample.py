@@ -152,7 +152,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     draws = _draws(ask, config.run.seed)
     with torch.inference_mode():
         for _ in range(ask.num_tokens):
-            _look(forward, rows, windows, logits)
+            _look(forward, rows, windows, logits, ends if config.data.document_boundaries else None)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.found is not None and mesh.at.tp_rank == 0:
                 chosen.copy_(choose(logits.found, ask, draws))
@@ -225,9 +225,13 @@ class _Rows(NamedTuple):
 
 
 def _look(
-    forward: Forward, rows: Sequence[Sequence[int]], windows: dict[int, list[ValueSpec]], logits: _LastLogits
+    forward: Forward,
+    rows: Sequence[Sequence[int]],
+    windows: dict[int, list[ValueSpec]],
+    logits: _LastLogits,
+    ends: set[int] | None,
 ) -> None:
-    """Run what there is of each row through the model."""
+    """Run what there is of each row through the model. ``ends``: of documents, where it is told where one begins."""
     window = max(windows)
     seen = [row[-window:] for row in rows]
     length = min(size for size in windows if size >= max(map(len, seen)))
@@ -240,7 +244,17 @@ def _look(
         stage.output_spec = boundaries[index] if index < len(boundaries) else None
     logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
     ids = ids.to(device)
-    forward.executor.validate(_Rows(Microbatch(ids, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
+    inputs = ids if ends is None else with_starts(ids, ends)
+    forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
+
+
+def with_starts(ids: Tensor, ends: set[int]) -> dict[str, Tensor]:
+    """(B, S) ids -> what a model is trained on with ``data.document_boundaries``: a document begins after each end."""
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    starts[:, 0] = True
+    closed = torch.isin(ids[:, :-1], torch.tensor(sorted(ends), dtype=ids.dtype, device=ids.device))
+    starts[:, 1:] = closed
+    return {"tokens": ids, "starts": starts}
 
 
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
@@ -249,14 +263,12 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     lengths = [longest]
     while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
         lengths.append(shorter)
-    return {
-        length: describe_boundaries(
-            meta_copy(blueprint.model.layers),
-            blueprint.stages,
-            torch.zeros((num_rows, length), dtype=torch.int64, device="meta"),
-        )[0]
-        for length in lengths
-    }
+    found = {}
+    for length in lengths:
+        ids = torch.zeros((num_rows, length), dtype=torch.int64, device="meta")
+        inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
+        found[length] = describe_boundaries(meta_copy(blueprint.model.layers), blueprint.stages, inputs)[0]
+    return found
 
 
 def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:

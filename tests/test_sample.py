@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.sample import Ask, choose
+from framework.sample import Ask, choose, with_starts
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()
 
@@ -56,3 +56,8 @@ def test_each_row_draws_by_itself() -> None:
     for seed in range(5):
         together = choose(rows, ask, [torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)])
         assert int(together[0]) == int(choose(LOGITS, ask, [torch.Generator().manual_seed(seed)]))
+
+
+def test_a_document_begins_after_each_end() -> None:
+    inputs = with_starts(torch.tensor([[5, 0, 6, 7], [0, 0, 8, 9]]), {0, 9})
+    assert inputs["starts"].tolist() == [[True, False, True, False], [True, True, True, False]]
