@@ -9,7 +9,7 @@ from pathlib import Path
 from framework.checkpoint import Candidate, open_checkpoint
 from framework.errors import ConfigError
 from framework.huggingface.back import SCHEME, Exported, export
-from framework.huggingface.bringing import Brought, bring
+from framework.huggingface.bringing import CORPUS, Brought, bring
 from framework.huggingface.taking import SHARD_BYTES, Taken, take
 from framework.stderr import tell
 from framework.summary import columns, memory
@@ -73,7 +73,7 @@ def brought(source: Path, run: Path, done: Brought) -> str:
     """What has become a run, and how to train it."""
     tensors = done.manifest.tensors.values()
     options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
-    corpus = Path(done.config.data.train)
+    corpus = Path(str(done.config.data.train))
     lines = [
         f"{source}: {done.family.architecture}, {done.config.model.builder}",
         f"  {options}",
@@ -81,7 +81,7 @@ def brought(source: Path, run: Path, done: Brought) -> str:
         *([f"{run / 'huggingface'}: {', '.join(done.companions)}"] if done.companions else []),
         *(f"note: {note}" for note in done.notes),
     ]
-    if done.config.data.builder is None and not corpus.with_name(f"{corpus.name}.bin").exists():
+    if corpus == run / CORPUS / "train" and not corpus.with_name(f"{corpus.name}.bin").exists():
         lines.append(f"data.train = {corpus} is still missing: text in the tokens of this model")
         if done.config.data.tokenizer is not None:
             tokenizer = Path(done.config.data.tokenizer)
