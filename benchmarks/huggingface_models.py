@@ -156,10 +156,8 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
         return "declares no plan for a pipeline"
     if "is an encoder-decoder" in why:
         return "is an encoder-decoder"
-    if "e_score_correction_bias" in why:
-        return "a mixture of experts whose routing keeps a state that is no parameter (`e_score_correction_bias`)"
-    if "mat_a" in why or "_grouped_mm" in why:
-        return "a mixture of experts whose kernel does not run here"
+    if "e_score_correction_bias" in why or "a mixture of experts" in why:
+        return "is a mixture of experts"
     if found["state"] == "no small form":
         return f"its configuration does not take the small sizes used here ({why[:110]})"
     return why.removeprefix(f"{kind} ").partition("): ")[2] or why

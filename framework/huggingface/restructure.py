@@ -224,6 +224,13 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ModelError(f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0")
+    for name, parameter in layers.named_parameters():
+        owner = layers.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd):
+            raise ModelError(
+                f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
+                f"experts, which sends each token where its numbers say, is not restructured"
+            )
     own = {name for name, _ in [*layers.named_parameters(), *model.named_parameters()]}
     kept = [name for part in (layers, model) for name in part.state_dict() if name not in own]
     kept = [name for name in kept if name not in {n for n, _ in layers.named_parameters(remove_duplicate=False)}]

@@ -97,6 +97,7 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
     assert "t5 is an encoder-decoder" in said(
         changed(directory("llama", tmp_path), model_type="t5", is_encoder_decoder=True)
     )
+    assert "a mixture of experts" in said(directory("mixtral", tmp_path))
     assert "no causal language model of this architecture" in said(directory("vit", tmp_path))
     quantized = changed(directory("llama", tmp_path), quantization_config={"quant_method": "gptq"})
     assert "the weights are quantized (gptq)" in said(quantized)
@@ -131,7 +132,7 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "message"),
     [
-        ("mixtral", "tp2", "(a mixture of experts); this rules out parallel.tp = 2"),
+        ("granite_swa", "tp2", "'local_params', which is not known here; this rules out parallel.tp = 2"),
         ("gemma", "tp2,sequence", "its token embedding is no plain nn.Embedding"),
         ("llama", "tp4", "has 2 units (heads or groups of heads) that must stay whole"),
     ],
