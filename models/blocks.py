@@ -2,7 +2,7 @@
 
 Of several documents in one sample the first element takes {"tokens": (B, S), "starts": (B, S) bool, where a document
 begins}; what goes on between the elements is then (x, starts), and each document is on its own: nobody attends to
-another, and positions count from its beginning. The last block hands on x alone.
+another, and positions count from its beginning. The last norm hands on x alone.
 
 Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
 Under tensor parallelism a module may hold a contiguous part of its rows; H and G are then the local counts, and follow
@@ -248,7 +248,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D).
 
-    (x, starts) -> (x, starts), or x from the ``last``: what comes after it looks at each token by itself.
+    (x, starts) -> (x, starts).
     """
 
     def __init__(
@@ -259,10 +259,8 @@ class Block(nn.Module):
         mlp: nn.Module,
         *,
         dropout: float,
-        last: bool = False,
     ) -> None:
         super().__init__()
-        self.last = last
         self.attention_norm = attention_norm
         self.attention = attention
         self.after_attention = nn.Dropout(dropout)
@@ -274,4 +272,18 @@ class Block(nn.Module):
         x, starts = value if isinstance(value, tuple) else (value, None)
         x = x + self.after_attention(self.attention(self.attention_norm(x), starts))
         x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
-        return x if starts is None or self.last else (x, starts)
+        return x if starts is None else (x, starts)
+
+
+class LastLayerNorm(nn.LayerNorm):
+    """Behind the blocks: x or (x, starts) -> x. What comes then looks at each token by itself."""
+
+    def forward(self, value: Value) -> Tensor:
+        return super().forward(value[0] if isinstance(value, tuple) else value)
+
+
+class LastRMSNorm(nn.RMSNorm):
+    """The same, an RMSNorm."""
+
+    def forward(self, value: Value) -> Tensor:
+        return super().forward(value[0] if isinstance(value, tuple) else value)

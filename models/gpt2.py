@@ -14,7 +14,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive, initialise
+from models.blocks import Attention, Block, Embedding, LastLayerNorm, assemble, check_heads, check_positive, initialise
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -79,9 +79,8 @@ def build(
             nn.LayerNorm(hidden_size, eps=norm_eps),
             Mlp(hidden_size, ffn_size),
             dropout=dropout,
-            last=i == num_layers - 1,
         )
-    layers["norm"] = nn.LayerNorm(hidden_size, eps=norm_eps)
+    layers["norm"] = LastLayerNorm(hidden_size, eps=norm_eps)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     return assemble(
         layers,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, assemble, check_heads, check_positive, initialise
+from models.blocks import Attention, Block, Embedding, LastRMSNorm, assemble, check_heads, check_positive, initialise
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -202,9 +202,8 @@ def build(
             nn.RMSNorm(hidden_size, eps=norm_eps),
             SwiGlu(hidden_size, ffn_size, num_blocks, bias=mlp_bias),
             dropout=dropout,
-            last=i == num_layers - 1,
         )
-    layers["norm"] = nn.RMSNorm(hidden_size, eps=norm_eps)
+    layers["norm"] = LastRMSNorm(hidden_size, eps=norm_eps)
     layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     return assemble(
         layers,
