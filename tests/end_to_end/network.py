@@ -47,7 +47,7 @@ sys.addaudithook(on)
 '''
 """A sitecustomize.py, which each Python that finds it on its path runs first."""
 
-OWN_NAMES = re.compile(r"(?:\d+\.){3}127\.in-addr\.arpa|(?:[0-9a-f]\.)+ip6\.arpa")
+OWN_NAMES = re.compile(r"(?:\d+\.){3}127\.in-addr\.arpa|1\.(?:0\.){31}ip6\.arpa")
 SIOCSIFADDR, SIOCSIFFLAGS = 0x8916, 0x8914
 UP_AND_RUNNING = 0x41
 CALL = re.compile(r"^(?P<pid>\d+) +(?P<call>connect|sendto|sendmsg|sendmmsg)\((?P<fd>\d+), (?P<rest>.*)$", re.MULTILINE)
