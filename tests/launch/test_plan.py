@@ -36,7 +36,7 @@ max_sequence_length = 16
 [data]
 {data}
 [batch]
-global_batch = 4
+global_batch = 2
 [train]
 steps = 3
 """
@@ -148,7 +148,7 @@ IMPOSSIBLE = {
     "hardware as a file": ("--cluster H200.toml --devices-per-node 1", "did you mean h200?", ["--cluster h200"]),
     "a folder for hardware": ("--cluster {0}/folder", "this is a folder; known are a100", []),
     "batch that does not divide": ("--nodes 7 --global-batch 3", "global batch 3 is not a multiple of dp 14", None),
-    "replicas for no sample": ("--nodes 64", "is not a multiple of dp 128 (of 4, for one)", None),
+    "replicas for no sample": ("--nodes 64", "is not a multiple of dp 128 (of 2, for one)", None),
     "devices that nobody divides": ("--devices-per-node 7 --global-batch 3", "of dp 7 (of 3, for one)", None),
     "too many micro-batches": ("--global-batch 1000003", "is not a multiple of dp 2", ["--global-batch 131072"]),
     "more nodes than there are": ("--nodes 1000000000", "1,048,576 devices at most, such as --nodes 524288", []),
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_one_message_with_what_can(case: str, folder: Path) ->
 
 def test_a_configuration_without_samples_is_told_how_many(folder: Path) -> None:
     file = folder / "open.toml"
-    file.write_text((folder / "small.toml").read_text().replace("global_batch = 4", ""))
+    file.write_text((folder / "small.toml").read_text().replace("global_batch = 2", ""))
     words = ("plan", str(file), "--cluster", str(folder / "cores.toml"), "--nodes", "1", "--best", "1")
     found = told(*words)
     assert found.code == 2 and "batch.global_batch is not given" in found.err
