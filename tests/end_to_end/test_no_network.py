@@ -48,6 +48,8 @@ trace_step = 2
 """
 FIRST = {
     "data files": "data files texts --out corpus --vocab-size 300",
+    "data prepare": "data prepare texts --tokenizer corpus/tokenizer.json --workers 1 --out prepared",
+    "data show": "data show prepared",
     "mesh": "mesh small.toml",
     "stages": "stages small.toml",
     "dryrun": "dryrun small.toml",
@@ -63,6 +65,9 @@ LATER = {
     "plot": "plot runs/small",
     "status": "status runs/small",
     "sample": "sample runs/small --prompt the --tokens 3",
+    "eval": "eval runs/small --batches 1",
+    "report": "report runs/small",
+    "convert": "convert runs/small --to hf taken",
     "checkpoint list": "checkpoint list runs/small",
     "checkpoint verify": "checkpoint verify runs/small",
     "checkpoint show": "checkpoint show runs/small",

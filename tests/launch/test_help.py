@@ -33,7 +33,7 @@ COMMANDS = list(commands(build_parser()))
 def examples(parser: argparse.ArgumentParser) -> list[str]:
     """The commands below ``example:``, without the launcher before them."""
     _, _, shown = (parser.epilog or "").partition("example:\n")
-    lines = [line.strip() for line in shown.splitlines() if line.strip()]
+    lines = [line.strip() for line in shown.replace("\\\n", " ").splitlines() if line.strip()]
     return [SRUN.sub("", TORCHRUN.sub("meshwright ", line)) for line in lines]
 
 
