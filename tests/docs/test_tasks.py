@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "tasks"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-QUICK = ("README.md",)
+LONG = ("train-my-model.md", "move-a-checkpoint.md")
+"""They train for most of a minute: run by `make torture`."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 
 
@@ -88,7 +89,7 @@ def run(command: str, desk: Path) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(page.name, marks=() if page.name in QUICK else pytest.mark.slow)
+        pytest.param(page.name, marks=pytest.mark.torture if page.name in LONG else pytest.mark.slow)
         for page in sorted(PAGES.glob("*.md"))
     ],
 )

@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert "alone, step 5" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Path, shell: Shell) -> None:
     """By the command itself, and by torchrun: pp 2, as the run has it."""
     run, out = str(run_directory(trained)), tmp_path / "found.json"
