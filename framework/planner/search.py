@@ -364,17 +364,22 @@ def _quick_s(
 
 def _quick_bytes(workbench: Workbench, choice: Choice) -> int:
     flying = in_flight(workbench, choice)
+    ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
     def needed(of: Choice) -> float:
-        sketch, most = _rough(workbench, of), 0.0
-        by_rank = stages_by_rank(sketch.schedule)
-        for rank in {0, choice.pp // 2, choice.pp - 1}:
-            stages = by_rank[rank]
-            held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
-            kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
-            besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
-            most = max(most, held + kept * flying[rank] + max(besides, 0))
-        return most
+        key = ("needed", of._replace(chunks=0), tuple(flying[rank] for rank in ranks))
+        if key not in workbench.seen:
+            sketch, most = _rough(workbench, of), 0.0
+            by_rank = stages_by_rank(sketch.schedule)
+            for rank in ranks:
+                stages = by_rank[rank]
+                held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
+                kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
+                besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
+                most = max(most, held + kept * flying[rank] + max(besides, 0))
+            workbench.seen[key] = most
+        found: float = workbench.seen[key]
+        return found
 
     return int(_by_few(choice, needed))
 
