@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import Habits, Reached, StepTime, steady_s, step_time
+from framework.planner.cost import Habits, Reached, StepTime, one_more_s, steady_s, step_time
 from framework.planner.hardware import Hardware
 from framework.planner.memory import NCCL
 from framework.planner.profile import LayerProfile, Practice
 from framework.planner.sketch import Sketch, Workbench
-from framework.planner.tape import Kind as Kinds
-from framework.planner.tape import Work
-from framework.schedule.action import Kind, Schedule
+from framework.planner.tape import Kind, Work
+from framework.schedule.action import Schedule
 from framework.schedule.build import build
 from framework.schedule.lower import lower
 
@@ -355,10 +354,10 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
 
     In its order, wq wk wv wo w1 w3 w2, those are wk, wo and w3; here q, k, v and w1, w3 are one product each.
     """
-    products = [work for work in profile.forward if work.kind is Kinds.PRODUCT]
+    products = [work for work in profile.forward if work.kind is Kind.PRODUCT]
     if not profile.name.startswith("block") or len(products) < 3:
         return profile
-    again = [work for work in profile.forward if work.kind is Kinds.MEMORY]
+    again = [work for work in profile.forward if work.kind is Kind.MEMORY]
     by_flops = sorted(products, key=lambda work: work.flops)
     kept = max(products, key=lambda work: work.flops)
     for work in by_flops:
@@ -366,7 +365,7 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
         if share:
             batch, m, n, k = work.shape
             shape = (batch, m, round(n * share), k)
-            again.append(Work(Kinds.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
+            again.append(Work(Kind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
     return replace(profile, backward=profile.backward + tuple(again))
 
 
@@ -375,12 +374,7 @@ def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, si
     found = step_time(sketch, hardware, reached, of.habits, simulated=simulated)
     if not of.more_chunks:
         return found
-    if simulated:
-        last = sketch.schedule.num_stages - 1
-        ends = [s.end for s in found.timeline.spans if s.action.stage == last and s.action.kind in (Kind.B, Kind.I)]
-        one = (ends[-1] - ends[-1 - sketch.schedule.pp]) / sketch.schedule.pp
-    else:
-        one = steady_s(sketch, found.stages, of.habits)
+    one = one_more_s(found.timeline, sketch.schedule) if simulated else steady_s(sketch, found.stages, of.habits)
     more = of.more_chunks * one
     waits = (found.total - reached.step_s) / (found.pipeline + found.reduce + found.gather + found.optimizer)
     return found._replace(total=found.total + more * waits, pipeline=found.pipeline + more)

@@ -16,7 +16,7 @@ from framework.errors import ConfigError
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.planner.calibrate import Measured, measure_block, measure_device, measure_links
-from framework.planner.hardware import Hardware, Link, read_hardware
+from framework.planner.hardware import Hardware, Link, Message, read_hardware
 from framework.planner.nearest import nearest, search_hard
 from framework.planner.page import page
 from framework.planner.plan_text import chosen_config, describe
@@ -220,7 +220,7 @@ def measure_whole(rank: int, world_size: int, hardware: Hardware) -> float:
     return measure_block(hardware)
 
 
-def measure_together(rank: int, world_size: int) -> dict[str, Link]:
+def measure_together(rank: int, world_size: int) -> dict[Message, Link]:
     """One process of those that talk."""
     torch.set_num_threads(1)
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")

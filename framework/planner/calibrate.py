@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from torch import nn
 
 from framework.mesh.comm import Group, Transfer
 from framework.planner.cost import MEASURED, work_s
-from framework.planner.hardware import Hardware, Link, Rate
+from framework.planner.hardware import Hardware, Link, Message, Rate
 from framework.planner.profile import Practice, paper_group, profile_layers
 from framework.planner.tape import Kind, Tape
 
@@ -149,7 +149,7 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
     return max(0.0, (spent - computed) / len(tape.ops))
 
 
-def measure_links(group: Group) -> dict[str, Link]:
+def measure_links(group: Group) -> dict[Message, Link]:
     """Each kind of message between the processes of a group, which all call it.
 
     A collective comes behind a product, as in a run: the cores that compute carry it, and the last to be ready is
@@ -166,7 +166,7 @@ def measure_links(group: Group) -> dict[str, Link]:
             if handle is not None:
                 handle.wait()
 
-    messages: dict[str, tuple[Callable[[torch.Tensor], object], float, int]] = {  # what, share on the wire, hops
+    messages: dict[Message, tuple[Callable[[torch.Tensor], object], float, int]] = {  # what, share on the wire, hops
         "all_reduce": (lambda whole: group.all_reduce(whole).wait(), 2 * (n - 1) / n, 2 * (n - 1)),
         "all_gather": (
             lambda whole: group.all_gather(whole, whole[: len(whole) // n].clone()).wait(),
@@ -195,7 +195,7 @@ def measure_links(group: Group) -> dict[str, Link]:
             found.append((time.perf_counter() - start) / MESSAGES)
         return sorted(found)[REPEATS // 2]
 
-    links = {}
+    links: dict[Message, Link] = {}
     products_s = timed(None, n)
     for name, (say, on_wire, hops) in messages.items():
         computes = name != "send"
@@ -213,7 +213,7 @@ def cores() -> int:
 
 
 def put_together(
-    measured: Sequence[dict[str, Measured]], links: Mapping[str, Link], memory_bytes: int, ranks: int
+    measured: Sequence[dict[str, Measured]], links: dict[Message, Link], memory_bytes: int, ranks: int
 ) -> Hardware:
     """The file's content: the median process. ``ranks``: that a node of this kind is to have."""
 
@@ -244,7 +244,7 @@ def put_together(
         operation_s=operation_s,
         products=products,
         copies=copies,
-        messages=dict(links),
+        messages=links,
     )
 
 

@@ -211,8 +211,6 @@ class StageTime(NamedTuple):
     """To the next stage."""
     tp: float
     """Of forward and backward, what messages of tensor parallelism take."""
-    flops: float
-    """Model FLOPs of forward and backward, without what is recomputed."""
 
 
 class StepTime(NamedTuple):
@@ -386,7 +384,7 @@ def _stage_times(
             backward += times[key][1]
             half += times[key][2]
             messages += times[key][3]
-        stages.append(StageTime(forward, backward, half, _message_s(sketch, index, pp, tp, habits), messages, 0.0))
+        stages.append(StageTime(forward, backward, half, _message_s(sketch, index, pp, tp, habits), messages))
     return stages
 
 

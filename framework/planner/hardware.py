@@ -12,12 +12,15 @@ import tomllib
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
 from framework.config.schema import Section
 from framework.errors import ConfigError
+
+Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+"""A kind of messages that ``calibrate`` measures."""
 
 
 class Link(Section):
@@ -70,9 +73,8 @@ class Hardware(Section):
     copies: list[Rate] = []
     """Measured, of elementwise operations, smallest first; left out: ``memory_bytes_per_s``."""
 
-    messages: dict[str, Link] = {}
-    """Measured, by kind (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``send``), among processes whose cores
-    carry them; the latency of a hop. Left out: the links."""
+    messages: dict[Message, Link] = {}
+    """Measured, by kind, among processes whose cores carry them; the latency of a hop. Left out: the links."""
 
     @field_validator("products", "copies")
     @classmethod
@@ -154,11 +156,13 @@ def _parse(text: str, name: str) -> Hardware:
 
 def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:
     """What is wrong at one key."""
+    if place[-1:] == ("[key]",):
+        place, kind = place[:-1], "extra_forbidden"
     key, last = ".".join(map(str, place)), str(place[-1]) if place else ""
     if kind == "missing":
         return f"{key} is missing"
     if kind == "extra_forbidden":
-        names = {*Hardware.model_fields, *Link.model_fields, *Rate.model_fields}
+        names = {*Hardware.model_fields, *Link.model_fields, *Rate.model_fields, *get_args(Message)}
         close = difflib.get_close_matches(last, sorted(names), 1)
         return f"{key}: there is no such key" + (f"; did you mean {close[0]}?" if close else "")
     return f"{key}: {message[0].lower()}{message[1:]}"

@@ -185,28 +185,24 @@ class _Contest:
         found: list[Found] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         looked_at = 0
-        while waiting:
+        while True:
             slowest = found[number - 1].time.total if len(found) >= number else math.inf
-            if waiting[0].seconds > slowest or (looked_at >= MOST_LOOKED_AT and found):
-                if self._first_fits(found):
-                    break
+            if waiting and waiting[0].seconds <= slowest and (looked_at < MOST_LOOKED_AT or not found):
+                choice = heapq.heappop(waiting).choice
+                if _is_spared(choice, fitting[choice.shape]):
+                    self.spared[choice.shape].append(choice)
+                elif each := self._look(choice):
+                    looked_at += 1
+                    fitting[choice.shape].append(choice)
+                    insort(found, each, key=lambda each: each.time.total)
+                else:
+                    self._give_way(choice, waiting)
+            elif not found or self._first_fits(found):
+                break
+            else:
                 first = found.pop(0).choice
                 fitting[first.shape].remove(first)
                 self._give_way(first, waiting)
-                continue
-            choice = heapq.heappop(waiting).choice
-            if _is_spared(choice, fitting[choice.shape]):
-                self.spared[choice.shape].append(choice)
-                continue
-            each = self._look(choice)
-            if each is None:
-                self._give_way(choice, waiting)
-                continue
-            looked_at += 1
-            fitting[choice.shape].append(choice)
-            insort(found, each, key=lambda each: each.time.total)
-        while found and not self._first_fits(found):
-            self.failed.add(found.pop(0).choice)
         return found[:number]
 
     def _look(self, choice: Choice) -> Found | None:

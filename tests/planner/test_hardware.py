@@ -71,6 +71,11 @@ def test_a_file_is_read_as_written(tmp_path: Path) -> None:
         ("size = 1000\n", "size = 1e7\n", "products: value error, sizes have to rise, these are 1e+07, 1e+06, 1e+09"),
         ('kind = "cuda"', 'kind = "abacus"', "kind: string should match pattern"),
         ('name = "box"', "name = [", "not TOML"),
+        (
+            'name = "box"',
+            'name = "box"\nmessages = {sends = {bytes_per_s = 1.0, latency_s = 0.0}}',
+            "messages.sends: there is no such key; did you mean send?",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, old: str, new: str, said: str) -> None:

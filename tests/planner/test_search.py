@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from framework.blueprint import draw_blueprint
-from framework.config import resolve
+from framework.config import RunConfig, resolve
 from framework.errors import ConfigError
 from framework.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
+from framework.planner.hardware import Hardware
 from framework.planner.memory import NCCL
 from framework.planner.plan_text import chosen_config, describe
 from framework.planner.search import Found, Plan, computed, drawn, examine, in_flight, search, usable_bytes
@@ -75,6 +79,26 @@ def test_nothing_that_was_left_out_is_better(everything: tuple[Workbench, list[F
     if memory_bytes < 2**30:
         assert len(fitting) < len(looked_at)
     assert plan.best[0].time.total == min(each.time.total for each in fitting)
+
+
+def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, box = workbench(), hardware(devices_per_node=2)
+    one = next(c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.pp == c.dp == 1)
+    alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
+    assert {c.recompute for c in alike} == {"none", "selective", "full"}
+
+    def grown(of: Workbench, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> Found:
+        found = examine(of, box, config, choice, *more)
+        too_much = 2**40 * (choice.recompute != "full")
+        return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
+
+    monkeypatch.setattr("framework.planner.search.choices", lambda *_, **__: iter(alike))
+    monkeypatch.setattr("framework.planner.search.examine", grown)
+    plan = search(bench, box, 1)
+    assert {each.choice.recompute for each in plan.best} == {"full"}
+    assert plan.num_fitting == sum(c.recompute == "full" for c in alike)
 
 
 def test_rejections_carry_the_number_that_breaks_the_rule() -> None:
