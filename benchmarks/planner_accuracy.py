@@ -4,7 +4,7 @@
     python benchmarks/planner_accuracy.py --only korthikanti    rows whose names begin so, each of them listed
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
 
-The constants (:class:`framework.planner.cost.Reached`) are one set for all devices, models and frameworks. Each source
+The constants (:class:`framework.planner.rates.Reached`) are one set for all devices, models and frameworks. Each source
 is predicted with those that fit all *other* sources best, so no row has a say in its own prediction. Sources that leave
 out what matters (micro-batch, device, recompute) are listed apart and fitted on by nobody.
 """
@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.errors import UserError
-from framework.planner.cost import Reached
 from framework.planner.hardware import Hardware, read_hardware
+from framework.planner.rates import Reached
 from framework.planner.sketch import Sketch
 
 CONSTANTS = Path(__file__).parent / "published_constants.json"

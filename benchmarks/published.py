@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import Habits, Reached, StepTime, one_more_s, steady_s, step_time
+from framework.planner.cost import StepTime, one_more_s, steady_s, step_time
 from framework.planner.hardware import Hardware
 from framework.planner.memory import NCCL
 from framework.planner.profile import LayerProfile, Practice
+from framework.planner.rates import Habits, Reached
 from framework.planner.sketch import Sketch, Workbench
 from framework.planner.tape import Kind, Work
 from framework.schedule.action import Schedule

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from framework.mesh.comm import Group, Transfer
-from framework.planner.cost import MEASURED, work_s
 from framework.planner.hardware import Hardware, Link, Message, Rate
 from framework.planner.profile import Practice, paper_group, profile_layers
+from framework.planner.rates import MEASURED, work_s
 from framework.planner.tape import Kind, Tape
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)

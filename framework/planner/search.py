@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import NamedTuple, TypeAlias
@@ -19,25 +19,19 @@ from typing import NamedTuple, TypeAlias
 from framework.blueprint import batch_numbers
 from framework.config import RunConfig
 from framework.planner.choices import Choice, Rejection, choices, with_choice
-from framework.planner.cost import Habits, Reached, StepTime, stages_by_rank, step_time
+from framework.planner.cost import StepTime, step_time
 from framework.planner.hardware import Hardware
 from framework.planner.memory import GLOO, NCCL, RankMemory, Transport
+from framework.planner.quick import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
+from framework.planner.rates import Habits, Reached
 from framework.planner.sketch import Sketch, Workbench
-from framework.schedule.action import Placement, Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from framework.schedule.simulate import peak_activations
-from framework.summary import held_at_rest
+from framework.schedule.action import Schedule
 from framework.summary import memory as text_of_bytes
 
 HEADROOM_SHARE = 0.08
 """Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""
 BEST = 10
 MOST_LOOKED_AT = 40
-SHORT = 8
-"""Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""
-ENOUGH = 3
-"""Micro-batches for each pipeline rank, of a schedule that is looked at."""
 UNKNOWN_BYTES = 2**62
 Shape: TypeAlias = tuple[int, int, int, str, int, int]
 """Of a choice."""
@@ -135,7 +129,7 @@ def search(
         alike = [each for each in group if isinstance(each, Choice)]
         plan.num_choices += len(alike)
         first = alike[0]
-        if offload and (hosted := _least_host_bytes(workbench, alike) * hardware.devices_per_node) > (
+        if offload and (hosted := least_host_bytes(workbench, alike) * hardware.devices_per_node) > (
             hardware.host_memory_bytes
         ):
             needs = f"{text_of_bytes(hosted)} of a node's host, which has {text_of_bytes(hardware.host_memory_bytes)}"
@@ -152,7 +146,7 @@ def search(
             if needed is None:
                 spared[each.shape].append(each)
                 continue
-            seconds = _quick_s(workbench, hardware, each, reached, habits)
+            seconds = quick_s(workbench, hardware, each, reached, habits)
             quick.append(_Quick(seconds, each.zero, needed, each))
     contest = _Contest(workbench, hardware, room, quick, spared, too_large, reached, habits)
     plan.best = contest.best(best)
@@ -235,8 +229,8 @@ class _Contest:
         self.failed.add(choice)
         known = {each.choice for each in self.estimates}
         for each in self.spared.pop(choice.shape, ()):
-            seconds = _quick_s(self.workbench, self.hardware, each, self.reached, self.habits)
-            estimate = _Quick(seconds, each.zero, _quick_bytes(self.workbench, each), each)
+            seconds = quick_s(self.workbench, self.hardware, each, self.reached, self.habits)
+            estimate = _Quick(seconds, each.zero, quick_bytes(self.workbench, each), each)
             heapq.heappush(waiting, estimate)
             if each not in known:
                 self.estimates.append(estimate)
@@ -255,71 +249,17 @@ def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterato
         yield Rejection(rule, str(choice), len(large))
 
 
-def _least_bytes(workbench: Workbench, choice: Choice) -> int:
-    """What a rank holds at rest if all pipeline ranks hold alike."""
-    config = with_choice(workbench.config, choice)
-    total = workbench.total_elements(choice.tp, choice.sequence)
-    share = type(total)(*(number // choice.pp for number in total))
-    return sum(held_at_rest(config, share)[:3])
-
-
-def _least_host_bytes(workbench: Workbench, alike: Sequence[Choice]) -> int:
-    """The same in the host's memory, of the choice that shards most."""
-    most = max(alike, key=lambda each: (each.zero, each.shard_factor))
-    total = workbench.total_elements(most.tp, most.sequence)
-    share = type(total)(*(number // most.pp for number in total))
-    return held_at_rest(with_choice(workbench.config, most), share)[3]
-
-
-def hollow(choice: Choice) -> Schedule:
-    """A schedule of which only the numbers are there."""
-    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
-    rows: tuple[tuple[()], ...] = ((),) * choice.pp
-    return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
-
-
-def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
-    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage. Of a long pipeline
-    the first, the middle and the last as two shorter ones say."""
-    chunks = _in_full_swing(choice)
-    key = ("in flight", choice.schedule, choice.pp, chunks, choice.interleave)
-    if key not in workbench.seen:
-        shortens = 2 * SHORT < choice.pp <= chunks
-        peaks = [
-            peak_activations(build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave))
-            for pp in ((SHORT, 2 * SHORT) if shortens else (choice.pp,))
-        ]
-        if shortens:
-            more = (choice.pp - 2 * SHORT) / SHORT
-            first, middle, last = (
-                math.ceil(peaks[1][at] + more * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT else -1]))
-                for at in (0, SHORT, 2 * SHORT - 1)
-            )
-            half = choice.pp // 2
-            peaks = [(first, *(middle,) * half, *(last,) * (choice.pp - half - 1))]
-        workbench.seen[key] = peaks[0]
-    found: tuple[int, ...] = workbench.seen[key]
-    return found
-
-
-def _in_full_swing(choice: Choice) -> int:
-    """So many micro-batches that the others add one more each, and no memory. Interleaved ones go in groups of pp, and
-    what is over makes groups larger: it stays."""
-    pp, chunks = choice.pp, choice.chunks
-    return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
-
-
 def _that_fit(
     workbench: Workbench, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
 ) -> Iterator[tuple[Choice, int | None]]:
     """Of choices that differ in what is sharded and recomputed only: those that fit, with their bytes; without, where
     one fits that shards and recomputes less, and so is never slower."""
     least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
-    at_rest = _least_bytes(workbench, least)
+    at_rest = least_bytes(workbench, least)
     if at_rest > room:
         too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(alike)
         return
-    needed = _quick_bytes(workbench, least)
+    needed = quick_bytes(workbench, least)
     if needed > room:
         too_large["activations besides"] += [(needed, least)] * len(alike)
         return
@@ -328,75 +268,12 @@ def _that_fit(
         if _is_spared(each, fitting):
             yield each, None
             continue
-        needed = _quick_bytes(workbench, each)
+        needed = quick_bytes(workbench, each)
         if needed > room:
             too_large["activations besides"].append((needed, each))
             continue
         fitting.append(each)
         yield each, needed
-
-
-def _rough(workbench: Workbench, choice: Choice) -> Sketch:
-    return workbench.sketch(with_choice(workbench.config, choice), hollow(choice), roughly=True)
-
-
-def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
-    """Of large micro-batches, drawn straight through those of one and of two samples."""
-    if choice.micro_batch_size <= 2:
-        return value(choice)
-    one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
-    return one + (two - one) * (choice.micro_batch_size - 1)
-
-
-def _quick_s(
-    workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
-) -> float:
-    def seconds(of: Choice) -> float:
-        sketch = _rough(workbench, of)
-        return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
-
-    return _by_few(choice, seconds)
-
-
-def _quick_bytes(workbench: Workbench, choice: Choice) -> int:
-    flying = in_flight(workbench, choice)
-    ranks = sorted({0, choice.pp // 2, choice.pp - 1})
-
-    def needed(of: Choice) -> float:
-        key = ("needed", of._replace(chunks=0), tuple(flying[rank] for rank in ranks))
-        if key not in workbench.seen:
-            sketch, most = _rough(workbench, of), 0.0
-            by_rank = stages_by_rank(sketch.schedule)
-            for rank in ranks:
-                stages = by_rank[rank]
-                held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
-                kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
-                besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
-                most = max(most, held + kept * flying[rank] + max(besides, 0))
-            workbench.seen[key] = most
-        found: float = workbench.seen[key]
-        return found
-
-    return int(_by_few(choice, needed))
-
-
-def computed(workbench: Workbench, choice: Choice) -> Schedule:
-    """Its computations, or those of one of fewer micro-batches that stands for it."""
-    chunks = _in_full_swing(choice)
-    key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
-    if key not in workbench.seen:
-        workbench.seen[key] = build(choice.schedule, choice.pp, chunks, choice.interleave)
-    schedule: Schedule = workbench.seen[key]
-    return schedule
-
-
-def drawn(workbench: Workbench, choice: Choice) -> Schedule:
-    """Its schedule, or one of fewer micro-batches that stands for it."""
-    key = ("schedule", id(computed(workbench, choice)))
-    if key not in workbench.seen:
-        workbench.seen[key] = lower(computed(workbench, choice))
-    schedule: Schedule = workbench.seen[key]
-    return schedule
 
 
 def examine(

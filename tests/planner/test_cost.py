@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 
 from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import (
-    Habits,
-    Reached,
-    StepTime,
-    exchanged_s,
-    product_share,
-    step_time,
-    wire_of,
-    work_s,
-)
+from framework.planner.cost import StepTime, exchanged_s, step_time
 from framework.planner.hardware import Hardware, Link, known, read_hardware
 from framework.planner.profile import LayerProfile, Practice
+from framework.planner.rates import Habits, Reached, product_share, wire_of, work_s
 from framework.planner.sketch import Sketch, Workbench
 from framework.planner.tape import Kind, Work
 

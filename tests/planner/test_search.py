@@ -14,7 +14,8 @@ from framework.planner.choices import SCHEDULES, Choice, Rejection, choice_of, c
 from framework.planner.hardware import Hardware
 from framework.planner.memory import NCCL
 from framework.planner.plan_text import chosen_config, describe
-from framework.planner.search import Found, Plan, computed, drawn, examine, in_flight, search, usable_bytes
+from framework.planner.quick import computed, drawn, in_flight
+from framework.planner.search import Found, Plan, examine, search, usable_bytes
 from framework.planner.sketch import Workbench
 from framework.schedule.simulate import peak_activations
 from tests.planner.small import OPTIONS, hardware, workbench
