@@ -10,6 +10,7 @@ import csv
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunC
 from framework.planner.cost import StepTime, one_more_s, steady_s, step_time
 from framework.planner.hardware import Hardware
 from framework.planner.memory import NCCL
-from framework.planner.profile import LayerProfile, Practice
+from framework.planner.profile import LayerProfile, Practice, Said
 from framework.planner.rates import Habits, Reached
 from framework.planner.sketch import Sketch, Workbench
 from framework.planner.tape import Kind, Work
@@ -99,8 +100,8 @@ class Case(NamedTuple):
     """The source states all that matters; otherwise a guess is in it."""
     more_chunks: int = 0
     """Micro-batches that the configuration leaves out: from 3 pp on, each takes as long as the one before it."""
-    repeats: Callable[[LayerProfile], LayerProfile] | None = None
-    """What backward computes again, where that is neither the model's choice nor whole layers."""
+    besides: Callable[[LayerProfile], LayerProfile] | None = None
+    """What a layer does besides, where it is neither the model's choice nor a habit: computed again, or not said."""
 
 
 class System(NamedTuple):
@@ -147,7 +148,8 @@ FSDP = Habits(optimizer_bytes=44)
 
 FLASH_1 = 1 / 1.7
 """FlashAttention of 2022: the second one is 1.7 to 3.0 times as fast, least so at long sequences (Dao 2023, 4.1)."""
-DEEPSPEED = MEGATRON_2021._replace(attention_speed=FLASH_1, sends_beside=False)
+NEOX = MEGATRON_2021._replace(attention_speed=FLASH_1, attention_head_dims=(16, 32, 64, 128))
+"""DeepSpeed's ZeRO-1 with buckets of 1.26e9 elements, as Pythia's files have them: nothing is summed before the end."""
 ROWWISE_SPEED = 0.87
 """Of float8 products with a scale per row, to those with one per tensor: so that the first gain 0.52 of what the second
 gain on torchtitan's 8B on 8 H100 (5,760 tokens/s in bfloat16, 6,424 and 7,186: its commit 7a04053, not a row here)."""
@@ -166,7 +168,7 @@ SYSTEMS: dict[str, System] = {
     "megascale-Megatron": System(FUSED, MEGATRON_2022, whole=False),
     "megascale-MegaScale": System(FUSED, MEGATRON_CORE._replace(tp_beside=True), whole=False),
     "fms": System(FUSED, FSDP),
-    "pythia": System(EAGER._replace(recomputes_whole=True), DEEPSPEED),
+    "pythia": System(Practice(fused=False, recomputes_whole=True), NEOX),
     "simumax": System(TRANSFORMER_ENGINE, MEGATRON_CORE_PLAIN._replace(tp_beside_weight_gradients=False)),
     "alpa": System(UNFUSED_ATTENTION._replace(drops_probabilities=False), MEGATRON_2021),
     "mlm": System(
@@ -280,7 +282,12 @@ def case(row: Row) -> Case:
     }
     if row.id.startswith("mlm-golden-15b"):  # squared ReLU, not gated: two matrices of the size of three smaller ones
         options["ffn_size"] = row.ffn * 2 // 3
-    if grouped:
+    builder = "models.llama:build" if grouped else "models.gpt2:build"
+    if head == "pythia":
+        builder = "neox:build"
+        options = {name: value for name, value in options.items() if name != "max_sequence_length"}
+        options |= {"own_loss": row.tp == 1}
+    elif grouped:
         options |= {"num_kv_heads": row.kv_heads}
     else:
         options |= {"dropout": 0.0, "tied": head in ("llmf", "narayanan21", "megatron20", "korthikanti22")}
@@ -289,7 +296,7 @@ def case(row: Row) -> Case:
     if row.compile and head != "alpa":
         practice = practice._replace(fused=True)
     if "async TP" in row.notes:
-        habits = habits._replace(tp_beside=True, tp_in_parts=True)
+        habits = habits._replace(tp_in_parts=True)
     if "float8" in row.precision or "fp8" in row.precision:
         habits = habits._replace(product_dtype="float8")
     if "rowwise" in row.precision:
@@ -315,11 +322,12 @@ def case(row: Row) -> Case:
     )
     stages = row.pp * max(1, row.interleave) if row.schedule != "ZB-V" else row.pp * 2
     recompute, where = _recompute(row)
+    zero = 1 if head == "tt" and row.pp > 1 else row.zero  # with a pipeline it gathers and reduces once a step
     config = RunConfig(
-        model=Model(builder="models.llama:build" if grouped else "models.gpt2:build", options=options),
+        model=Model(builder=builder, options=options),
         data=Data(train="x", sequence_length=row.seq // row.cp),
         batch=Batch(micro_batch_size=row.micro_batch, chunks=chunks, global_batch=row.micro_batch * chunks * dp),
-        parallel=Parallel(dp=dp, pp=row.pp, tp=row.tp, sequence=sequence, zero=row.zero),  # type: ignore[arg-type]
+        parallel=Parallel(dp=dp, pp=row.pp, tp=row.tp, sequence=sequence, zero=zero),  # type: ignore[arg-type]
         pipeline=Pipeline(
             schedule=SCHEDULES[row.schedule],  # type: ignore[arg-type]
             interleave=stages // row.pp if stages > row.pp else None,
@@ -334,8 +342,11 @@ def case(row: Row) -> Case:
     if "sharding=HSDP" in row.notes:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard_factor": 8})})
     guessed = not whole or (row.step_s is not None and _is_guessed(row))
-    repeats = _saves_every_other if head == "tt" and row.recompute == "selective" else None
-    return Case(row, config, practice, habits, GPUS[row.gpu], not guessed, all_chunks - chunks, repeats)
+    besides = _saves_every_other if head == "tt" and row.recompute == "selective" else None
+    if head == "pythia" and row.tp > 1:
+        besides = partial(_says_once, row)
+    gpu = "a100-40gb-p4d" if head == "pythia" else GPUS[row.gpu]
+    return Case(row, config, practice, habits, gpu, not guessed, all_chunks - chunks, besides)
 
 
 def bucket_bytes(row: Row, habits: Habits) -> int:
@@ -368,6 +379,21 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
             shape = (batch, m, round(n * share), k)
             again.append(Work(Kind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
     return replace(profile, backward=profile.backward + tuple(again))
+
+
+def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
+    """GPT-NeoX's tp ranks add both branches before they sum, once in forward and again when it is recomputed; what is
+    kept of a block's input is a part for each, gathered again (``partition-activations``)."""
+    if not profile.name.startswith("block"):
+        return profile
+
+    def but_for(share: float, messages: tuple[Said, ...]) -> tuple[Said, ...]:
+        return tuple(Said(said.operation, round(said.calls * share), said.wire_bytes * share) for said in messages)
+
+    kept_bytes = 2 * row.micro_batch * row.seq * row.hidden
+    gathers = Said("all_gather", 1, kept_bytes * (row.tp - 1) / row.tp)
+    backward = (*but_for(3 / 4, profile.backward_says), gathers)
+    return replace(profile, forward_says=but_for(1 / 2, profile.forward_says), backward_says=backward)
 
 
 def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, simulated: bool = True) -> StepTime:
@@ -425,9 +451,9 @@ class Bench:
         if key not in self._workbenches:
             self._workbenches[key] = Workbench(of.config, of.practice, self.draw)
         drawn = self._workbenches[key].sketch(of.config)
-        if of.repeats is not None:
+        if of.besides is not None:
             changed: dict[int, LayerProfile] = {}
             for layer in drawn.layers:
-                changed.setdefault(id(layer.forward), of.repeats(layer))
+                changed.setdefault(id(layer.forward), of.besides(layer))
             drawn.layers = tuple(replace(changed[id(layer.forward)], name=layer.name) for layer in drawn.layers)
         return drawn

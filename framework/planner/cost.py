@@ -83,7 +83,7 @@ def layer_s(
             cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
             casting = habits.casts * (cast / (hardware.memory_bytes_per_s * reached.memory) + 2 * reached.operation_s)
             return work_s(work, hardware, narrow, reached, backward=backward) / habits.cast_product_speed + casting
-        return work_s(work, hardware, dtype, reached, backward=backward, attention_speed=habits.attention_speed)
+        return work_s(work, hardware, dtype, reached, backward=backward, habits=habits)
 
     def of(works: Sequence[Work], backward: bool) -> float:
         return sum(work.times * one(work, backward) for work in works)
@@ -92,13 +92,12 @@ def layer_s(
         seconds = 0.0
         for message in messages:
             takes = tp.seconds(message.wire_bytes, message.calls, message.operation)
-            share = 1.0 if habits.tp_beside else min(1.0, beside.get(message.operation, 0.0) / message.calls)
+            share = min(1.0, beside.get(message.operation, 0.0) / message.calls)
             seconds += takes * (1 - reached.hidden * share)
         return seconds
 
-    forward_says = said(layer.forward_says, {})
-    beside = beside_products(layer) if habits.tp_beside_weight_gradients else {}
-    backward_says = said(layer.backward_says, beside)
+    forward_beside, backward_beside = beside_products(layer, habits)
+    forward_says, backward_says = said(layer.forward_says, forward_beside), said(layer.backward_says, backward_beside)
     if context is not None and context.size > 1:
         once, again = exchanged_s(layer, context, habits)
         forward_says += once
@@ -113,14 +112,24 @@ def layer_s(
     return of(layer.forward, False) + forward_says, backward + backward_says, weight_half, forward_says + backward_says
 
 
-def beside_products(layer: LayerProfile) -> dict[str, float]:
-    """Calls in backward that products of weight gradients can hide: as many sums as in forward; gathers that are more
-    than the scatters, of inputs that were kept as shards."""
-    forward = {message.operation: message.calls for message in layer.forward_says}
-    backward = {message.operation: message.calls for message in layer.backward_says}
-    found = {name: float(forward.get(name, 0)) for name in ("all_reduce", "reduce_scatter")}
-    found["all_gather"] = float(max(0, backward.get("all_gather", 0) - backward.get("reduce_scatter", 0)))
-    return found
+def beside_products(layer: LayerProfile, habits: Habits) -> tuple[dict[str, float], dict[str, float]]:
+    """Calls of each operation that products can hide, in forward and in backward.
+
+    Those of weight gradients, in backward: as many sums as in forward, and gathers that are more than the scatters, of
+    inputs that were kept as shards.
+    """
+    forward = {message.operation: float(message.calls) for message in layer.forward_says}
+    backward = {message.operation: float(message.calls) for message in layer.backward_says}
+    gathers = forward.get("all_gather", 0.0)
+    if habits.tp_beside:
+        return forward, backward
+    if habits.tp_in_parts:
+        return forward, backward | {"reduce_scatter": max(0.0, backward.get("reduce_scatter", 0.0) - gathers)}
+    if not habits.tp_beside_weight_gradients:
+        return {}, {}
+    found = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
+    found["all_gather"] = max(0.0, backward.get("all_gather", 0.0) - backward.get("reduce_scatter", 0.0))
+    return {}, found
 
 
 def exchanged_s(layer: LayerProfile, context: Wire, habits: Habits) -> tuple[float, float]:

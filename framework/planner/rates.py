@@ -81,9 +81,12 @@ class Habits(NamedTuple):
     cast_product_speed: float = 1.0
     """Of products of such factors, where it is another than the hardware's."""
     tp_in_parts: bool = False
-    """A product whose factor comes in, or whose result goes out, as the product is made is cut into a part per rank."""
+    """A product whose factor comes in, or whose result goes out, as the product is made is cut into a part per rank
+    (torch's ``_micro_pipeline_tp``). An input's gradient is the sum of several products: it goes out behind them."""
     attention_speed: float = 1.0
     """Of the fused attention kernel, where it is another than the device's usual one."""
+    attention_head_dims: tuple[int, ...] = (32, 64, 96, 128, 160, 192, 224, 256)
+    """That the fused kernel is made for (FlashAttention-2's): others take as long as the next larger one."""
     context: int = 1
     """Ranks over which each sequence is split."""
     context_exchange: str = "heads"
@@ -106,7 +109,7 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 
 
 def work_s(
-    work: Work, hardware: Hardware, dtype: str, reached: Reached, *, backward: bool, attention_speed: float = 1.0
+    work: Work, hardware: Hardware, dtype: str, reached: Reached, *, backward: bool, habits: Habits | None = None
 ) -> float:
     """Seconds of one of these operations."""
     if hardware.products:
@@ -114,13 +117,20 @@ def work_s(
     memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
     if work.kind is Kind.ATTENTION:
         waves = work.shape[0] * work.shape[1] / ROWS / hardware.processors
-        share = hardware.attention_share * attention_speed * reached.attention
+        habits = habits or Habits()
+        share = hardware.attention_share * habits.attention_speed * reached.attention
+        share *= filled(work.shape[3], habits.attention_head_dims)
         share *= reached.attention_backward if backward else waves / (waves + reached.last_wave)
         return max(work.flops / (_peak(hardware, "bfloat16") * share), memory_s) + reached.operation_s
     if work.kind is Kind.MEMORY:
         return memory_s + reached.operation_s
     share = product_share(work.shape, hardware, reached)
     return max(work.flops / (_peak(hardware, dtype) * share), memory_s) + reached.operation_s
+
+
+def filled(head_dim: int, made_for: tuple[int, ...]) -> float:
+    """Of the dims that a kernel works on, how many a head has."""
+    return max((head_dim / dims for dims in made_for if dims >= head_dim), default=1.0)
 
 
 def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: Reached) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import StepTime, exchanged_s, step_time
+from framework.planner.cost import StepTime, beside_products, exchanged_s, step_time
 from framework.planner.hardware import Hardware, Link, known, read_hardware
 from framework.planner.profile import LayerProfile, Practice
 from framework.planner.rates import Habits, Reached, product_share, wire_of, work_s
@@ -100,8 +100,20 @@ def test_attention_goes_at_its_share_and_loses_a_part_of_a_wave() -> None:
     assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e12 / 0.5e14)
     halved = IDEAL._replace(last_wave=1.0)
     assert work_s(work, DEVICE, "bfloat16", halved, backward=False) == pytest.approx(2e12 / 0.5e14)
-    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, attention_speed=0.5)
+    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=Habits(attention_speed=0.5))
     assert older == pytest.approx(2e12 / 0.5e14)
+
+
+@pytest.mark.parametrize(("head_dim", "made_for"), [(64, 64), (80, 96), (128, 128), (200, 224), (256, 256), (512, 512)])
+def test_attention_takes_the_time_of_the_head_dim_that_its_kernel_is_made_for(head_dim: int, made_for: int) -> None:
+    def seconds(dim: int) -> float:
+        work = Work(Kind.ATTENTION, dim * 1e10, 1.0, (100, 128, 128, dim))
+        return work_s(work, DEVICE, "bfloat16", IDEAL, backward=False)
+
+    assert seconds(head_dim) == pytest.approx(seconds(made_for))
+    older = Habits(attention_head_dims=(64, 128))
+    work = Work(Kind.ATTENTION, 8e11, 1.0, (100, 128, 128, 80))
+    assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=older) == pytest.approx(seconds(128))
 
 
 def test_messages_within_a_node_across_nodes_and_on_several_ways_out() -> None:
@@ -174,6 +186,20 @@ def test_what_runs_beside_computation_costs_less() -> None:
         took(split, habits=Habits(tp_beside=True)).total
         < took(split, habits=Habits(tp_beside_weight_gradients=True)).total
     )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_of_products_cut_in_parts_the_gradients_of_inputs_go_out_behind_them(recompute: str) -> None:
+    of = config(parallel={"tp": 4, "sequence": True}, pipeline={"recompute": recompute})
+    block = sketch(of).layers[1]
+    calls = {message.operation: message.calls for message in block.forward_says}
+    assert calls == {"all_gather": 2, "reduce_scatter": 2}
+    forward, backward = beside_products(block, Habits(tp_in_parts=True))
+    all_of_them = {message.operation: message.calls for message in block.backward_says}
+    assert forward == calls
+    assert backward == all_of_them | {"reduce_scatter": all_of_them["reduce_scatter"] - 2}
+    assert beside_products(block, Habits(tp_beside=True)) == (forward, all_of_them)
+    assert beside_products(block, Habits()) == ({}, {})
 
 
 def test_more_devices_wait_longer_for_the_slowest() -> None:
