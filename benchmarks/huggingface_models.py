@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from framework.errors import UserError
-from framework.huggingface.library import library
+from framework.huggingface.restructure.library import library
 from framework.model import build_model
 from framework.verify import parse_layout, verify
 from framework.verify.reference import plain_layers

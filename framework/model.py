@@ -118,7 +118,9 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
         raise ModelError("\n".join(problems))
 
 
-SCHEMES = {"hf": ("framework.huggingface.restructure:builder", "framework.huggingface.directory:vocabulary")}
+SCHEMES = {
+    "hf": ("framework.huggingface.restructure.layers:builder", "framework.huggingface.restructure.directory:vocabulary")
+}
 """``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
 imported, as a user's own is."""
 

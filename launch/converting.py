@@ -8,9 +8,10 @@ from pathlib import Path
 
 from framework.checkpoint import Candidate, open_checkpoint
 from framework.errors import ConfigError
-from framework.huggingface.back import SCHEME, Exported, export
-from framework.huggingface.bringing import CORPUS, Brought, bring
-from framework.huggingface.taking import SHARD_BYTES, Taken, take
+from framework.huggingface.convert.bringing import CORPUS, Brought, bring
+from framework.huggingface.convert.taking import Taken, take
+from framework.huggingface.restructure.back import SCHEME, Exported, export
+from framework.huggingface.writing import SHARD_BYTES
 from framework.stderr import tell
 from framework.summary import columns, memory
 from framework.tracking.console import duration
@@ -45,11 +46,11 @@ def convert(
     chosen = pick(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
+    out, most = Path(path), shard_bytes or SHARD_BYTES
     if builder.startswith(SCHEME):
-        exported = export(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES)
+        exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
         return given_back(chosen, builder, exported)
-    done = take(chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=Progress())
-    return taken(chosen, done)
+    return taken(chosen, take(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress()))
 
 
 class Progress:

@@ -75,7 +75,6 @@ JOINING = [
     "doctor",
     "planner",
     "dryrun",
-    "huggingface",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
@@ -90,6 +89,11 @@ PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watc
 FSDP_DOOR = "framework.data_parallel.fully_sharded"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+
+HUGGINGFACE = "framework.huggingface"
+HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
+"""Neither knows the other, and what both stand on knows neither."""
+TRANSFORMERS_DOOR = f"{HUGGINGFACE}.restructure.library"
 
 MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
 
@@ -147,6 +151,10 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}: it is pure, and must run where there is no torch")
         if below(name, "megatron") and module not in MEGATRON_DOORS:
             found.append(f"{module} imports {name}: only {' and '.join(MEGATRON_DOORS)} may")
+        if below(name, "transformers") and module != TRANSFORMERS_DOOR:
+            found.append(f"{module} imports {name}: only {TRANSFORMERS_DOOR} may")
+        if below(module, HUGGINGFACE) and below(name, *(half for half in HALVES if not below(module, half))):
+            found.append(f"{module} imports {name}: the halves of {HUGGINGFACE} stand apart")
         if package == "framework" and below(name, "models", "launch"):
             found.append(f"{module} imports {name}: framework knows neither models nor launch")
         if package == "models" and below(name, "framework", "launch"):
@@ -268,6 +276,14 @@ def test_no_import_cycles_between_rooms() -> None:
         ("framework.resume", "from framework.train import work", "train is on top"),
         ("framework.data.samples", "from megatron.core.datasets import indexed_dataset", "only framework.tensor"),
         ("launch.cli", "import megatron.core", "only framework.tensor"),
+        (
+            "framework.huggingface.convert.taking",
+            "def f():\n    import transformers",
+            "only framework.huggingface.restr",
+        ),
+        ("framework.huggingface.convert.taking", "from framework.huggingface.restructure import back", "stand apart"),
+        ("framework.huggingface.restructure.back", "from ..convert import companions", "stand apart"),
+        ("framework.huggingface.writing", "from framework.huggingface.convert import companions", "stand apart"),
     ],
 )
 def test_a_broken_rule_is_found(module: str, source: str, said: str) -> None:
@@ -282,6 +298,8 @@ def test_what_is_allowed_passes() -> None:
     assert not violations("framework.train", "from framework.pipeline import stage\nfrom framework.data import order")
     assert not violations("framework.tensor_parallel.core", "from megatron.core import tensor_parallel")
     assert not violations("launch.pool", "import torch.distributed")
+    assert not violations(TRANSFORMERS_DOOR, "import transformers")
+    assert not violations("framework.huggingface.convert.taking", "from ..rules import Rule\nfrom . import companions")
 
 
 def test_a_cycle_is_found() -> None:

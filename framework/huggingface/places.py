@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ def named(out: Path) -> Path:
 
 @contextmanager
 def published(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Within: a temporary directory for ``num_bytes``, which is ``out`` after the block, or gone if that fails.
+    """Within: a temporary directory for ``num_bytes``, which is ``out`` after the block, all of it on the disk; or gone
+    if that fails.
 
     What a conversion to the same name has left that was killed is removed first.
 
@@ -57,7 +59,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
     try:
         with explained(temporary):
             yield temporary
-            sync_directory(temporary)
+            _sync(temporary)
             if out.is_dir():
                 out.rmdir()  # empty, as `named` has seen
             temporary.rename(out)
@@ -65,3 +67,12 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _sync(directory: Path) -> None:
+    """Every file in a directory and below, and their names."""
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with (Path(place) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(place))

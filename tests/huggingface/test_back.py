@@ -14,8 +14,8 @@ from framework.config import RunConfig
 from framework.data.prepare import prepare_files
 from framework.errors import CheckpointError, DataError, ModelError
 from framework.feeds import open_feeds
-from framework.huggingface.back import export
-from framework.huggingface.library import library
+from framework.huggingface.restructure.back import export
+from framework.huggingface.restructure.library import library
 from framework.train import run_directory, work
 from launch.converting import convert
 from launch.pool import RankPool

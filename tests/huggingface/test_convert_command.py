@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from framework.checkpoint import find
 from framework.config import keep, load, parse
 from framework.data.prepare import prepare_files
-from framework.huggingface.families import FAMILIES
-from framework.huggingface.taking import take
+from framework.huggingface.convert.families import FAMILIES
+from framework.huggingface.convert.taking import take
 from framework.train import run_directory
 from launch.arguments import _bytes, build_parser
 from launch.cli import main, split_overrides
@@ -162,8 +162,8 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
 MEASURED = """
 import json, sys
 from pathlib import Path
-from framework.huggingface.bringing import bring
-from framework.huggingface.taking import take
+from framework.huggingface.convert.bringing import bring
+from framework.huggingface.convert.taking import take
 import models.llama
 
 def bytes_of(field):

@@ -17,8 +17,8 @@ from framework.checkpoint import find, open_checkpoint
 from framework.config import RunConfig
 from framework.data.samples import IGNORE
 from framework.feeds import open_feeds
-from framework.huggingface.bringing import bring
-from framework.huggingface.taking import take
+from framework.huggingface.convert.bringing import bring
+from framework.huggingface.convert.taking import take
 from framework.reshard import reshard
 from framework.train import run_directory
 from framework.verify import parse_layout

@@ -8,8 +8,8 @@ import pytest
 
 from framework.config import RunConfig
 from framework.errors import UserError
-from framework.huggingface.families import complete, family_of_model, family_of_type
-from framework.huggingface.settings import Settings
+from framework.huggingface.convert.families import complete, family_of_model, family_of_type
+from framework.huggingface.convert.settings import Settings
 from framework.model import build_model
 from tests.huggingface import theirs
 from tests.huggingface.released import RELEASED

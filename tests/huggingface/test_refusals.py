@@ -78,13 +78,15 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_path_that_is_no_directory_of_a_model(tmp_path: Path) -> None:
-    assert "opens no network: download it first (huggingface-cli download meta-llama/Llama-3.1-8B" in said(
+    assert "opens no network: download it first (hf download meta-llama/Llama-3.1-8B" in said(
         Path("meta-llama/Llama-3.1-8B")
     )
-    assert "there is no config.json in it" in said(tmp_path)
+    assert f"{tmp_path / 'config.json'} is missing" in said(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "config.json cannot be read" in said(tmp_path)
-    assert "is a file" in said(tmp_path / "config.json")
+    assert "config.json: not valid JSON" in said(tmp_path)
+    assert f'model.builder = "hf:{tmp_path}/config.json": {tmp_path}/config.json is a file' in said(
+        tmp_path / "config.json"
+    )
 
 
 def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
@@ -148,9 +150,9 @@ def test_weights_that_are_damaged_or_of_another_model(tmp_path: Path) -> None:
     first = sorted(path.glob("model-*.safetensors"))[0]
     kept = first.read_bytes()
     first.unlink()
-    assert f"names 1 files that are not there: {first.name}" in said(path)
+    assert f"{first} is missing: model.safetensors.index.json has" in said(path)
     first.write_bytes(kept[:100])
-    assert f"{first} cannot be read" in said(path)
+    assert f"{first}: not a whole safetensors file" in said(path)
     first.write_bytes(kept)
     assert "has shape [64, 32], and the model [96, 32]" in said(path, intermediate_size=96)
 

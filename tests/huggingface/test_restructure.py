@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.huggingface.library import library
+from framework.huggingface.restructure.library import library
 from framework.model import PlainModel, build_model
 from framework.verify import parse_layout, verify
 from framework.verify.reference import plain_layers

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from framework.errors import ModelError
-from framework.huggingface.directory import Weights, as_float32
+from framework.huggingface.restructure.directory import as_float32
+from framework.huggingface.source import Source
 
 
 class Initial:
@@ -23,7 +24,7 @@ class Initial:
     """
 
     def __init__(
-        self, model: Any, names: Mapping[str, str], planned: Mapping[str, nn.Module], weights: Weights | None
+        self, model: Any, names: Mapping[str, str], planned: Mapping[str, nn.Module], weights: Source | None
     ) -> None:
         self._rules = model._init_weights
         self._names = names

@@ -6,7 +6,6 @@ tokenizer.json that its corpus was made with, and the rest is written from that.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,34 +16,17 @@ from tokenizers import Tokenizer
 from framework.config import RunConfig
 from framework.data.tokenizer import END_OF_DOCUMENT, load
 from framework.errors import DataError
-from framework.huggingface.source import CONFIG, read_json
-
-DIRECTORY = "huggingface"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION = "generation_config.json"
-COPIED = (
+from framework.huggingface.files import (
+    CONFIG,
+    GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    GENERATION,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    copy_companions,
+    read_json,
+    write_json,
 )
 
-
-def copy(source: Path, target: Path) -> list[str]:
-    """Copy what is there of these; their names."""
-    found = [name for name in COPIED if (source / name).is_file()]
-    target.mkdir(parents=True, exist_ok=True)
-    for name in found:
-        shutil.copyfile(source / name, target / name)
-    return found
+DIRECTORY = "huggingface"
 
 
 def place_of(run: Path, config: RunConfig) -> Path | None:
@@ -87,7 +69,7 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
 
     ``source``: where they are; what is not there is made from ``data.tokenizer``.
     """
-    copied = [] if source is None else copy(source, target)
+    copied = [] if source is None else copy_companions(source, target)
     if TOKENIZER not in copied and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
         shutil.copyfile(config.data.tokenizer, target / TOKENIZER)
         copied.append(TOKENIZER)
@@ -131,11 +113,6 @@ def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str
         token = tokenizer.id_to_token(found) if isinstance(found, int) else None
         fields |= {name.removesuffix("_id"): token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
-
-
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """As transformers writes its own: two spaces, a newline at the end."""
-    path.write_text(json.dumps(fields, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def base_of(source: Path | None, model_type: str | None = None) -> dict[str, Any]:

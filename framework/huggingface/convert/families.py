@@ -8,10 +8,10 @@ from typing import Any
 
 from framework.config import RunConfig
 from framework.errors import ModelError
-from framework.huggingface.decoders import LLAMA, MISTRAL, QWEN2, QWEN3
-from framework.huggingface.family import Family
-from framework.huggingface.gpt2 import GPT2
-from framework.huggingface.t5 import T5
+from framework.huggingface.convert.decoders import LLAMA, MISTRAL, QWEN2, QWEN3
+from framework.huggingface.convert.family import Family
+from framework.huggingface.convert.gpt2 import GPT2
+from framework.huggingface.convert.t5 import T5
 from framework.imports import find_function
 
 FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from framework.huggingface.family import Family, Options
+from framework.huggingface.convert.family import Family, Options
+from framework.huggingface.convert.settings import Settings
 from framework.huggingface.rules import Rule
-from framework.huggingface.settings import Settings
 
 
 def rules(options: Options) -> list[Rule]:

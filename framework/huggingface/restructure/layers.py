@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from framework.errors import ModelError
-from framework.huggingface.directory import open_weights, read_config
-from framework.huggingface.frame import Frame, Mark, Piece, Play
-from framework.huggingface.initial import Initial
-from framework.huggingface.library import library
-from framework.huggingface.plans import gathered_beside, sharding_of
-from framework.huggingface.probe import probe
+from framework.huggingface.restructure.directory import check_weights, configuration, open_weights
+from framework.huggingface.restructure.frame import Frame, Mark, Piece, Play
+from framework.huggingface.restructure.initial import Initial
+from framework.huggingface.restructure.library import library
+from framework.huggingface.restructure.plans import gathered_beside, sharding_of
+from framework.huggingface.restructure.probe import probe
 from framework.model import parameters_on_meta
 
 OWN_OPTIONS = ("weights", "attention")
@@ -65,7 +65,7 @@ def build(
     Raises:
         ModelError: why it cannot be restructured.
     """
-    config = read_config(directory, overrides)
+    config = configuration(directory, overrides)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
     found = open_weights(directory) if weights is not False else None
     if weights and found is None:
@@ -84,8 +84,8 @@ def build(
             for name in here
             if not any(name in others for others in kept.values())
         }
-        ignored = [*parameters.values(), *(name for name in found.files if name.endswith(".inv_freq"))]
-        found.check(shapes, ignored, bool(overrides))
+        ignored = [*parameters.values(), *(name for name in found.tensors if name.endswith(".inv_freq"))]
+        check_weights(found, shapes, ignored, bool(overrides))
     every = {_theirs(name, rename): name for name, _ in layers.named_modules() if _is_inside(name, rename)}
     every |= {theirs: name for name, theirs in parameters.items()}
     beside = gathered_beside(layers, model._tp_plan, every)

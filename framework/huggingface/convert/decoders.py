@@ -6,9 +6,9 @@ import json
 import math
 from typing import Any
 
-from framework.huggingface.family import Family, Options
+from framework.huggingface.convert.family import Family, Options
+from framework.huggingface.convert.settings import Settings
 from framework.huggingface.rules import Rule
-from framework.huggingface.settings import Settings
 
 BUILDER = "models.llama:build"
 MOST_LAYERS = 10_000

@@ -25,13 +25,14 @@ from framework.checkpoint.shard import MAX_FILE_BYTES
 from framework.config import RunConfig, change, default_world_size, keep, resolve, to_toml
 from framework.config.given import read_overrides
 from framework.errors import CheckpointError, ConfigError
-from framework.huggingface import companions
-from framework.huggingface.families import complete, family_of_type
-from framework.huggingface.family import Family
+from framework.huggingface.convert import companions
+from framework.huggingface.convert.families import complete, family_of_type
+from framework.huggingface.convert.family import Family
+from framework.huggingface.convert.settings import Settings
+from framework.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, copy_companions, read_config
 from framework.huggingface.places import OnBytes, keep_quiet, named, published
 from framework.huggingface.rules import Rule
-from framework.huggingface.settings import Settings
-from framework.huggingface.source import CONFIG, DTYPES, Source, open_source, read_config
+from framework.huggingface.source import Source, open_source, pickled
 from framework.model import build_model
 from framework.parameters import ParameterInfo
 
@@ -69,7 +70,7 @@ def bring(
     out = named(out)
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
-    source = open_source(source_path)
+    source = _opened(source_path)
     settings = Settings(fields, str(source_path / CONFIG))
     options = family.read(settings)
     settings.end()
@@ -87,12 +88,28 @@ def bring(
     resolved = resolve(config, default_world_size(config, 0))
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
     with published(out, num_bytes) as temporary:
-        copied = companions.copy(source_path, temporary / companions.DIRECTORY)
+        copied = copy_companions(source_path, temporary / companions.DIRECTORY)
         shutil.copyfile(source_path / CONFIG, temporary / companions.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
         keep(temporary, resolved)
         (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
     return Brought(final_directory(out, 0), manifest, resolved, family, notes, copied)
+
+
+def _opened(path: Path) -> Source:
+    """The weights of the directory."""
+    source = open_source(path)
+    if source is not None:
+        return source
+    found = pickled(path)
+    if not found:
+        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: the weights are missing; get them too")
+    raise CheckpointError(
+        f"{path} has its weights in pickled files only ({', '.join(found[:3])}), which can run code when they are "
+        f'opened: they are not read. Where you trust them, write them as safetensors first: python -c "from '
+        f"transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safe')\" "
+        f"(AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and convert that directory"
+    )
 
 
 def _named_as_theirs(source: Source, family: Family) -> Source:
@@ -144,15 +161,15 @@ def _config(
     if ("data", "train") in given:
         tree["data"] = {}
     tree["data"] |= {"sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task}
-    if (source.path / companions.TOKENIZER).is_file():
-        tree["data"]["tokenizer"] = str(out / companions.DIRECTORY / companions.TOKENIZER)
+    if (source.path / TOKENIZER).is_file():
+        tree["data"]["tokenizer"] = str(out / companions.DIRECTORY / TOKENIZER)
     if ("data", "builder") in given:
         tree["data"] = {}
     return change(tree, overrides, str(source.path / CONFIG))
 
 
 def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
-    tokenizer = source_path / companions.TOKENIZER
+    tokenizer = source_path / TOKENIZER
     if not tokenizer.is_file():
         return [
             f"{tokenizer} is missing: the run has no data.tokenizer, and `meshwright sample` nothing to write with; "

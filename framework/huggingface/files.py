@@ -1,0 +1,88 @@
+"""The files of a model in Hugging Face's form: their names, and the small ones among them read, written and copied."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from framework.errors import ModelError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+COMPANIONS = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    GENERATION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What goes along with the weights as it is."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of weights, under the names that safetensors gives them."""
+
+
+def read_config(path: Path, said: str = "") -> dict[str, Any]:
+    """The fields of a directory's config.json. ``said``: before what is wrong with the path, such as who named it.
+
+    Raises:
+        ModelError: there is none, or it is no JSON object.
+    """
+    if not path.exists():
+        name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
+        raise ModelError(
+            f"{said}there is no directory {path}, and meshwright opens no network: download it first (hf download "
+            f"{name} --local-dir DIRECTORY), and give that directory"
+        )
+    if not path.is_dir():
+        raise ModelError(f"{said}{path} is a file: give the directory that it lies in, with its {CONFIG}")
+    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise ModelError(
+            f"{said}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
+            f"merge_and_unload() and save_pretrained(), and take what that has written"
+        )
+    return read_json(path / CONFIG, f"{said}a directory of a model in Hugging Face's form has one")
+
+
+def read_json(path: Path, why: str) -> dict[str, Any]:
+    """One JSON object. ``why``: said when the file is missing."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: {why}")
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}; get the file again") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: not a JSON object; get the file again")
+    return found
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """As transformers writes its own: two spaces, a newline at the end."""
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy what is there of them; their names."""
+    found = [name for name in COMPANIONS if (source / name).is_file()]
+    target.mkdir(parents=True, exist_ok=True)
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
