@@ -136,7 +136,8 @@ def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
 
 def practice_for(config: RunConfig, hardware: Hardware) -> Practice:
     """How this framework's own ranks run operations there."""
-    return Practice(fused=config.train.compile, takes_everything=hardware.kind == "cuda")
+    on_gpu = hardware.kind == "cuda"
+    return Practice(fused=config.train.compile, takes_everything=on_gpu, norm_kernel=on_gpu)
 
 
 def bare(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:

@@ -206,7 +206,7 @@ def _as_it_is_run(kernel: AttentionKernel) -> Iterator[None]:
 
 
 def _loss(ending: tuple[Loss, Tensor], output: Any, practice: Practice) -> Tensor:
-    if practice.saves_inputs and isinstance(output, Tensor):
+    if practice.loss_kernel and isinstance(output, Tensor):
         value: Tensor = LossKernel.apply(output)  # type: ignore[no-untyped-call]
     else:
         value = ending[0](output, ending[1].to("meta"))

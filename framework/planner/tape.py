@@ -49,8 +49,12 @@ class Practice(NamedTuple):
     as many times its keys."""
     any_order: bool = False
     """No copies that only change the order of elements: kernels read them as they lie."""
+    norm_kernel: bool = False
+    """An RMSNorm is one operation, which keeps what it is given and nothing in between (torch's own on CUDA)."""
+    loss_kernel: bool = False
+    """So is the cross-entropy, which writes its gradient over the logits."""
     saves_inputs: bool = False
-    """Kernels written for a norm, a gated activation and the loss keep what they are given, and nothing in between."""
+    """A gated activation keeps what it is given and makes its product again."""
     accumulates: bool = False
     """A product adds to the gradient itself: a block needs no room for the gradient of a weight besides."""
     recomputes_whole: bool = False
@@ -282,10 +286,10 @@ class AttentionKernel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is F.rms_norm and self.practice.norm_kernel:
+            return _normed(*args, **(kwargs or {}))
         if not self.practice.saves_inputs:
             return func(*args, **(kwargs or {}))
-        if func is F.rms_norm:
-            return _Norm.apply(*args)  # type: ignore[no-untyped-call]
         self._called = func
         result = func(*args, **(kwargs or {}))
         if func is F.silu:
@@ -389,6 +393,11 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         return gradient + x, None, None if weight is None else torch.empty_like(weight), None
+
+
+def _normed(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    found: Tensor = _Norm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return found
 
 
 class LossKernel(torch.autograd.Function):
