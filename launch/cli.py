@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from framework.errors import UserError
-from launch.arguments import Command, build_parser
+from launch.arguments import build_parser
+from launch.arguments.words import Command
 from launch.jobs import say
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)

@@ -20,7 +20,8 @@ from framework.data.prepare import prepare_files
 from framework.huggingface.convert.families import FAMILIES
 from framework.huggingface.convert.taking import take
 from framework.train import run_directory
-from launch.arguments import _bytes, build_parser
+from launch.arguments import build_parser
+from launch.arguments.words import size
 from launch.cli import main, split_overrides
 from launch.pool import RankPool
 from tests.end_to_end.driving import initial_weights, layout, run_config
@@ -132,7 +133,7 @@ def test_the_page_and_the_help_say_what_there_is(capsys: Any) -> None:
 
 def test_sizes_as_people_write_them() -> None:
     sizes = {"5GB": 5 * 10**9, "500MB": 5 * 10**8, "2GiB": 2**31, "1.5k": 1500, "300": 300, "1 TiB": 2**40}
-    assert {text: _bytes(text) for text in sizes} == sizes
+    assert {text: size(text) for text in sizes} == sizes
 
 
 def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Path, pool: RankPool) -> None:

@@ -1,0 +1,47 @@
+"""The words of the command line: every command with its options, its help and an example."""
+
+from __future__ import annotations
+
+import argparse
+
+from framework.versions import own_version
+from launch.arguments import looking, planning, stored, training
+
+COMMANDS = (
+    training.train,
+    planning.mesh,
+    training.doctor,
+    training.slurm,
+    planning.draw,
+    planning.stages,
+    planning.plan,
+    planning.calibrate,
+    planning.dryrun,
+    training.verify,
+    stored.data,
+    stored.config,
+    stored.checkpoint,
+    stored.convert,
+    looking.status,
+    training.evaluate,
+    training.sample,
+    looking.report,
+    looking.plot,
+    looking.completion,
+)
+"""In the order in which help lists them."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands, each with an example."""
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="3D-parallel training of transformers: one model, any layout, the same numbers.",
+        epilog="`meshwright COMMAND --help` tells more of each, with an example; docs/tasks has a page for each task.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")
+    added = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(added)
+    return parser

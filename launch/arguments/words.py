@@ -1,0 +1,87 @@
+"""How a command is put together, and what a word of one may be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+WIDTH = 100
+Number = TypeVar("Number", int, float)
+
+Command = Callable[[argparse.Namespace, list[str]], int]
+Added: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Where commands are added."""
+
+
+def command(
+    added: Added,
+    name: str,
+    run: Command | None,
+    summary: str,
+    description: str,
+    example: str,
+    *,
+    takes_overrides: bool = False,
+) -> argparse.ArgumentParser:
+    """Add one. ``run``: None for one that has others below it; ``summary``: its line in the list of all."""
+    parser = added.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(description, WIDTH),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, takes_overrides=takes_overrides)
+    return parser
+
+
+def config_file(parser: argparse.ArgumentParser) -> None:
+    """The file that a command is about."""
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
+    parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
+
+
+def count(text: str) -> int:
+    """A whole number from 1 up."""
+    return _number(int, text, lambda number: number >= 1, "a whole number from 1 up")
+
+
+def whole(text: str) -> int:
+    """A whole number from 0 up."""
+    return _number(int, text, lambda number: number >= 0, "a whole number from 0 up")
+
+
+def share(text: str) -> float:
+    """Above 0 and at most 1."""
+    return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")
+
+
+def temperature(text: str) -> float:
+    """A number from 0 up."""
+    return _number(float, text, lambda number: 0.0 <= number < float("inf"), "a number from 0 up")
+
+
+def _number(kind: Callable[[str], Number], text: str, fits: Callable[[Number], bool], wanted: str) -> Number:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not fits(number):
+        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+    return number
+
+
+def size(text: str) -> int:
+    """Bytes: 500MB, 5GB, 2GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    num_bytes = 0
+    if found:
+        base = 1024 if found[3] else 1000
+        num_bytes = int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+    if num_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: as in 500MB, 5GB or 2GiB")
+    return num_bytes
