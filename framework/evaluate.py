@@ -30,8 +30,8 @@ from framework.errors import ConfigError, DataError
 from framework.feeds import AnyFeed, open_validation
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
+from framework.outputs import write_out
 from framework.process import GiveUp, end_process
-from framework.runs import write_out
 from framework.stderr import tell
 from framework.step import TotalLoss, total_loss
 from framework.tracking.console import duration

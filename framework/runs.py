@@ -90,18 +90,3 @@ def _near(place: Path) -> str:
 def _named(runs: Sequence[Path]) -> str:
     names = ", ".join(map(str, runs[:MOST_NAMED]))
     return names + (f" and {len(runs) - MOST_NAMED} more" if runs[MOST_NAMED:] else "")
-
-
-def write_out(place: Path, text: str) -> None:
-    """A file that was asked for with --out: whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside = place.with_name(f"{place.name}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(place)
-    except OSError as error:
-        raise ConfigError(f"--out {place}: cannot be written ({error.strerror}): choose another place") from error

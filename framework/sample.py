@@ -29,10 +29,10 @@ from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Coordinates, Grid
 from framework.mesh.mesh import Mesh, close_mesh, open_mesh
+from framework.outputs import write_out
 from framework.pipeline.executor import Microbatch
 from framework.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from framework.process import GiveUp, end_process
-from framework.runs import write_out
 from framework.seeding import derive
 from framework.trained import Place, config_for, locate, open_trained
 from framework.watch.hang import LATER_S

@@ -276,16 +276,15 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
+    from framework.outputs import check_place, write_out
     from framework.report.page import page
     from framework.report.run import read_run
-    from framework.runs import write_out
-    from launch.outputs import check_place
 
     runs = [read_run(directory) for directory in options.runs]
     if len({run.directory.resolve() for run in runs}) < len(runs):
         raise ConfigError(f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
     out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
-    check_place(out, "--out", folder=False, example="report.html")
+    check_place(out, folder=False, example="report.html")
     write_out(out, page(runs))
     print(out)
     return 0

@@ -11,6 +11,7 @@ from framework.config.keys import shown
 from framework.config.lines import toml_lines
 from framework.errors import ConfigError, UserError
 from framework.foreign import account, adopt, file_text
+from framework.outputs import write_out
 from framework.scheduling import draw_schedule
 from framework.stderr import tell
 
@@ -35,11 +36,7 @@ def import_config(
         print(text, end="")
         tell(account(adopted))
         return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+    write_out(out, text)
     print(f"{account(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
 
 

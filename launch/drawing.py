@@ -10,6 +10,7 @@ from pathlib import Path
 
 from framework.config import RunConfig, default_world_size, load, resolve
 from framework.errors import ConfigError
+from framework.outputs import write_out, writing
 from framework.schedule.account import account, measured_costs, table, without_early_steps
 from framework.schedule.draw import Panel, Unit, text, timeline_of
 from framework.schedule.picture.axis import unit_of_seconds
@@ -93,28 +94,23 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
     """Write ``out/stem`` in each format, and say where.
 
     Raises:
-        ConfigError: the directory cannot be made or written to.
+        ConfigError: a file cannot be written there.
     """
     from framework.schedule.picture.figure import figure, save
     from framework.schedule.picture.perfetto import chrome_trace
 
     is_pictured = bool({Format.SVG, Format.PNG} & set(formats))
     picture = figure(panels, unit) if is_pictured else None
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for format in formats:
-            path = out / (stem + SUFFIXES[format])
-            if format is Format.TEXT:
-                path.write_text(drawn + "\n")
-            elif format is Format.TRACE:
-                path.write_text(chrome_trace(panels, unit))
-            elif picture is not None:
-                save(picture, path)
-            print(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or out}: cannot be written ({error.strerror}): choose another directory with --out"
-        ) from error
+    for format in formats:
+        path = out / (stem + SUFFIXES[format])
+        if format is Format.TEXT:
+            write_out(path, drawn + "\n")
+        elif format is Format.TRACE:
+            write_out(path, chrome_trace(panels, unit))
+        elif picture is not None:
+            with writing(path) as file:
+                save(picture, file)
+        print(path)
 
 
 def parse_costs(words: str) -> Costs:

@@ -12,7 +12,7 @@ from framework.config import RunConfig, default_world_size, load, resolve
 from framework.config.schema import Pipeline
 from framework.errors import ConfigError, UserError
 from framework.mesh.grid import Grid, check_placement, nodes_of
-from launch.outputs import check_place, writing
+from framework.outputs import check_place, writing
 
 if TYPE_CHECKING:
     from framework.dryrun.job import Job
@@ -38,7 +38,7 @@ def dryrun(
     Raises:
         UserError: a configuration that cannot work, a fault that is not understood, a picture that cannot be written.
     """
-    check_place(out, "--out", folder=False, example="job.svg")
+    check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}")
     config = load(path, overrides)
@@ -61,8 +61,9 @@ def dryrun(
     found = disagreements(job)
     print(describe(job, nodes, found, time_model))
     if out is not None:
-        with writing(out, "--out"):
-            save(figure(job, time_model), out)
+        drawn = figure(job, time_model)
+        with writing(out) as file:
+            save(drawn, file)
         print(out)
     sys.stdout.flush()
     return 1 if found else 0

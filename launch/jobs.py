@@ -151,13 +151,13 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.outputs import check_place
     from framework.runs import find_run, is_checkpoint
     from launch.environment import Launcher, launch_environment
-    from launch.outputs import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)  # before seconds of imports
-    check_place(options.out, "--out", folder=False, example="eval.json")
+    check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
     from framework.evaluate import Evaluation, check, of_corpus
     from framework.trained import config_for, locate
@@ -172,13 +172,13 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
+    from framework.outputs import check_place
     from framework.runs import find_run, is_checkpoint
     from launch.environment import Launcher, launch_environment
-    from launch.outputs import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)
-    check_place(options.out, "--out", folder=False, example="texts.jsonl")
+    check_place(options.out, folder=False, example="texts.jsonl")
     launcher = launch_environment()
     from framework.sample import SAME_TEXT, Ask, Sampling, check
     from framework.trained import config_for, locate

@@ -15,6 +15,7 @@ from framework.config.toml import to_toml
 from framework.errors import ConfigError
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
+from framework.outputs import check_place, write_out
 from framework.planner.calibrate import Measured, measure_block, measure_device, measure_links
 from framework.planner.hardware import Hardware, Link, Message, read_hardware
 from framework.planner.nearest import nearest, search_hard
@@ -24,7 +25,6 @@ from framework.planner.profile import Practice
 from framework.planner.search import BEST, Plan, usable_bytes
 from framework.planner.sketch import Workbench
 from framework.summary import memory
-from launch.outputs import check_place, writing
 
 MOST_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
@@ -53,7 +53,7 @@ def plan(
         UserError: the configuration, the hardware, or that nothing fits, with the nearest thing that would work.
     """
     gc.disable()  # a search makes millions of small tuples, in no cycles
-    check_place(out, "--out", folder=True, example="plan")
+    check_place(out, folder=True, example="plan")
     hardware = read_hardware(cluster)
     if devices_per_node is not None:
         hardware = hardware.model_copy(update={"devices_per_node": devices_per_node})
@@ -78,10 +78,8 @@ def plan(
     first += f"{hardware.name}: {found.best[0].choice}.\n# Predicted: {found.best[0].time.total:.4g} s a step, "
     first += f"{memory(found.best[0].peak_bytes)} on the fullest rank.\n\n"
     written = {"plan.toml": first + to_toml(chosen), "plan.html": page(workbench, found)}
-    with writing(out, "--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in written.items():
-            (out / name).write_text(text, encoding="utf-8")
+    for name, text in written.items():
+        write_out(out / name, text)
     print(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
 
 
@@ -190,7 +188,7 @@ def calibrate(out: Path, ranks: int) -> None:
     from framework.planner.calibrate import cores, put_together, to_toml
     from launch.pool import RankPool
 
-    check_place(out, "--out", folder=False, example="this-machine.toml")
+    check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:
         measured = pool.run(measure_alone, min(cores(), ranks), timeout_s=600)
         links = pool.run(measure_together, max(2, min(cores(), ranks)), timeout_s=600)[0]
@@ -198,9 +196,7 @@ def calibrate(out: Path, ranks: int) -> None:
         found = put_together(measured, links, memory_bytes, ranks)
         shares = pool.run(measure_whole, min(cores(), ranks), found, timeout_s=600)
     found = found.model_copy(update={"whole_share": sorted(shares)[len(shares) // 2]})
-    with writing(out, "--out"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}", encoding="utf-8")
+    write_out(out, f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}")
     largest, link = found.products[-1], found.node_link
     print(
         f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies "

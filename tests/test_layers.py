@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": GROUND | {"seeding", "contract", "imports"},
     "meter": GROUND,
     "runs": GROUND,
+    "outputs": GROUND,
     "signals": set(),
     "stderr": set(),
     "versions": set(),
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data_parallel": GROUND | {"mesh", "parameters", "seeding", "host_memory"},
     "data": GROUND | {"config", "parameters", "seeding", "imports"},
     "checkpoint": GROUND | {"config", "parameters", "seeding", "versions"},
-    "tracking": GROUND | {"config", "parameters", "seeding"},
+    "tracking": GROUND | {"config", "parameters", "seeding", "outputs"},
 }
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
 
@@ -84,6 +85,7 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "hugging
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
 PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling", "framework.runs")
+PURE += ("framework.outputs",)
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"

@@ -234,5 +234,4 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
 
 def save(picture: Figure, path: Path) -> None:
     """As the suffix says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path, dpi=130)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import DataError, UserError
+from framework.outputs import writing
 from framework.tracking.jsonl import read_records
 from framework.tracking.record import StepRecord
 
@@ -30,7 +31,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
     ``unigram_entropy`` (nats per token) is the loss of a model that knows only how frequent each token is: the bar that
     a model must pass to have learned anything about order. Non-finite values leave a gap.
 
-    Raises UserError where matplotlib is missing, DataError for a file without records.
+    Raises UserError where matplotlib is missing or ``png`` cannot be written, DataError for a file without records.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,8 +55,8 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
     axes["lr"].set_ylim(bottom=0)
     axes["speed"].set_ylim(bottom=0)
     axes["speed"].yaxis.set_major_formatter(EngFormatter(sep=" "))
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png)
+    with writing(png) as file:
+        figure.savefig(file)
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:

@@ -1,0 +1,65 @@
+"""Places that a command writes to with --out: refused before long work where that can be seen, and with one message
+after it; a file is there whole or not at all. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from framework.errors import ConfigError
+
+
+def check_place(out: Path | None, *, folder: bool, example: str) -> None:
+    """Refuse what cannot be written. ``folder``: whether it is to be one, or a file; ``example``: the name of one.
+
+    Raises:
+        ConfigError: it is the other one, lies below a file, or where nothing may be written.
+    """
+    if out is None:
+        return
+    if out.exists() and out.is_dir() != folder:
+        there, wanted = ("a file", "folder") if folder else ("a folder", "file")
+        near = out.with_name(f"{out.stem}-{example}") if folder else out / example
+        raise ConfigError(f"--out {out}: there is {there} of that name; name a {wanted}, such as {near}")
+    below = next((each for each in (out, *out.absolute().parents) if each.exists()), Path("/"))
+    if below != out and not below.is_dir():
+        raise ConfigError(f"--out {out}: {below} is a file, and nothing can lie below it: choose another place")
+    if not os.access(below, os.W_OK):
+        raise ConfigError(f"--out {out}: {below} is not ours to write: choose another place")
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[Path]:
+    """Within: the path to write to, of the same suffix, which is ``out`` after the block. The folder is made.
+
+    What fails leaves ``out`` as it was. What is no file, such as /dev/stdout, is written to as it stands.
+
+    Raises:
+        ConfigError: it cannot be written, with the system's reason.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_file():
+            yield out
+            return
+        file = out.resolve()  # of a link what it leads to
+        aside = file.with_name(f".part-{file.name}")
+        try:
+            yield aside
+            aside.replace(file)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+
+
+def write_out(out: Path, text: str) -> None:
+    """A file of text.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing(out) as path:
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,63 @@
+"""What --out names is whole or as it was, and refused with one message."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from framework.errors import ConfigError
+from framework.outputs import check_place, write_out, writing
+
+
+def test_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b.json"
+    write_out(out, "eins\n")
+    write_out(out, "zwei\n")
+    assert out.read_text() == "zwei\n" and list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no"), OSError(28, "No space left on device")])
+def test_what_fails_leaves_what_was_there(failure: Exception, tmp_path: Path) -> None:
+    out = tmp_path / "b.svg"
+    out.write_text("as it was")
+
+    def spoil() -> None:
+        with writing(out) as path:
+            assert path.suffix == ".svg"
+            path.write_text("half")
+            raise failure
+
+    with pytest.raises((RuntimeError, ConfigError), match=r"^no$|^--out .*b\.svg: cannot be written \(No space left"):
+        spoil()
+    assert out.read_text() == "as it was" and list(tmp_path.iterdir()) == [out]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    write_out(link, "through")
+    assert link.is_symlink() and file.read_text() == "through"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_out(pipe, "as it comes")
+    assert pipe.is_fifo() and os.read(reader, 100) == b"as it comes"
+    os.close(reader)
+
+
+def test_a_place_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_place(None, folder=True, example="x")
+    check_place(tmp_path / "new" / "x", folder=False, example="x")
+    for out, folder, said in (
+        (tmp_path, False, f"--out {tmp_path}: there is a folder of that name; name a file, such as {tmp_path}/x"),
+        (tmp_path / "file", True, "there is a file of that name"),
+        (tmp_path / "file" / "x", False, "is a file, and nothing can lie below it"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check_place(out, folder=folder, example="x")
+        assert said in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_out(tmp_path / "file" / "x", "")
