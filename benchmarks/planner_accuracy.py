@@ -2,6 +2,7 @@
 
     python benchmarks/planner_accuracy.py                       the table, with the constants that are stored
     python benchmarks/planner_accuracy.py --only korthikanti    rows whose names begin so, each of them listed
+    python benchmarks/planner_accuracy.py --runs FILE           other runs, in the columns of published_runs.csv
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
 
 The constants (:class:`framework.planner.rates.Reached`) are one set for all devices, models and frameworks. Each source
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from published import Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
+from published import DATA, Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
 from report import conclude, environment
 from rich.console import Console
 from rich.table import Table
@@ -79,6 +80,10 @@ class Scored(NamedTuple):
     predicted_s: float
     memory_gib: float | None
     predicted_gib: float
+    room_gib: float
+    """Of a device, for tensors."""
+    ran: bool
+    """Otherwise it is published as out of memory."""
     shares: dict[str, float]
     """Of the predicted step."""
 
@@ -94,17 +99,22 @@ class Scored(NamedTuple):
         assert self.memory_gib is not None
         return self.predicted_gib / self.memory_gib - 1
 
+    @property
+    def fits(self) -> bool:
+        """As predicted."""
+        return self.predicted_gib <= self.room_gib
 
-def draw(only: str) -> list[Drawn]:
+
+def draw(runs: Path, only: str) -> list[Drawn]:
     """Profile what the rows ran."""
-    bench, devices = Bench(), {}
+    bench = Bench()
     found = []
-    for row in read():
+    for row in read(runs):
         if not row.id.startswith(only):
             continue
         one = case(row)
-        hardware = devices.setdefault(one.hardware, read_hardware(one.hardware))
         try:
+            hardware = read_hardware(one.hardware)
             found.append(Drawn(one, bench.sketch(one), hardware))
         except UserError as error:
             print(f"{row.id}: left out, {error}", file=sys.stderr)
@@ -202,14 +212,20 @@ def constants(point: Any) -> Reached:
 def predict(row: Drawn, reached: Reached) -> Scored:
     """Simulated."""
     time_ = step_s(row.case, row.sketch, row.hardware, reached)
-    compared = memory_is_comparable(row.case.row)
-    memory = memory_bytes(row.case, row.sketch) if compared else 0
     parts = ("pipeline", "reduce", "gather", "optimizer")
     shares = {name: getattr(time_, name) / time_.total for name in parts}
     of = row.case.row
-    gib = memory / 2**30
     return Scored(
-        of.id, of.source, row.case.whole, of.step_s, time_.total, of.memory_gib if compared else None, gib, shares
+        of.id,
+        of.source,
+        row.case.whole,
+        of.step_s,
+        time_.total,
+        of.memory_gib if memory_is_comparable(of) else None,
+        memory_bytes(row.case, row.sketch) / 2**30,
+        row.hardware.usable_bytes / 2**30,
+        not of.out_of_memory,
+        shares,
     )
 
 
@@ -217,13 +233,18 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
     """The table; returns its rows."""
     groups: dict[tuple[bool, str], list[Scored]] = defaultdict(list)
     for one in scored:
-        if one.step_s is not None:
-            groups[not one.whole, one.source].append(one)
-    table = Table("source", "rows", "mean", "max", "bias", "bar", "memory: rows", "mean", "max")
+        groups[not one.whole, one.source].append(one)
+    table = Table(
+        "source", "rows", "mean", "max", "bias", "bar", "memory: rows", "mean", "max", "ran: fit", "OOM: said"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     lines = []
-    for (guessed, source), rows in sorted(groups.items()):
+    for (guessed, source), group in sorted(groups.items()):
+        rows = [row for row in group if row.step_s is not None]
+        ran, failed = [row for row in group if row.ran], [row for row in group if not row.ran]
+        if not rows:
+            continue
         errors = [row.error for row in rows]
         memory = [abs(row.memory_error) for row in rows if row.memory_gib is not None]
         mean, worst = sum(map(abs, errors)) / len(rows), max(map(abs, errors))
@@ -240,6 +261,10 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
             "memory_rows": len(memory),
             "memory_mean": sum(memory) / len(memory) if memory else None,
             "memory_max": max(memory) if memory else None,
+            "ran": len(ran),
+            "ran_and_fit": sum(row.fits for row in ran),
+            "out_of_memory": len(failed),
+            "out_of_memory_and_said": sum(not row.fits for row in failed),
         }
         lines.append(line)
         table.add_row(
@@ -252,8 +277,14 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
             str(len(memory) or ""),
             f"{line['memory_mean']:.2%}" if memory else "",
             f"{line['memory_max']:.2%}" if memory else "",
+            f"{line['ran_and_fit']} of {len(ran)}",
+            f"{line['out_of_memory_and_said']} of {len(failed)}" if failed else "",
         )
     console.print(table)
+    for one in scored:
+        if one.whole and one.ran is not one.fits:
+            said = "fits" if one.fits else "does not fit"
+            console.print(f"{one.id}: {one.predicted_gib:.1f} GiB of {one.room_gib:.1f} {said}, and it did not go so")
     timed = [one for one in scored if one.step_s is not None]
     listed = timed if each else sorted(timed, key=lambda one: -abs(one.error))[:20]
     table = Table("row" if each else "worst rows", "published s", "predicted s", "error", "of it", "GiB", "predicted")
@@ -274,12 +305,13 @@ def stored() -> dict[str, Reached]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="PREFIX", help="rows whose names begin so")
+    parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE", help="default: published_runs.csv")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and store them")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     console = Console(width=160)
     begin = time.monotonic()
-    rows = draw("" if options.fit else options.only)
+    rows = draw(options.runs, "" if options.fit else options.only)
     console.print(f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s", highlight=False)
     if options.fit:
         found = Fit(rows).all()

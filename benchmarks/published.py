@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,14 @@ class Row(NamedTuple):
     compile: bool
     step_s: float | None
     memory_gib: float | None
+    mfu: float | None
+    told_by: str
     notes: str
+
+    @property
+    def out_of_memory(self) -> bool:
+        """It was tried, and did not fit."""
+        return "out of memory" in self.notes
 
     @property
     def source(self) -> str:
@@ -177,19 +184,40 @@ SYSTEMS: dict[str, System] = {
         TRANSFORMER_ENGINE._replace(accumulates=False), MEGATRON_CORE_PLAIN._replace(accumulates_in_product=False)
     ),
     "olmo2": System(FUSED, FSDP, whole=False),
+    "megatron": System(TRANSFORMER_ENGINE, MEGATRON_CORE),
 }
+SAID = {
+    "torchtitan": "tt",
+    "llm-foundry": "llmf",
+    "gpt-neox": "pythia",
+    "fsdp": "fms",
+    "simumax": "simumax",
+    "zero-bubble": "zb",
+    "megatron": "megatron",
+}
+"""A word in what a row names as its source -> a system: for rows whose names do not begin with one."""
 
 
-def read() -> list[Row]:
-    """All rows that have sizes and a time or memory."""
-    with DATA.open(encoding="utf-8") as file:
-        found = [_row(raw) for raw in csv.DictReader(file)]
+def family(row: Row) -> str:
+    """How its id begins; of an unknown one, by its source or by how its states are sharded."""
+    head = row.id.split("-")[0]
+    if any(name.split("-")[0] == head for name in SYSTEMS):
+        return head
+    said = next((name for word, name in SAID.items() if word in row.told_by.lower()), None)
+    return said or ("fms" if row.zero == 3 else "megatron")
+
+
+def read(file: Path = DATA) -> list[Row]:
+    """All rows that have sizes and a time, memory, or that they did not fit."""
+    with file.open(encoding="utf-8") as lines:
+        found = [_row(raw) for raw in csv.DictReader(lines)]
     return [row for row in found if row is not None]
 
 
 def _row(raw: dict[str, str]) -> Row | None:
     needed = ("layers", "hidden", "heads", "ffn", "seq", "tp", "pp", "dp", "global_batch")
-    if any(not re.fullmatch(r"\d+", raw[name]) for name in needed) or not (raw["iter_time_s"] or raw["peak_mem_gb"]):
+    said = raw["iter_time_s"] or raw["peak_mem_gb"] or "out of memory" in raw["notes"]
+    if any(not re.fullmatch(r"\d+", raw[name]) for name in needed) or not said:
         return None
 
     def number(name: str, default: int) -> int:
@@ -203,7 +231,8 @@ def _row(raw: dict[str, str]) -> Row | None:
         int(raw["dp"]), number("cp", 1), raw["schedule"], number("micro_batch", 1),
         int(raw["global_batch"]), raw["recompute"] or "none", number("zero_stage", 0), raw["precision"],
         raw["compile"] not in ("no", ""), float(raw["iter_time_s"]) if raw["iter_time_s"] else None,
-        float(raw["peak_mem_gb"]) if raw["peak_mem_gb"] else None, raw["notes"],
+        float(raw["peak_mem_gb"]) if raw["peak_mem_gb"] else None, float(raw["mfu"]) if raw["mfu"] else None,
+        raw["source"], raw["notes"],
     )  # fmt: skip
 
 
@@ -216,7 +245,7 @@ def _interleave(name: str, schedule: str, layers: int, pp: int) -> int:
 
 def system_of(row: Row) -> System:
     """The longest name of ``SYSTEMS`` that fits."""
-    head = row.id.split("-")[0]
+    head = family(row)
     if head == "megascale":
         return SYSTEMS["megascale-MegaScale" if "MegaScale" in row.id else "megascale-Megatron"]
     if row.id.startswith("narayanan21-t2-zero3"):
@@ -247,15 +276,15 @@ def balance(layers: int, stages: int) -> list[int] | None:
 
 def _recompute(row: Row) -> tuple[str, list[str]]:
     """What is computed again, and in which blocks."""
-    head = row.id.split("-")[0]
+    head = family(row)
     every = ["*"]
     if row.recompute in ("none", "") or row.recompute == "full":
         return row.recompute or "none", every
     if row.recompute == "selective-layer":
         return "full", [f"block{index}" for index in range(0, row.layers, 2)]
     if head == "fms":
-        hfu, mfu = _noted(row, "hfu"), _noted(row, "mfu")
-        share = min(1.0, 3 * (hfu / mfu - 1)) if hfu and mfu else 0.5
+        hfu = _noted(row, "hfu")
+        share = min(1.0, 3 * (hfu / row.mfu - 1)) if hfu and row.mfu else 0.5
         chosen = {int(index / share) for index in range(round(row.layers * share))}
         return "full", [f"block{index}" for index in sorted(chosen) if index < row.layers]
     if head == "tt":
@@ -272,7 +301,7 @@ def case(row: Row) -> Case:
     """A row in our words."""
     system = system_of(row)
     practice, habits, whole = system
-    head = row.id.split("-")[0]
+    head = family(row)
     grouped = row.kv_heads != row.heads or head in ("fms", "simumax", "olmo2", "tt") or row.ffn * 3 == row.hidden * 8
     options: dict[str, Any] = {
         "vocab_size": row.vocab,
@@ -282,7 +311,7 @@ def case(row: Row) -> Case:
         "ffn_size": row.ffn,
         "max_sequence_length": row.seq // row.cp,
     }
-    if row.id.startswith("mlm-golden-15b"):  # squared ReLU, not gated: two matrices of the size of three smaller ones
+    if "squared-ReLU" in row.notes:  # not gated: two matrices of the size of three smaller ones
         options["ffn_size"] = row.ffn * 2 // 3
     builder = "models.llama:build" if grouped else "models.gpt2:build"
     if head == "pythia":
@@ -309,9 +338,9 @@ def case(row: Row) -> Case:
         habits = habits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
         habits = habits._replace(steps_together=False)
-    if head == "mlm" and "H100" in row.gpu:
+    if head in ("mlm", "megatron") and "H100" in row.gpu:
         habits = habits._replace(attention_speed=HOPPER_KERNEL)
-    if row.id.startswith("mlm-golden-15b"):
+    if "overlap grad-reduce" in row.notes:
         habits = habits._replace(reduces_beside=True, gathers_beside=True, accumulates_in_product=True)
     practice = practice._replace(context=row.cp)
     habits = habits._replace(context=row.cp, context_exchange="heads" if head == "simumax" else "keys")
@@ -320,7 +349,7 @@ def case(row: Row) -> Case:
     chunks = min(all_chunks, 3 * row.pp) if row.pp > 1 else all_chunks
     sequence = row.tp > 1 and (
         (head == "korthikanti22" and row.recompute == "selective")
-        or head in ("simumax", "tt", "mcore")
+        or head in ("simumax", "tt", "mcore", "megatron")
         or "MegaScale" in row.id
         or "sequence-parallel" in row.notes.replace("no sequence-parallel", "")
     )
@@ -349,7 +378,7 @@ def case(row: Row) -> Case:
     besides = _saves_every_other if head == "tt" and row.recompute == "selective" else None
     if head == "pythia" and row.tp > 1:
         besides = partial(_says_once, row)
-    gpu = "a100-40gb-p4d" if head == "pythia" else GPUS[row.gpu]
+    gpu = "a100-40gb-p4d" if row.id.startswith("pythia") else GPUS.get(row.gpu, row.gpu)
     return Case(row, config, practice, habits, gpu, not guessed, all_chunks - chunks, besides)
 
 
@@ -368,7 +397,8 @@ def _is_guessed(row: Row) -> bool:
 def _saves_every_other(profile: LayerProfile) -> LayerProfile:
     """torchtitan's selective op recompute: attention and every second product are kept, the rest runs again.
 
-    In its order, wq wk wv wo w1 w3 w2, those are wk, wo and w3; here q, k, v and w1, w3 are one product each.
+    In its order, wq wk wv wo w1 w3 w2, those are wk, wo and w3; here q, k, v and w1, w3 are one product each. All that
+    is not kept is there again while its block's backward runs.
     """
     products = [work for work in profile.forward if work.kind is Kind.PRODUCT]
     if not profile.name.startswith("block") or len(products) < 3:
@@ -382,7 +412,15 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
             batch, m, n, k = work.shape
             shape = (batch, m, round(n * share), k)
             again.append(Work(Kind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
-    return replace(profile, backward=profile.backward + tuple(again))
+    queries, keys_and_values = profile.attended[0]
+    kept_bytes = round(queries + keys_and_values / 2 + profile.output_bytes + 2 * kept.shape[1] * kept.shape[2] / 2)
+    return replace(
+        profile,
+        backward=profile.backward + tuple(again),
+        kept_bytes=kept_bytes,
+        backward_peak=profile.backward_peak + profile.kept_bytes - kept_bytes,
+        backward_peak_from_outside=profile.backward_peak_from_outside + profile.kept_bytes - kept_bytes,
+    )
 
 
 def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
@@ -451,13 +489,24 @@ class Bench:
     def sketch(self, of: Case) -> Sketch:
         """One row's."""
         model = of.config.model
-        key = (model.builder, tuple(sorted(model.options.items())), of.config.data.sequence_length, of.practice)
+        length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
+        key = (model.builder, options, length, of.practice, of.besides)
         if key not in self._workbenches:
-            self._workbenches[key] = Workbench(of.config, of.practice, self.draw)
-        drawn = self._workbenches[key].sketch(of.config)
-        if of.besides is not None:
-            changed: dict[int, LayerProfile] = {}
-            for layer in drawn.layers:
-                changed.setdefault(id(layer.forward), of.besides(layer))
-            drawn.layers = tuple(replace(changed[id(layer.forward)], name=layer.name) for layer in drawn.layers)
-        return drawn
+            self._workbenches[key] = _Bench(of.config, of.practice, self.draw, besides=of.besides)
+        return self._workbenches[key].sketch(of.config)
+
+
+@dataclass
+class _Bench(Workbench):
+    """One whose layers do something besides."""
+
+    besides: Callable[[LayerProfile], LayerProfile] | None = None
+
+    def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
+        found = super().profiles(config, splits_backward=splits_backward)
+        if self.besides is None:
+            return found
+        changed: dict[int, LayerProfile] = {}
+        for layer in found:
+            changed.setdefault(id(layer.forward), self.besides(layer))
+        return tuple(replace(changed[id(layer.forward)], name=layer.name) for layer in found)
