@@ -60,6 +60,8 @@ class Hardware(Section):
     """Of that, what the largest products are seen to reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
     """Of that peak, what the usual fused attention kernel reaches in forward, causal work counted half."""
+    attention_backward_share: float | None = Field(default=None, gt=0, le=1)
+    """Likewise in backward, where both were measured on the device; left out: said by others, and constants fit."""
     node_link: Link
     cluster_link: Link
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)

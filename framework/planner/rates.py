@@ -116,16 +116,25 @@ def work_s(
         return _measured(work, hardware)
     memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
     if work.kind is Kind.ATTENTION:
-        waves = work.shape[0] * work.shape[1] / ROWS / hardware.processors
         habits = habits or Habits()
-        share = hardware.attention_share * habits.attention_speed * reached.attention
-        share *= filled(work.shape[3], habits.attention_head_dims)
-        share *= reached.attention_backward if backward else waves / (waves + reached.last_wave)
+        share = habits.attention_speed * filled(work.shape[3], habits.attention_head_dims)
+        share *= attention_share(work.shape[0] * work.shape[1], hardware, reached, backward=backward)
         return max(work.flops / (_peak(hardware, "bfloat16") * share), memory_s) + reached.operation_s
     if work.kind is Kind.MEMORY:
         return memory_s + reached.operation_s
     share = product_share(work.shape, hardware, reached)
     return max(work.flops / (_peak(hardware, dtype) * share), memory_s) + reached.operation_s
+
+
+def attention_share(queries: int, hardware: Hardware, reached: Reached, *, backward: bool) -> float:
+    """Of the peak, what the fused kernel reaches with so many queries of all heads."""
+    measured = hardware.attention_backward_share
+    waves = queries / ROWS / hardware.processors
+    filled_waves = waves / (waves + reached.last_wave)
+    if measured is not None:
+        return measured if backward else hardware.attention_share * filled_waves
+    said = hardware.attention_share * reached.attention
+    return said * (reached.attention_backward if backward else filled_waves)
 
 
 def filled(head_dim: int, made_for: tuple[int, ...]) -> float:

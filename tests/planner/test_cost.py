@@ -104,6 +104,16 @@ def test_attention_goes_at_its_share_and_loses_a_part_of_a_wave() -> None:
     assert older == pytest.approx(2e12 / 0.5e14)
 
 
+def test_constants_leave_an_attention_that_was_measured_as_it_is() -> None:
+    work = Work(Kind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
+    fitted = IDEAL._replace(attention=0.5, attention_backward=0.5)
+    measured = DEVICE.model_copy(update={"attention_backward_share": 0.25})
+    assert work_s(work, DEVICE, "bfloat16", fitted, backward=False) == pytest.approx(2e12 / 0.5e14)
+    assert work_s(work, DEVICE, "bfloat16", fitted, backward=True) == pytest.approx(4e12 / 0.5e14)
+    assert work_s(work, measured, "bfloat16", fitted, backward=False) == pytest.approx(1e12 / 0.5e14)
+    assert work_s(work, measured, "bfloat16", fitted, backward=True) == pytest.approx(1e12 / 0.25e14)
+
+
 @pytest.mark.parametrize(("head_dim", "made_for"), [(64, 64), (80, 96), (128, 128), (200, 224), (256, 256), (512, 512)])
 def test_attention_takes_the_time_of_the_head_dim_that_its_kernel_is_made_for(head_dim: int, made_for: int) -> None:
     def seconds(dim: int) -> float:
