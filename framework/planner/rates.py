@@ -23,27 +23,27 @@ class Reached(NamedTuple):
     The defaults fit the published runs of ``benchmarks/published_runs.csv`` (``docs/planner-accuracy.md``), rounded.
     """
 
-    product: float = 0.93
+    product: float = 0.92
     """Of the largest rate that products are seen to reach alone: in a whole run clocks are lower."""
-    short_k: float = 250.0
+    short_k: float = 260.0
     """A product with an inner dim of so many elements reaches half of that."""
     tiling: float = 0.52
     """How much of a last wave of tiles that leaves processors idle is lost."""
-    memory: float = 0.61
-    attention: float = 0.98
+    memory: float = 0.64
+    attention: float = 0.84
     """Of what the fused kernel is said to reach, by itself."""
-    attention_backward: float = 0.81
+    attention_backward: float = 0.72
     """Of its share of the peak in forward."""
     last_wave: float = 0.5
     """Rounds of all processors that attention loses in forward: under a causal mask their parts are unequal. (In
     backward, kernels were measured to lose next to nothing.)"""
-    node_link: float = 0.75
-    cluster_link: float = 0.7
+    node_link: float = 0.76
+    cluster_link: float = 0.73
     message_s: float = 20e-6
     """Of a message among GPUs, at least, besides the links' latencies (NCCL; measured on B200: 22 to 26 us)."""
     operation_s: float = 4e-6
     """Of an operation on a GPU, at least."""
-    hidden: float = 0.66
+    hidden: float = 0.7
     """Of a message that runs beside computation, how much it does not delay."""
     waits: float = 0.005
     """Of a step's time, for each doubling of the devices: the slowest of many is waited for."""
