@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from framework.checkpoint import Behind
-from framework.config import RunConfig, reduces_each, shard_factor
+from framework.config import RunConfig, bucket_bytes, reduces_each, shard_factor
 from framework.data.samples import Feed, validation_steps
 from framework.data.span_corruption import SpanCorruptionFeed
 from framework.data_parallel.fully_sharded import FullyShardedStage
@@ -274,7 +274,7 @@ def _replica(
         members,
         sharding,
         mesh.tp,
-        bucket_bytes=parallel.bucket_bytes,
+        bucket_bytes=bucket_bytes(blueprint.config),
         keeps_gradient=parallel.zero < 2,
         host=host,
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,

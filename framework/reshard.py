@@ -34,7 +34,7 @@ from framework.checkpoint import (
 )
 from framework.checkpoint.save import final_directory
 from framework.checkpoint.shard import MAX_FILE_BYTES
-from framework.config import RunConfig, change, default_world_size, keep, parse, resolve
+from framework.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, resolve
 from framework.config.given import read_overrides
 from framework.config.keys import KEYS
 from framework.data_parallel.buckets import plan_buckets
@@ -133,7 +133,7 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = Fals
             if not member.parameter.requires_grad and kind_of(member).owns(tp_rank):
                 yield Held(Kind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]
-        for kind, together in plan_buckets(trained, blueprint.config.parallel.bucket_bytes):
+        for kind, together in plan_buckets(trained, bucket_bytes(blueprint.config)):
             if not kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype

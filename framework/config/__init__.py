@@ -18,7 +18,7 @@ from framework.config.schema import (
     Train,
 )
 from framework.config.toml import to_toml
-from framework.config.world import default_world_size, reduces_each, resolve, shard_factor
+from framework.config.world import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
 
 __all__ = [
     "Batch",
@@ -34,6 +34,7 @@ __all__ = [
     "Section",
     "Tracking",
     "Train",
+    "bucket_bytes",
     "change",
     "default_world_size",
     "dump",

@@ -114,7 +114,9 @@ class Parallel(Section):
     zero = 3 the shards of weights and gradients do, too."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
     """That memory is mapped to files here, so that it may be more than there is; with zero = 3 that of the states."""
-    bucket_bytes: PositiveInt = 25 * 2**20
+    bucket_bytes: PositiveInt | None = None
+    """Of gradients that are summed over the replicas in one message. Left out: 25 MiB or, if that is more, 4 MiB for
+    each replica: a message goes around in as many steps as there are replicas, and each of them has to be worth it."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
 

@@ -75,6 +75,13 @@ def shard_factor(config: RunConfig) -> int:
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
 
+def bucket_bytes(config: RunConfig) -> int:
+    """Of gradients that are summed in one message. ``config``: resolved."""
+    dp = known_dp(config)
+    assert dp is not None
+    return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
+
+
 def reduces_each(config: RunConfig) -> bool:
     """Whether gradients are summed over the replicas after each micro-batch, not once in a step."""
     return config.parallel.zero >= 2 and config.parallel.reduce != "step" and shard_factor(config) > 1

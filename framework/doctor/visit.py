@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from framework.config import RunConfig, resolve
+from framework.config import RunConfig, bucket_bytes, resolve
 from framework.doctor.facts import look
 from framework.doctor.judge import Finding, judge
 from framework.doctor.links import measure_links, measure_sums
@@ -73,7 +73,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
     findings = judge(facts, links, expected_bytes_per_s=expected)
     if mesh.rank == 0:
-        print(text(facts, links, sums, findings, config.parallel.bucket_bytes), flush=True)
+        print(text(facts, links, sums, findings, bucket_bytes(config)), flush=True)
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))

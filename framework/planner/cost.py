@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from framework.blueprint import batch_numbers
-from framework.config import RunConfig, reduces_each, shard_factor
+from framework.config import RunConfig, bucket_bytes, reduces_each, shard_factor
 from framework.planner.hardware import Hardware
 from framework.planner.profile import LayerProfile, Said
 from framework.planner.rates import MEASURED, ON_CORES, Habits, Reached, Wire, wire_of, work_s
@@ -324,7 +324,7 @@ def _replicas(
     fullest = max(by_rank, key=lambda own: sum(sketch.elements[stage].trained for stage in own))
     for own in (by_rank[0], by_rank[-1], fullest):
         elements = sum(sketch.elements[stage].trained for stage in own)
-        calls = max(1, math.ceil(elements * wide / parallel.bucket_bytes))
+        calls = max(1, math.ceil(elements * wide / bucket_bytes(config)))
         ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
         sums = near.seconds(elements * wide * ring, calls, "reduce_scatter")
         sums += far.seconds(elements * wide / shards * across, calls, "all_reduce")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from framework.config import RunConfig, reduces_each, shard_factor
+from framework.config import RunConfig, bucket_bytes, reduces_each, shard_factor
 from framework.optimizer.eight_bit import table_bytes
 from framework.planner.profile import LayerProfile
 from framework.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
@@ -221,7 +221,7 @@ class _Sums(NamedTuple):
             return 2 * self.narrow * point.elements
         if not reduces:
             return 0
-        there, bucket = point.elements_before * self.wide, parallel.bucket_bytes
+        there, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.transport.sums_in_copies else 0
         if parallel.zero == 2 and reduces_each(self.config):  # a bucket is there, whole, from its first gradient on
             opened = min(whole * self.wide, 2 * bucket) if there or at_once else 0

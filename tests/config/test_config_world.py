@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config import Batch, Data, Launch, Parallel, RunConfig, default_world_size, load, resolve
+from framework.config import Batch, Data, Launch, Parallel, RunConfig, bucket_bytes, default_world_size, load, resolve
 from framework.config.batch import derive, problem
 from framework.errors import ConfigError
 
@@ -229,3 +229,14 @@ def test_how_many_ranks_to_start(launch: int | str, parallel: dict[str, Any], nu
 def test_more_ranks_than_devices(launch: int | str, parallel: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         default_world_size(make(TWO, launch, **parallel), 4)
+
+
+@pytest.mark.parametrize(
+    ("dp", "given_bytes", "wanted"),
+    [(1, None, 25 * 2**20), (6, None, 25 * 2**20), (7, None, 28 * 2**20), (128, None, 2**29), (128, 1000, 1000)],
+)
+def test_buckets_grow_with_the_replicas_unless_their_size_is_given(
+    dp: int, given_bytes: int | None, wanted: int
+) -> None:
+    config = make({"micro_batch_size": 1, "chunks": 1}, dp=dp, bucket_bytes=given_bytes)
+    assert bucket_bytes(resolve(config, dp)) == wanted
