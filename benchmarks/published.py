@@ -186,6 +186,7 @@ SYSTEMS: dict[str, System] = {
         TRANSFORMER_ENGINE._replace(accumulates=False), MEGATRON_CORE_PLAIN._replace(accumulates_in_product=False)
     ),
     "olmo2": System(FUSED, FSDP, whole=False),
+    "llama3": System(TRANSFORMER_ENGINE, MEGATRON_CORE, whole=False),
     "megatron": System(TRANSFORMER_ENGINE, MEGATRON_CORE),
 }
 SAID = {
@@ -340,7 +341,7 @@ def case(row: Row) -> Case:
         habits = habits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
         habits = habits._replace(steps_together=False)
-    if head in ("mlm", "megatron") and "H100" in row.gpu:
+    if head in ("mlm", "megatron", "llama3") and "H100" in row.gpu:
         habits = habits._replace(attention_speed=HOPPER_KERNEL)
     if "overlap grad-reduce" in row.notes:
         habits = habits._replace(reduces_beside=True, gathers_beside=True, accumulates_in_product=True)
