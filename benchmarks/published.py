@@ -386,10 +386,12 @@ def case(row: Row) -> Case:
 
 
 def bucket_bytes(row: Row, habits: Habits) -> int:
-    """What is said at once: FSDP a block; Megatron 40M elements, or all of them where nothing runs beside the sums."""
+    """What is said at once: FSDP a block; Megatron 40M elements, or 1M for each replica if that is more; all of them where
+    nothing runs beside the sums."""
     if row.zero >= 2:
         return 12 * row.hidden**2 * habits.wide_gradient_bytes
-    return 40_000_000 * habits.wide_gradient_bytes if habits.reduces_beside else 2**40
+    elements = max(40_000_000, 1_000_000 * row.dp)
+    return elements * habits.wide_gradient_bytes if habits.reduces_beside else 2**40
 
 
 def _is_guessed(row: Row) -> bool:
