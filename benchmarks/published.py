@@ -386,7 +386,7 @@ def case(row: Row) -> Case:
 
 
 def bucket_bytes(row: Row, habits: Habits) -> int:
-    """What is said at once: FSDP a block; Megatron 40M elements, or 1M for each replica if that is more; all of them where
+    """What is said at once: FSDP a block; Megatron 40M elements, or 1M a replica if that is more, and all of them where
     nothing runs beside the sums."""
     if row.zero >= 2:
         return 12 * row.hidden**2 * habits.wide_gradient_bytes
