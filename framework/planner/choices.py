@@ -18,6 +18,7 @@ SCHEDULES = (
     ("interleaved_1f1b", 2),
     ("interleaved_1f1b", 3),
     ("interleaved_1f1b", 4),
+    ("interleaved_1f1b", 8),
     ("zb_h1", 1),
     ("zb_h2", 1),
     ("zb_v", 2),
