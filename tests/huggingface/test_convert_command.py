@@ -209,6 +209,6 @@ def test_the_memory_of_one_tensor_and_one_file(written: Write, tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     inwards, outwards = json.loads(done.stdout)
     # the tensor, those that it is made of, a file that fills; the rest is what an allocator keeps
-    assert inwards < total / 4 and outwards < total / 4, (inwards, outwards, total)
+    assert inwards < total / 3 and outwards < total / 3, (inwards, outwards, total)
     same_bits(files(tmp_path / "theirs"), files(source))
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) == 3

@@ -73,7 +73,7 @@ def ended(shell: Shell, config: RunConfig, *words: str) -> str:
 @pytest.mark.parametrize(
     ("how", "text", "rank", "at_call", "said"),
     [
-        pytest.param("reading", "dp2", 1, 9, "rank 0 .*" + IN.format("(dp|world)", 1) + READS, marks=pytest.mark.slow),
+        pytest.param("reading", "dp2", 1, 9, "rank 0 .*" + IN.format("(dp|world)", 1) + READS, marks=torture),
         pytest.param("reading", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + READS, marks=torture),
         pytest.param("reading", "tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + READS, marks=torture),
         pytest.param("loop", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + COMPUTES, marks=torture),
