@@ -29,7 +29,7 @@ from framework.data.readers import Block, InputFile, Kind, Place
 from framework.data.records import Form, columns_of
 from framework.data.seal import complete, seal
 from framework.data.splits import SPLITS, split_of
-from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder, request_of
+from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
 from framework.data.workers import ordered_map
 from framework.errors import DataError
 
@@ -109,7 +109,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     and line (unless ``skip_broken``); ``out`` holding something else (unless ``replace``); a disk that is full.
     """
     _check_shares(options)
-    files = readers.list_files(options.sources, options.globs)
+    files = readers.list_files(options.sources, options.globs, options.out)
     columns = columns_of(options.form, options.text_key)
     _check_kinds(files, options.form, columns)
     known = tokenizer_files.open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
@@ -127,17 +127,20 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     out = options.out.absolute()
     done = complete(out, request, replace=options.replace)
     if done is not None:
+        clear_away(out)
         return Outcome(out, built=False, fingerprint=done)
     dtype = indexed.token_dtype(known.vocab_size)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        work = WorkFolder(out, request, dtype, has_mask=options.form.has_mask, replace=options.replace)
+        work = WorkFolder(
+            out,
+            request,
+            dtype,
+            has_mask=options.form.has_mask,
+            replace=options.replace,
+            may_skip=options.skip_broken,
+        )
         try:
-            if work.state.skipped and not options.skip_broken:
-                raise DataError(
-                    f"{work.state.skipped:,} broken records were left out so far: say --skip-broken again to go on, or "
-                    f"begin anew with --replace"
-                )
             encoder = Encoder(files, known.tokenizer, options.form, options.text_key, dtype, known.end, known.begin)
             _read_all(options, files, columns, encoder, work, on_progress)
             made = seal(work, files, known, request)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from framework.data.folders import files_below
 from framework.errors import DataError
 
 BLOCK_BYTES = 1 << 20
@@ -73,19 +75,17 @@ class Block(NamedTuple):
     """Of the files as they lie on the disk, for the time left."""
 
 
-def list_files(sources: Sequence[Path], globs: Sequence[str] = ()) -> list[InputFile]:
+def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None) -> list[InputFile]:
     """The files of sources in their order; of a folder all below it that fit a pattern, sorted by path.
 
-    Hidden ones in folders are left out. Raises DataError: nothing there, a file twice, a kind that cannot be read.
+    Hidden ones in folders are left out, and what lies in ``out``, where the corpus goes. Raises DataError: nothing
+    there, a link that leads nowhere, a file twice, a kind that cannot be read.
     """
     found: list[InputFile] = []
+    made = None if out is None else out.resolve()
     for source in sources:
         if source.is_dir():
-            below = sorted(
-                path
-                for path in source.rglob("*")
-                if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
-            )
+            below = [path for path in files_below(source) if made is None or made not in path.resolve().parents]
             fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
             if not fitting:
                 what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
@@ -95,12 +95,10 @@ def list_files(sources: Sequence[Path], globs: Sequence[str] = ()) -> list[Input
             found.append(_input_file(source))
         else:
             raise DataError(f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders")
-    seen: dict[Path, int] = {}
-    for file in found:
-        seen[file.path] = seen.get(file.path, 0) + 1
-    twice = [path for path, times in seen.items() if times > 1]
-    if twice:
-        raise DataError(f"{twice[0]} is given {seen[twice[0]]} times: its documents would be there as often. Once")
+    seen = Counter(file.path.resolve() for file in found)
+    twice, times = next(iter(seen.most_common(1)))
+    if times > 1:
+        raise DataError(f"{twice} is given {times} times: its documents would be there as often. Once")
     return found
 
 
@@ -109,8 +107,8 @@ def _fits(path: Path, globs: Sequence[str]) -> bool:
 
 
 def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
-    """The ending tells the kind. A .json of a folder is a text like any other there."""
-    path = path.resolve()
+    """The ending tells the kind, that of a link's own name. A .json of a folder is a text like any other there."""
+    path = path.absolute()
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     kind = _ENDINGS.get(inner.suffix.lower(), "text")
     if kind == "json" and in_folder:
@@ -222,8 +220,8 @@ def _row_blocks(
                     yield Block(Place(index, row), Place(index, row + len(part)), part, now - told)
                     told = now
                     row += len(part)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are these
-        raise DataError(f"{file.path} is damaged at row {row:,}: {error}. Copy it again") from error
+    except (OSError, ValueError, _arrow_error()) as error:
+        raise DataError(f"{file.path} is damaged after row {row:,}: {error}. Copy it again") from error
     finally:
         table.close()
 
@@ -250,14 +248,24 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
         raise DataError(f"{path}: reading parquet needs pyarrow: pip install 'meshwright[parquet]'") from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, _arrow_error()) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
     there = table.schema_arrow.names
-    missing = [name for name in columns if name not in there]
-    if missing:
+    wrong = next((name for name in columns if there.count(name) != 1), None)
+    if wrong is not None:
         table.close()
-        raise DataError(f"{path} has no column {missing[0]!r}, only {', '.join(there)}: say which with --text-key")
+        if wrong in there:
+            raise DataError(f"{path} has {there.count(wrong)} columns {wrong!r}: write it again with one")
+        raise DataError(f"{path} has no column {wrong!r}, only {', '.join(there)}: say which with --text-key")
     return table
+
+
+def _arrow_error() -> type[Exception]:
+    """What pyarrow raises beside errors of the system and of values."""
+    import pyarrow
+
+    raised: type[Exception] = pyarrow.ArrowException
+    return raised
 
 
 def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:

@@ -100,6 +100,8 @@ def _conversation(messages: Any) -> list[Piece]:
         pieces.append(Piece(content if is_ours else f"{content}\n", is_ours, is_ours))
     if not any(piece.counts for piece in pieces):
         raise Broken("has no message of the 'assistant': there is nothing to learn from it")
+    if not any(piece.text for piece in pieces if piece.counts):
+        raise Broken("has no text in any message of the 'assistant': there is nothing to learn from it")
     return pieces
 
 

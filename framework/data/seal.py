@@ -28,7 +28,8 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
     state = work.state
     if not state.splits["train"].documents:
         what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
-        raise DataError(f"nothing is left to train on: {what}. Give more text, or lower the other shares")
+        where = f"{files[0].path}" + (f" and {len(files) - 1:,} other files" if files[1:] else "")
+        raise DataError(f"nothing is left to train on in {where}: {what}. Give more text, or lower the other shares")
     splits, hashes = {}, {}
     for name in SPLITS:
         prefix = work.corpus / name

@@ -10,6 +10,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from framework.data.folders import files_below
 from framework.errors import DataError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -87,7 +88,7 @@ def files(paths: Sequence[Path], root: Path | None = None) -> Source:
     found: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found |= {file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))}
+            found |= set(files_below(path))
         elif path.is_file():
             found.add(path)
         else:
@@ -160,7 +161,3 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

@@ -14,10 +14,11 @@ beyond that is cut off before the work goes on. So nothing is there twice, and n
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from framework.data.fingerprint import File
 from framework.data.publish import flush
-from framework.data.readers import InputFile, Place
+from framework.data.readers import BEGINNING, InputFile, Place
 from framework.data.splits import SPLITS
 from framework.errors import DataError
 
@@ -105,44 +106,46 @@ class State(_Part):
 class WorkFolder:
     """Held by one process at a time. Opened with what it had at the last commit."""
 
-    def __init__(self, out: Path, request: Request, dtype: np.dtype[Any], *, has_mask: bool, replace: bool) -> None:
-        """Raises DataError: another process works there, or it was begun for another request (unless ``replace``)."""
-        self.path = out.parent / f".{out.name}.preparing"
+    def __init__(
+        self,
+        out: Path,
+        request: Request,
+        dtype: np.dtype[Any],
+        *,
+        has_mask: bool,
+        replace: bool = False,
+        may_skip: bool = False,
+    ) -> None:
+        """``replace``: begin anew where it cannot go on. ``may_skip``: broken records may have been left out.
+
+        Raises DataError: another process works there, or it cannot go on from what is there (unless ``replace``).
+        """
+        self.path = _place_of(out)
         self.corpus = self.path / "corpus"
         self.dtype, self.has_mask = dtype, has_mask
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        self._lock = _take_lock(self.path)
         try:
-            self.state = self._open(out, request, replace)
-            self._streams = {path: self._at_end(path, size) for path, size in self._sizes().items()}
+            self.state = self._open(out, request, replace, may_skip)
+            self._streams = {path: _at_end(path, size) for path, size in self._sizes(self.state).items()}
         except BaseException:
             self._lock.close()
             raise
         self.went_on = self.state.place != (0, 0)
 
-    def _take_lock(self) -> IO[bytes]:
-        lock = (self.path / "lock").open("ab")
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
-        except OSError as error:
-            lock.close()
-            raise DataError(f"another process is preparing here ({self.path}): wait for it, or end it") from error
-        return lock
-
-    def _open(self, out: Path, request: Request, replace: bool) -> State:
+    def _open(self, out: Path, request: Request, replace: bool, may_skip: bool) -> State:
         asked, state = self.path / "request.json", self.path / "state.json"
         begun = _read(asked, Request)
-        known = _read(state, State) if begun is not None else None
-        place = Place(*known.place) if known is not None else Place()
-        changes = begun.up_to(place).differences(request.up_to(place)) if begun is not None else []
-        if changes and not replace and place != Place():
-            raise DataError(
-                f"{out} is half prepared from something else:\n"
-                + "\n".join(f"  {change}" for change in changes[:10])
-                + ("\n  ..." if len(changes) > 10 else "")
-                + "\nset it back to go on, name another folder, or begin anew with --replace"
-            )
-        if known is None or changes:
+        # without the corpus it was published, and whoever did so was killed before the rest was removed
+        known = _read(state, State) if begun is not None and self.corpus.is_dir() else None
+        if known is not None and Place(*known.place) == BEGINNING:
+            known = None
+        if begun is not None and known is not None:
+            obstacle = self._obstacle(out, begun, request, known, may_skip)
+            if obstacle and not replace:
+                raise DataError(obstacle)
+            known = None if obstacle else known
+        if known is None:
             state.unlink(missing_ok=True)
             shutil.rmtree(self.corpus, ignore_errors=True)
             for left in self.path.glob("*.lengths"):
@@ -153,31 +156,43 @@ class WorkFolder:
         self.corpus.mkdir(exist_ok=True)
         return known
 
+    def _obstacle(self, out: Path, begun: Request, request: Request, known: State, may_skip: bool) -> str:
+        """Why the work cannot go on from where it is; nothing: it can."""
+        place = Place(*known.place)
+        changes = begun.up_to(place).differences(request.up_to(place))
+        if changes:
+            return (
+                f"{out} is half prepared from something else:\n"
+                + "\n".join(f"  {change}" for change in changes[:10])
+                + ("\n  ..." if len(changes) > 10 else "")
+                + "\nset it back to go on, name another folder, or begin anew with --replace"
+            )
+        for path, size in self._sizes(known).items():
+            there = path.stat().st_size if path.exists() else 0
+            if there < size:
+                return (
+                    f"{path} has {there:,} bytes where {size:,} were written: something else has changed it. Begin "
+                    f"anew with --replace"
+                )
+        if known.skipped and not may_skip:
+            return (
+                f"{known.skipped:,} broken records were left out so far: say --skip-broken again to go on, or begin "
+                f"anew with --replace"
+            )
+        return ""
+
     def file_of(self, split: str, ending: str) -> Path:
         """``bin`` and ``mask`` are published, ``lengths`` is not."""
         return (self.path if ending == "lengths" else self.corpus) / f"{split}.{ending}"
 
-    def _sizes(self) -> dict[Path, int]:
-        sizes = {self.path / SKIPPED_FILE: self.state.skipped_bytes}
-        for name, split in self.state.splits.items():
+    def _sizes(self, state: State) -> dict[Path, int]:
+        sizes = {self.path / SKIPPED_FILE: state.skipped_bytes}
+        for name, split in state.splits.items():
             sizes[self.file_of(name, "bin")] = split.tokens * self.dtype.itemsize
             sizes[self.file_of(name, "lengths")] = split.documents * 4
             if self.has_mask:
                 sizes[self.file_of(name, "mask")] = split.tokens
         return sizes
-
-    def _at_end(self, path: Path, size: int) -> IO[bytes]:
-        stream = path.open("ab")
-        there = stream.tell()
-        if there < size:
-            stream.close()
-            raise DataError(
-                f"{path} has {there:,} bytes where {size:,} were written: something else has changed it. Begin anew "
-                f"with --replace"
-            )
-        stream.truncate(size)
-        stream.seek(size)
-        return stream
 
     def append(
         self, split: str, tokens: NDArray[Any], lengths: NDArray[np.int64], counts: NDArray[np.uint8] | None
@@ -194,7 +209,7 @@ class WorkFolder:
     def skip(self, lines: Iterable[str]) -> None:
         """Note records that were left out."""
         for line in lines:
-            raw = f"{line}\n".encode()
+            raw = f"{line}\n".encode(errors="backslashreplace")
             self._streams[self.path / SKIPPED_FILE].write(raw)
             self.state.skipped += 1
             self.state.skipped_bytes += len(raw)
@@ -219,9 +234,43 @@ class WorkFolder:
         self.close()
 
 
-def request_of(files: Iterable[InputFile]) -> list[File]:
-    """Files as a request names them."""
-    return [File(path=str(file.path), num_bytes=file.num_bytes, mtime_ns=file.mtime_ns) for file in files]
+def request_of(files: Sequence[InputFile]) -> list[File]:
+    """Files as a request names them: bytes of a name that are no UTF-8 as ``\\xff``."""
+    names = [os.fsencode(file.path).decode("utf-8", "backslashreplace") for file in files]
+    return [
+        File(path=name, num_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
+        for name, file in zip(names, files, strict=True)
+    ]
+
+
+def clear_away(out: Path) -> None:
+    """Of a corpus that is there: who published it may have been killed before the folder of its work was gone."""
+    path = _place_of(out)
+    if path.is_dir() and not (path / "corpus").exists():
+        with contextlib.suppress(DataError), _take_lock(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _place_of(out: Path) -> Path:
+    return out.parent / f".{out.name}.preparing"
+
+
+def _take_lock(path: Path) -> IO[bytes]:
+    lock = (path / "lock").open("ab")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
+    except OSError as error:
+        lock.close()
+        raise DataError(f"another process is preparing here ({path}): wait for it, or end it") from error
+    return lock
+
+
+def _at_end(path: Path, size: int) -> IO[bytes]:
+    """Ready to write on, without what came after the last commit."""
+    stream = path.open("ab")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
 
 
 def _read(path: Path, kind: type[Any]) -> Any:

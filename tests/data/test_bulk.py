@@ -418,12 +418,108 @@ def test_skipping_goes_on_after_a_refusal(tokenizer: Path, tmp_path: Path) -> No
     assert len((tmp_path / "out/skipped.txt").read_text().splitlines()) == 8
 
 
+def test_killed_after_publishing_and_damaged_since(tokenizer: Path, tmp_path: Path) -> None:
+    """What is left of the work says that all is done, and its files are gone: it is no state to go on from."""
+    file, out = write_lines(tmp_path / "a.jsonl", [{"text": f"{i}"} for i in range(40)]), tmp_path / "out"
+
+    def doomed() -> None:
+        WorkFolder.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        made(out, tokenizer, file)
+
+    process = in_a_fork(doomed)
+    process.join()
+    left = tmp_path / ".out.preparing"
+    assert process.exitcode == -signal.SIGKILL and left.is_dir()
+    shutil.copytree(left, tmp_path / "kept")
+    assert not made(out, tokenizer, file).built and not left.exists()
+    shutil.copytree(tmp_path / "kept", left)
+    (out / "train.bin").write_bytes(b"damaged")
+    assert made(out, tokenizer, file).built and not left.exists()
+    assert documents_in(out) == {"train": [f"{i}" for i in range(40)]}
+
+
+def test_replace_begins_anew_where_it_cannot_go_on(tokenizer: Path, tmp_path: Path) -> None:
+    """Its own advice: after broken records that were left out, and after a file of the work was cut."""
+    records: list[Any] = [{"text": f"{i}"} if i % 7 else {} for i in range(60)]
+    file, out = write_lines(tmp_path / "a.jsonl", records), tmp_path / "out"
+    last = write_lines(tmp_path / "b.jsonl.gz", [{"text": "last"}])
+    last.write_bytes(last.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
+        made(out, tokenizer, file, last, skip_broken=True)
+    with pytest.raises(DataError, match=r"9 broken records were left out so far.*begin anew with --replace"):
+        made(out, tokenizer, file)
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has no key 'text'"):
+        made(out, tokenizer, file, replace=True)
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
+        made(out, tokenizer, file, last, skip_broken=True)
+    (tmp_path / ".out.preparing/corpus/train.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train\.bin has 0 bytes where .*Begin anew with --replace"):
+        made(out, tokenizer, file, skip_broken=True)
+    made(out, tokenizer, file, skip_broken=True, replace=True)
+    assert documents_in(out)["train"] == [f"{i}" for i in range(60) if i % 7]
+
+
+def test_links_are_followed_and_lead_somewhere(tokenizer: Path, tmp_path: Path) -> None:
+    """A folder of links, as a cache of downloads is: none left out, read as what the link is called."""
+    folder, store = tmp_path / "in", tmp_path / "store/blobs"
+    store.mkdir(parents=True)
+    folder.mkdir()
+    write_lines(store / "5891b5b522d5", [{"text": "one"}, {"text": "two"}])
+    (tmp_path / "elsewhere/sub").mkdir(parents=True)
+    (tmp_path / "elsewhere/sub/c.txt").write_text("three")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "in")
+    (folder / "a.jsonl").symlink_to(store / "5891b5b522d5")
+    (folder / "b").symlink_to("../elsewhere/sub")
+    (folder / "itself").symlink_to(".")
+    made(tmp_path / "out", tokenizer, folder)
+    assert documents_in(tmp_path / "out")["train"] == ["one", "two", "three"]
+    (folder / "z").symlink_to("../elsewhere/gone.txt")
+    with pytest.raises(DataError, match=r"in/z is a link to \.\./elsewhere/gone\.txt, where no file is"):
+        made(tmp_path / "again", tokenizer, folder)
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in/closed").mkdir(parents=True)
+    (tmp_path / "in/a.txt").write_text("a")
+    scan = os.scandir
+
+    def refused(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match=r"cannot read the folder .*in/closed: Permission denied"):
+        made(tmp_path / "out", tokenizer, tmp_path / "in")
+
+
+def test_names_that_are_no_utf8(tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in (b"a\xff.txt", b"new\nline.txt", b" *[-].txt"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(name if name.isascii() else b"caf\xe9")
+    outcome = made(tmp_path / "out", tokenizer, folder, skip_broken=True)
+    assert documents_in(tmp_path / "out")["train"] == [" *[-].txt", "new\nline.txt"]
+    assert (tmp_path / "out/skipped.txt").read_text().startswith(f"{folder}/a\\udcff.txt is not utf-8 (byte 0xe9 at 3)")
+    assert outcome.built and not made(tmp_path / "out", tokenizer, folder, skip_broken=True).built
+
+
+def test_the_corpus_is_no_source_of_itself(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    assert made(tmp_path / "out", tokenizer / "tokenizer.json", tmp_path).built
+    assert not made(tmp_path / "out", tokenizer / "tokenizer.json", tmp_path).built
+    assert documents_in(tmp_path / "out")["train"] == ["a"]
+
+
 def test_other_things_that_cannot_be(tokenizer: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "null.parquet")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), tmp_path / "two.parquet")
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not at all PAR1")
     (tmp_path / "latin.txt").write_bytes(b"stra\xdfe")
     (tmp_path / "one.json").write_text("[]")
@@ -434,6 +530,7 @@ def test_other_things_that_cannot_be(tokenizer: Path, tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("a.parquet", {}, r"a\.parquet has no column 'text', only body: say which with --text-key"),
         ("null.parquet", {}, r"null\.parquet: row 2 has null as 'text'"),
+        ("two.parquet", {}, r"two\.parquet has 2 columns 'text': write it again with one"),
         ("no.parquet", {}, r"no\.parquet cannot be read as parquet"),
         ("latin.txt", {}, r"latin\.txt is not utf-8 \(byte 0xdf at 4\)"),
         ("one.json", {}, r"one\.json is one JSON document: write it as \.jsonl"),
@@ -447,8 +544,10 @@ def test_other_things_that_cannot_be(tokenizer: Path, tmp_path: Path) -> None:
     for name, changes, message in cases:
         with pytest.raises(DataError, match=message):
             made(out, tokenizer, tmp_path / name, **changes)
-    with pytest.raises(DataError, match=r"latin\.txt is given 2 times"):
-        made(out, tokenizer, tmp_path / "latin.txt", tmp_path / "latin.txt")
+    (tmp_path / "link.txt").symlink_to("latin.txt")
+    for other in ("latin.txt", "link.txt"):
+        with pytest.raises(DataError, match=r"latin\.txt is given 2 times"):
+            made(out, tokenizer, tmp_path / "latin.txt", tmp_path / other)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("the only copy")
     with pytest.raises(DataError, match=r"holds other files \(thesis\.txt\)"):

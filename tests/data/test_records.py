@@ -81,6 +81,7 @@ def test_messages_from_lines_and_rows_and_any_number_of_workers(tokenizer: Path,
         (Form.MESSAGES, {"messages": []}, "1 has no list of messages"),
         (Form.MESSAGES, {"messages": [{"role": "user"}]}, "1 has no 'role' and 'content' in message 1"),
         (Form.MESSAGES, {"messages": TALK[:2]}, "1 has no message of the 'assistant'"),
+        (Form.MESSAGES, {"messages": [{"role": "assistant", "content": ""}]}, "1 has no text in any message of the"),
         (Form.MESSAGES, {"messages": [*TALK, {"role": "user", "content": 5}]}, "a number as 'content of message 6'"),
     ],
 )

@@ -1,0 +1,37 @@
+"""The files below a folder: none is left out in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from framework.errors import DataError
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files below it, sorted by path; hidden ones, and those in hidden folders, are left out. Links are followed,
+    but for those that lead back to a folder that they lie in.
+
+    Raises DataError: a folder that cannot be read, a link that leads nowhere.
+    """
+    found: list[Path] = []
+    for above, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        place = Path(above)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(place / name)]
+        for path in (place / name for name in names if not name.startswith(".")):
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink():
+                raise DataError(
+                    f"{path} is a link to {path.readlink()}, where no file is: what it was to hold would be missing. "
+                    f"Mend the link or remove it"
+                )
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+
+
+def _leads_back(folder: Path) -> bool:
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
