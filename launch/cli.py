@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import re
 import sys
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 
 from framework.errors import UserError
 from launch.arguments import build_parser
-from launch.arguments.words import Command
+from launch.arguments.words import Command, text
 from launch.jobs import say
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
@@ -26,8 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             overrides += unknown  # a key without a section, or a name from elsewhere: the configuration knows the hint
         elif unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        for word in overrides:
+            text(word)
         if overrides and not options.takes_overrides:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
+    except argparse.ArgumentTypeError as error:
+        return say(error, 2)
     except SystemExit as leaving:  # argparse has printed its message
         return int(leaving.code or 0)
     run: Command = options.run
@@ -43,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Where stdin, stdout or stderr was closed (`>&-`), put /dev/null.
+    """Where stdin, stdout or stderr was closed (`>&-`), put /dev/null; and let stdout take any name.
 
     Otherwise the next pipe that is opened has its number, and what ranks and their libraries print goes into it.
     """
@@ -53,6 +59,8 @@ def _open_standard_streams() -> None:
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
             os.set_inheritable(opened, True)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no UTF-8
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

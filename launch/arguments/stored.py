@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch import commands
 from launch import data as corpora
-from launch.arguments.words import Added, command, config_file, count, size, whole
+from launch.arguments.words import Added, command, config_file, count, size, text, whole
 
 
 def data(added: Added) -> None:
@@ -81,14 +81,21 @@ def _data_prepare(sources: Added) -> None:
         default="text",
         help="pairs (prompt, response) and messages (role, content) train on responses only (default: text)",
     )
-    prepared.add_argument("--text-key", default="text", metavar="KEY", help="of JSONL and parquet (default: text)")
+    prepared.add_argument(
+        "--text-key", default="text", type=text, metavar="KEY", help="of JSONL and parquet (default: text)"
+    )
     prepared.add_argument(
         "--glob", action="append", default=[], metavar="PATTERN", help="of folders only such files; several times"
     )
     prepared.add_argument(
-        "--eod", metavar="TOKEN", help="ends a document (default: eos_token of tokenizer_config.json, or a usual one)"
+        "--eod",
+        type=text,
+        metavar="TOKEN",
+        help="ends a document (default: eos_token of tokenizer_config.json, or a usual one)",
     )
-    prepared.add_argument("--bos", metavar="TOKEN", help="stands before each document (default: nothing does)")
+    prepared.add_argument(
+        "--bos", type=text, metavar="TOKEN", help="stands before each document (default: nothing does)"
+    )
     for name, default in (("validation", 0.05), ("test", 0.0)):
         prepared.add_argument(
             f"--{name}-share", type=float, default=default, metavar="X", help=f"of the documents (default: {default})"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from launch import commands, jobs
-from launch.arguments.words import Added, command, config_file, count, share, temperature, whole
+from launch.arguments.words import Added, command, config_file, count, share, temperature, text, whole
 
 
 def train(added: Added) -> None:
@@ -127,7 +127,12 @@ def sample(added: Added) -> None:
         takes_overrides=True,
     )
     parser.add_argument(
-        "--prompt", required=True, action="append", metavar="TEXT", help="what it should continue; may be given again"
+        "--prompt",
+        required=True,
+        action="append",
+        type=text,
+        metavar="TEXT",
+        help="what it should continue; may be given again",
     )
     parser.add_argument("--tokens", type=count, default=100, metavar="N", help="tokens to write (default: 100)")
     parser.add_argument(

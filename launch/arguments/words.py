@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import textwrap
 from collections.abc import Callable
@@ -58,6 +59,15 @@ def whole(text: str) -> int:
 def share(text: str) -> float:
     """Above 0 and at most 1."""
     return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")
+
+
+def text(word: str) -> str:
+    """What is to be encoded or written down."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{os.fsencode(word)!r} is not UTF-8") from None
+    return word
 
 
 def temperature(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main, split_overrides
+from tests.data.corpora import bytes_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,3 +149,37 @@ def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.Captu
     assert "8 ranks on 1 node of 8" in capsys.readouterr().out
     assert main(["mesh", small, "--parallel.tp", "4", "--parallel.tp_across_nodes", "--devices-per-node=2"]) == 0
     assert "ACROSS up to 2 nodes" in capsys.readouterr().out
+
+
+NO_TEXT = "caf\udce9"
+"""As Python has the argument when a terminal of Latin 1 sends an é."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample", "runs/a", "--prompt", NO_TEXT],
+        ["data", "prepare", "a.jsonl", "--tokenizer", "t", "--out", "o", "--text-key", NO_TEXT],
+        ["data", "prepare", "a.jsonl", "--tokenizer", "t", "--out", "o", "--eod", NO_TEXT],
+        ["train", "configs/demo.toml", f"--data.train={NO_TEXT}"],
+    ],
+)
+def test_words_that_are_no_text_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    """Where stdout is strict, as in most terminals: what has been prepared is told all the same."""
+    bytes_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("a")
+    words = ["data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", NO_TEXT, "--validation-share", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"corpus prepared caf\\udce9" in done.stdout
