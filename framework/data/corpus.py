@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from framework.data import fingerprint as fingerprints
 from framework.data.fingerprint import Entropy, Split
-from framework.data.indexed import MappedStream, Mask, TokenStream, documents, inspect
+from framework.data.indexed import MappedStream, Mask, TokenStream, documents, inspect, mask_path
 from framework.errors import DataError
 
 IGNORE = -100
@@ -94,7 +94,7 @@ class Corpus:
                 f"the corpus {self.prefix} has {num_tokens:,} tokens, less than one sample: a sequence of "
                 f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text"
             )
-        self.known = _known(self.prefix, num_tokens)
+        self.known = _known(self.prefix, num_tokens, has_mask=bool(self.mask))
         self.eod_id = self.known.end_of_document_id if self.known else eod_id
         self.eod_mask_loss = eod_mask_loss
         if eod_mask_loss and self.eod_id is None:
@@ -263,7 +263,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def unigram_entropy(corpus: Corpus) -> Entropy:
-    """Entropy of the corpus's single tokens: the loss of a model that knows their frequencies and nothing else.
+    """Entropy of the corpus's single labels: the loss of a model that knows their frequencies and nothing else.
 
     From the fingerprint, or else by counting the whole corpus.
     """
@@ -271,8 +271,9 @@ def unigram_entropy(corpus: Corpus) -> Entropy:
         return Entropy(corpus.known.split.unigram_entropy_nats, corpus.known.split.unigram_entropy_bits)
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, len(corpus.stream), _TOKENS_AT_ONCE):
-        block = corpus.stream.read(start, min(_TOKENS_AT_ONCE, len(corpus.stream) - start))
-        added = np.bincount(block, minlength=counts.size)
+        count = min(_TOKENS_AT_ONCE, len(corpus.stream) - start)
+        labels = corpus.stream.read(start, count)[corpus.mask.read(start, count)]
+        added = np.bincount(labels, minlength=counts.size)
         added[: counts.size] += counts
         counts = added
     return fingerprints.entropy(counts)
@@ -285,7 +286,7 @@ class _Known(NamedTuple):
     """Of the tokenizer."""
 
 
-def _known(prefix: Path, num_tokens: int) -> _Known | None:
+def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
     """What a fingerprint beside the corpus tells of it; of its hashes none is computed again here."""
     found = fingerprints.read(prefix.parent)
     split = found.splits.get(prefix.name) if found else None
@@ -296,5 +297,10 @@ def _known(prefix: Path, num_tokens: int) -> _Known | None:
             f"{prefix.parent / fingerprints.FILE_NAME} tells of {split.tokens:,} tokens in {prefix.name}, its .idx of "
             f"{num_tokens:,}: the corpus was changed afterwards. Prepare it again, or delete the fingerprint "
             f"if the .bin/.idx are right"
+        )
+    if split.counting is not None and not has_mask:
+        raise DataError(
+            f"{mask_path(prefix)} is missing: only {split.counting:,} of the {split.tokens:,} tokens of {prefix} are "
+            f"labels, and it says which. Copy it from where the corpus was prepared, or prepare it again"
         )
     return _Known(split, found.end_of_document_id, found.vocab_size)

@@ -32,6 +32,7 @@ class Split(_Part):
     max_token_id: int
     unigram_entropy_nats: float
     unigram_entropy_bits: float
+    """Of the tokens that count as labels."""
     counting: int | None = None
     """Tokens that count as labels, where not all do."""
 

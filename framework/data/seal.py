@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,19 +38,16 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
                 work.corpus.joinpath(f"{name}.{ending}").unlink(missing_ok=True)
             continue
         indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
-        told, hashes[f"{name}.bin"] = _told(indexed.bin_path(prefix), work.dtype, known.vocab_size)
-        counting = None
-        if work.has_mask:
-            mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r")
-            counting = int(sum(int(mask[i : i + _TOKENS_AT_ONCE].sum()) for i in range(0, len(mask), _TOKENS_AT_ONCE)))
-        nats, bits = fingerprints.entropy(told)
+        mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if work.has_mask else None
+        told, hashes[f"{name}.bin"] = _told(indexed.bin_path(prefix), work.dtype, known.vocab_size, mask)
+        nats, bits = fingerprints.entropy(told.counting)
         splits[name] = fingerprints.Split(
             documents=state.splits[name].documents,
             tokens=state.splits[name].tokens,
-            max_token_id=int(np.flatnonzero(told)[-1]),
+            max_token_id=int(np.flatnonzero(told.all)[-1]),
             unigram_entropy_nats=nats,
             unigram_entropy_bits=bits,
-            counting=counting,
+            counting=None if mask is None else int(told.counting.sum()),
         )
     for file in known.files:
         shutil.copyfile(file, work.corpus / (tokenizer_files.TOKENIZER_FILE if file == known.path else file.name))
@@ -78,15 +75,26 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
     return made
 
 
-def _told(path: Path, dtype: np.dtype[Any], vocab_size: int) -> tuple[NDArray[np.int64], str]:
-    """How often each token occurs, and the hash of the file: one pass."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    digest = sha256()
+class _Told(NamedTuple):
+    """How often each token occurs."""
+
+    all: NDArray[np.int64]  # (V,)
+    counting: NDArray[np.int64]  # (V,) as a label
+
+
+def _told(path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.uint8] | None) -> tuple[_Told, str]:
+    """The tokens of a file counted, and its hash: one pass. ``mask``: 1 where a token counts as label; None: all do."""
+    counts = np.zeros((2, vocab_size), dtype=np.int64)
+    digest, at = sha256(), 0
     with path.open("rb") as stream:
         while content := stream.read(_TOKENS_AT_ONCE):
             digest.update(content)
-            counts += np.bincount(np.frombuffer(content, dtype), minlength=vocab_size)
-    return counts, digest.hexdigest()
+            tokens = np.frombuffer(content, dtype)
+            counts[0] += np.bincount(tokens, minlength=vocab_size)
+            if mask is not None:
+                counts[1] += np.bincount(tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size)
+            at += len(tokens)
+    return _Told(counts[0], counts[0] if mask is None else counts[1]), digest.hexdigest()
 
 
 def _described(files: Sequence[InputFile]) -> str:

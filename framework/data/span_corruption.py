@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from framework.data.corpus import IGNORE, Blend, Corpus
+from framework.data.indexed import mask_path
 from framework.data.order import permute, round_keys
 from framework.data.samples import Microbatch
 from framework.errors import DataError
@@ -146,7 +147,13 @@ def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None
             f"span corruption takes the last {shape.sentinels} ids of the model's vocabulary as sentinels, and its "
             f"size is not known: set model.options.vocab_size"
         )
-    return Corpus(prefix, shape.window, vocab_size, num_sentinels=shape.sentinels)
+    corpus = Corpus(prefix, shape.window, vocab_size, num_sentinels=shape.sentinels)
+    if corpus.mask:
+        raise DataError(
+            f"{mask_path(corpus.prefix)} says which tokens count as labels, and span corruption takes spans out of "
+            f'all of them: prepare the corpus with --format text, or set data.task = "causal"'
+        )
+    return corpus
 
 
 class SpanCorruptionFeed(NamedTuple):

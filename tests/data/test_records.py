@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from framework.data.corpus import Corpus, unigram_entropy
 from framework.data.records import Form
 from framework.data.show import show, splits_of
+from framework.data.span_corruption import open_corpus
 from framework.errors import DataError
 from launch.cli import main
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
@@ -52,6 +55,28 @@ def test_pairs(tokenizer: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert outcome.fingerprint.splits["train"].counting == 1 + 14 + 1 + 3
     assert "labels" in str(outcome) and "train.mask" in outcome.fingerprint.files
+
+
+def test_without_its_mask_a_corpus_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    """Otherwise a copy without it would be trained on prompts too, without a word."""
+    out = tmp_path / "out"
+    made(out, tokenizer, write_lines(tmp_path / "a.jsonl", PAIRS), form=Form.PAIRS)
+    with pytest.raises(DataError, match=r"train\.mask says which .*: prepare the corpus with --format text"):
+        open_corpus(out / "train", 8, 300)
+    (out / "train.mask").unlink()
+    with pytest.raises(DataError, match=r"train\.mask is missing: only 19 of the 26 tokens"):
+        Corpus(out / "train", 4)
+
+
+def test_the_entropy_of_a_corpus_is_that_of_its_labels(tokenizer: Path, tmp_path: Path) -> None:
+    """What a loss on responses is held against: -sum p ln p over what the mask lets through, counted by hand."""
+    out = tmp_path / "out"
+    pairs = [{"prompt": "never a label " * 9, "response": "aab"}] * 20
+    outcome = made(out, tokenizer, write_lines(tmp_path / "a.jsonl", pairs), form=Form.PAIRS)
+    by_hand = -(0.5 * log(0.5) + 2 * 0.25 * log(0.25))  # of four labels two are a, one b, one the end
+    assert outcome.fingerprint.splits["train"].unigram_entropy_nats == pytest.approx(by_hand, rel=1e-12)
+    (out / "fingerprint.json").unlink()
+    assert unigram_entropy(Corpus(out / "train", 4)).nats == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_messages_from_lines_and_rows_and_any_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:
