@@ -11,8 +11,9 @@ That is for looking at a model; whoever serves one takes its export.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from framework.blueprint import Blueprint, draw_blueprint
 from framework.build import Forward, split_vocab_size
 from framework.config import RunConfig, resolve
 from framework.data import fingerprint
+from framework.data.fingerprint import Fingerprint
 from framework.data.tokenizer import ending_ids, load
 from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
@@ -141,18 +143,21 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     """Every rank calls it, and gets all texts."""
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
-    ends = _ends_of_document(config, tokenizer)
+    known = fingerprint.read(Path(config.data.tokenizer).parent)
+    ends = ending_ids(Path(config.data.tokenizer), tokenizer) | ({known.end_of_document_id} if known else set())
     blueprint = draw_blueprint(config, mesh.tp)
     windows = _windows(blueprint, len(ask.prompts))
     logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
     forward, _ = open_trained(config, mesh, place, logits, blueprint)
-    rows = [tokenizer.encode(prompt).ids or [min(ends, default=0)] for prompt in ask.prompts]
+    rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in ask.prompts]
     begun = [len(row) for row in rows]
     ended = [False] * len(rows)
+    begin = begin_of(known, tokenizer)
+    told = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
     draws = _draws(ask, config.run.seed)
     with torch.inference_mode():
         for _ in range(ask.num_tokens):
-            _look(forward, rows, windows, logits, ends if config.data.document_boundaries else None)
+            _look(forward, rows, windows, logits, told)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.found is not None and mesh.at.tp_rank == 0:
                 chosen.copy_(choose(logits.found, ask, draws))
@@ -229,9 +234,9 @@ def _look(
     rows: Sequence[Sequence[int]],
     windows: dict[int, list[ValueSpec]],
     logits: _LastLogits,
-    ends: set[int] | None,
+    told: Callable[[Tensor], dict[str, Tensor]] | None,
 ) -> None:
-    """Run what there is of each row through the model. ``ends``: of documents, where it is told where one begins."""
+    """Run what there is of each row through the model. ``told``: what it takes, if it is more than the ids."""
     window = max(windows)
     seen = [row[-window:] for row in rows]
     length = min(size for size in windows if size >= max(map(len, seen)))
@@ -244,15 +249,17 @@ def _look(
         stage.output_spec = boundaries[index] if index < len(boundaries) else None
     logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
     ids = ids.to(device)
-    inputs = ids if ends is None else with_starts(ids, ends)
+    inputs = ids if told is None else told(ids)
     forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
 
 
-def with_starts(ids: Tensor, ends: set[int]) -> dict[str, Tensor]:
-    """(B, S) ids -> what a model is trained on with ``data.document_boundaries``: a document begins after each end."""
+def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
+    """(B, S) ids -> what a model is trained on with ``data.document_boundaries``: a document begins after each end, or
+    with ``begin``, which may be the same token."""
     starts = torch.zeros_like(ids, dtype=torch.bool)
     starts[:, 0] = True
     closed = torch.isin(ids[:, :-1], torch.tensor(sorted(ends), dtype=ids.dtype, device=ids.device))
+    closed[:, 0] &= ids[:, 0] != (-1 if begin is None else begin)
     starts[:, 1:] = closed
     return {"tokens": ids, "starts": starts}
 
@@ -271,12 +278,28 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     return found
 
 
-def _ends_of_document(config: RunConfig, tokenizer: Tokenizer) -> set[int]:
-    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
-    assert config.data.tokenizer is not None
-    path = Path(config.data.tokenizer)
-    known = fingerprint.read(path.parent)
-    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
+def begin_of(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
+    """What a corpus has before each document, if it has anything."""
+    token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
+    """As documents begin that the model was trained on. ``known``: the corpus beside the tokenizer, in which nothing
+    stands before a text but what --bos has put there; a tokenizer without one (of a model that was imported) says by
+    itself what does, and an end that it puts behind a text is left out."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    text = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
+    if known is not None:
+        begin = begin_of(known, tokenizer)
+        return text if begin is None else [begin, *text]
+    ids = list(tokenizer.encode(prompt).ids)
+    added = len(ids) - len(text)
+    while added > 0 and ids and ids[-1] in ends:
+        ids.pop()
+        added -= 1
+    return ids
 
 
 def _draws(ask: Ask, seed: int) -> list[torch.Generator]:

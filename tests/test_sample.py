@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from framework.sample import Ask, choose, with_starts
+from framework.sample import Ask, choose, encode_prompt, with_starts
+from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()
 
@@ -61,3 +66,25 @@ def test_each_row_draws_by_itself() -> None:
 def test_a_document_begins_after_each_end() -> None:
     inputs = with_starts(torch.tensor([[5, 0, 6, 7], [0, 0, 8, 9]]), {0, 9})
     assert inputs["starts"].tolist() == [[True, False, True, False], [True, True, True, False]]
+    same = with_starts(torch.tensor([[0, 5, 0, 6]]), {0}, begin=0)
+    assert same["starts"].tolist() == [[True, False, False, True]]
+
+
+def test_a_prompt_is_encoded_as_documents_were(tmp_path: Path) -> None:
+    """Whatever the tokenizer puts around a text by itself, or cuts off: a corpus has --bos before it, or nothing."""
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
+    folder = bytes_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    first, last = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
+    tokenizer.post_processor = TemplateProcessing(single=f"<s> $A {END}", special_tokens=[("<s>", first), (END, last)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for begin in (None, "<s>"):
+        known = made(tmp_path / f"out{begin}", folder, file, begin_token=begin).fingerprint
+        document = np.fromfile(tmp_path / f"out{begin}/train.bin", np.uint16).tolist()
+        again = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert encode_prompt(again, "hello", known, {last}) == document[:-1]
+    again = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert encode_prompt(again, "hello", None, {last}) == [first, *document[1:-1]]
