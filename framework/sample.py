@@ -144,7 +144,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
-    ends = ending_ids(Path(config.data.tokenizer), tokenizer) | ({known.end_of_document_id} if known else set())
+    ends = _ends_of_document(Path(config.data.tokenizer), tokenizer, known)
     blueprint = draw_blueprint(config, mesh.tp)
     windows = _windows(blueprint, len(ask.prompts))
     logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
@@ -276,6 +276,11 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
         inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
         found[length] = describe_boundaries(meta_copy(blueprint.model.layers), blueprint.stages, inputs)[0]
     return found
+
+
+def _ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
+    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
+    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
 
 
 def begin_of(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:

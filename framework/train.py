@@ -45,6 +45,7 @@ from framework.watch.drift import check_drift
 from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
 from framework.watch.nodes import check_nodes
+from framework.watch.peaks import note_peaks
 from framework.watch.starts import note_start
 from framework.watch.stragglers import Straggler, Stragglers
 
@@ -182,6 +183,7 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
     config, state = parts.config, parts.state
     traced = trace.traced_step(config.tracking.trace_step, state.step, config.train.steps)
     stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
+    first_step = state.step + 1
     while state.step < config.train.steps:
         tracing, looking = state.step + 1 == traced, stragglers.due(state.step + 1)
         ticks = trace.align(parts.mesh) if tracing or looking else ()
@@ -206,6 +208,8 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
         saving = stopping or _is_due(state.step, config.checkpoint.every, last)
         if config.watch.drift_every and _is_due(state.step, config.watch.drift_every, saving):
             check_drift(parts)
+        if saving or state.step == first_step:
+            note_peaks(parts.mesh, directory, state.step)
         if saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start()

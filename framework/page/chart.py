@@ -68,7 +68,7 @@ def chart(
     heights = [y for _, y in finite] + [y for y, _ in levels]
     log = may_be_log and min(heights) > 0 and max(heights) > LOG_FROM * sorted(heights)[len(heights) // 2]
     y_axis = axis([math.log10(y) for y in heights], is_log=True) if log else axis(heights, from_zero=from_zero)
-    x_axis = axis([x for x, _ in finite], margin=0.0)
+    x_axis = axis([x for curve in curves for x, _ in curve.points], margin=0.0, whole=True)
     marks = sorted(mark for mark in marks if x_axis.low <= mark.x <= x_axis.high)
 
     frame = Frame(x_axis, y_axis)
@@ -109,9 +109,16 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
         colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
         line = Markup('<path class="line {} c{}" data-name="{}" d="{}"/>')
         drawn.append(line.format(curve.look.replace("dots", ""), colour, curve.name, _path(points, frame)))
-        if "dots" in curve.look and len(points) <= MOST_DOTS:
-            drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(points, frame, dots=True)))
+        dots = points if "dots" in curve.look else _alone(points)
+        if 0 < len(dots) <= MOST_DOTS:
+            drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(dots, frame, dots=True)))
     return Markup("").join(drawn)
+
+
+def _alone(points: Sequence[Point]) -> list[Point]:
+    """Those between two gaps, of which a line shows next to nothing."""
+    there = [False, *(math.isfinite(y) for _, y in points), False]
+    return [point for i, point in enumerate(points, 1) if there[i] and not there[i - 1] and not there[i + 1]]
 
 
 def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]]) -> Markup:
@@ -163,19 +170,28 @@ class Axis(NamedTuple):
         return short(tick, apart, max(map(abs, self.ticks)))
 
 
-def axis(values: Sequence[float], *, from_zero: bool = False, is_log: bool = False, margin: float = 0.04) -> Axis:
-    """That holds all values, and beyond them so much of their range. ``is_log``: these are logarithms."""
+def axis(
+    values: Sequence[float],
+    *,
+    from_zero: bool = False,
+    is_log: bool = False,
+    margin: float = 0.04,
+    whole: bool = False,
+) -> Axis:
+    """That holds all values, and beyond them so much of their range. ``is_log``: these are logarithms; ``whole``: they
+    are whole numbers, as its labels are."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        around = abs(high) / 10 or 1.0
-        low, high = (0.0, 1.25 * high) if from_zero and high > 0 else (low - around, high + around)
+        around = 1.0 if whole else abs(high) / 10 or 1.0
+        low, high = (0.0, 1.25 * high or 1.0) if from_zero and high >= 0 else (low - around, high + around)
     by = margin * (high - low)
     low, high = low if from_zero and low == 0 else low - by, high + by
     if is_log:
         return Axis(low, high, tuple(_log_ticks(low, high)), is_log)
-    step = _round_step((high - low) / (MOST_LABELS - 1))
+    step = _round_step(max((high - low) / (MOST_LABELS - 1), 1.0 if whole else 0.0))
+    step = 5.0 if whole and step == 2.5 else step
     ticks = (number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1))
     return Axis(low, high, tuple(ticks))
 

@@ -160,7 +160,7 @@ class Final(NamedTuple):
 
 FINAL_NAMES = Final(
     "steps", "tokens", "training loss, mean of the last 10 steps", "validation loss, last", "validation loss, best",
-    "tokens/s, median", "seconds a step, median", "memory at the peak, rank 0", "bubble, median", "time in steps",
+    "tokens/s, median", "seconds a step, median", "memory at the peak", "bubble, median", "time in steps",
     "starts", "layout",
 )  # fmt: skip
 
@@ -184,12 +184,19 @@ def final(run: RunSeen) -> Final:
         f"{best[0]:.4f} at step {best[1]:,}" if best else "–",
         _rate(median(record.tokens_per_s for record in records)),
         f"{median(record.step_s for record in records):.3g}",
-        f"{max(record.memory_bytes for record in records) / GIB:.3g} GiB",
+        _memory(run),
         f"{median(bubbles):.1%}" if bubbles else "–",
         duration(sum(record.step_s for record in records)),
         str(len(run.attempts)),
         layout,
     )
+
+
+def _memory(run: RunSeen) -> str:
+    """Of the rank that has the most, as far as that is known."""
+    peaks = (max(record.memory_bytes for record in run.records), *(run.peaks.peaks[1:] if run.peaks else ()))
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    return f"{peaks[rank] / GIB:.3g} GiB, rank {rank}"
 
 
 def _rate(tokens_per_s: float) -> str:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from framework.config import RunConfig, default_world_size, resolve, to_toml
 from framework.errors import UserError
+from framework.mesh.grid import Axis, Grid
 from framework.page.chart import SIDE
 from framework.page.render import render, svg_of
 from framework.report.curves import FINAL_NAMES, final, layout_of, of_run, together
@@ -51,6 +52,17 @@ class TimeRow(NamedTuple):
     parts: tuple[tuple[str, float, str], ...]
 
 
+class Memory(NamedTuple):
+    """Where the memory went."""
+
+    said: str
+    stages: tuple[tuple[str, float, str], ...]
+    """(pipeline rank, its largest peak as a share of the largest of all, words)."""
+    axes: tuple[str, ...]
+    ranks: list[tuple[str, ...]]
+    """(rank, its places on the axes, words)."""
+
+
 def page(runs: Sequence[RunSeen]) -> str:
     """The text of the file."""
     names = names_of(runs)
@@ -87,6 +99,7 @@ def view(run: RunSeen, name: str) -> dict[str, Any]:
         "charts": of_run(run),
         "placement": run.placement,
         "schedule": schedule_of(run),
+        "memory": memory_of(run),
         "time": time_rows(run),
         "parts": PARTS,
         "whole": list(whole(run)),
@@ -119,10 +132,27 @@ def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
         used = [record.mfu for record in run.records if record.mfu is not None]
         if used:
             yield "MFU", f"{sorted(used)[len(used) // 2]:.1%}, median"
-        yield "memory", f"{found.memory} at the peak of rank 0"
+        yield "memory", f"{found.memory}, at the peak"
         yield "time in steps", found.time
     yield "starts", f"{len(run.attempts)}"
     yield "checkpoints", f"{len(run.checkpoints)}"
+
+
+def memory_of(run: RunSeen) -> Memory | None:
+    """The peaks of all ranks: of each pipeline rank the least and the most, since its stages are its own; and all."""
+    if run.peaks is None:
+        return None
+    peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
+    most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
+    stages = []
+    for pp_rank in range(grid.pp):
+        own = [peak for peak, at in zip(peaks, places, strict=True) if at.pp_rank == pp_rank]
+        low, high = memory(min(own)), memory(max(own))
+        stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
+    rows = [(str(rank), *map(str, at), memory(peak)) for rank, (peak, at) in enumerate(zip(peaks, places, strict=True))]
+    kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
+    said = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
+    return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
 
 
 def schedule_of(run: RunSeen) -> Drawn | None:

@@ -24,6 +24,7 @@ from framework.trace import read as read_trace
 from framework.tracking.jsonl import AGAIN, FILE_NAME
 from framework.tracking.record import StepRecord, from_json
 from framework.watch.heartbeat import STATUS, read_status
+from framework.watch.peaks import Peaks, read_peaks
 from framework.watch.standing import standing
 from framework.watch.starts import PLACEMENT, STARTS
 
@@ -89,6 +90,8 @@ class RunSeen:
     placement: str
     hang: str
     """The report of the last hang."""
+    peaks: Peaks | None
+    """Memory of each rank."""
     unigram_entropy: float | None
     """Of the validation text, nats per token."""
     remarks: tuple[str, ...]
@@ -134,6 +137,7 @@ def read_run(place: Path) -> RunSeen:
         is_live=is_live,
         placement=_text(directory / PLACEMENT),
         hang=_text(directory / "hang" / "report.txt"),
+        peaks=_peaks(directory, remarks),
         unigram_entropy=_unigrams(resolved),
         remarks=tuple(remarks[:MOST_REMARKS]),
     )
@@ -247,6 +251,14 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
         remarks.append(str(error))
         return "its status.json is damaged", False
     return found.told, found.is_live
+
+
+def _peaks(directory: Path, remarks: list[str]) -> Peaks | None:
+    try:
+        return read_peaks(directory)
+    except DataError as error:
+        remarks.append(str(error))
+        return None
 
 
 def _unigrams(config: RunConfig | None) -> float | None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 import models.gpt2
 from framework.config import RunConfig, load, parse
 from framework.train import run_directory
+from framework.watch.peaks import read_peaks
 from launch.cli import main
 from launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, run_config, tensors, train
@@ -51,6 +52,12 @@ def test_the_likeliest_tokens_are_those_of_the_plain_model(
             ids.append(int(model(torch.tensor([ids[-32:]]))[0, -1].argmax()))
     words = ("--prompt", "the mesh waits. ", "--tokens", "40", "--temperature", "0")
     assert sampled(capfd, trained, *words) == tokenizer.decode(ids) + "\n"
+
+
+def test_the_memory_of_each_rank_is_written_down(trained: RunConfig) -> None:
+    found = read_peaks(run_directory(trained))
+    assert found is not None and (found.step, found.grid, found.device) == (8, (2, 2, 2), "cpu")
+    assert min(found.peaks) > 50 * 2**20 and len(set(found.peaks)) > 1
 
 
 def test_the_same_call_writes_the_same(trained: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:

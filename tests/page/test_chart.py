@@ -92,6 +92,25 @@ def test_points_lie_where_their_values_are_and_names_are_escaped() -> None:
     assert path[1] == f"M0 {top[0]}h0M2500 {top[1]}L5000 {top[1]}M10000 {top[2]}h0"
 
 
+def test_a_curve_that_is_never_finite_again_is_drawn_to_its_end() -> None:
+    """Steps that were not taken have no loss: the axis goes on to them, and their marks are there."""
+    curve = Curve("training", [(1, 8.0), (2, math.nan), (3, math.nan), (4, math.nan)])
+    drawn = chart("Loss", [curve], marks=[Mark(step, "not finite", bad=True) for step in (2, 3, 4)])
+    assert 'data-x="1 4 step"' in drawn and drawn.count('class="mark bad" d=') == 3
+    assert 'class="dots c0" d="M0 ' in drawn, "one step alone is a line of no length"
+
+
+def test_steps_are_whole_numbers() -> None:
+    for steps in (1, 2, 3, 7, 12, 60, 100_000):
+        found = axis(range(1, steps + 1), margin=0.0, whole=True)
+        assert all(tick == int(tick) for tick in found.ticks) and 1 <= len(found.ticks) <= MOST_LABELS + 2
+    assert "0.9" not in re.sub("<path[^>]*>", "", chart("Loss", [Curve("training", [(1, 8.0)])]))
+
+
+def test_what_is_zero_throughout_has_no_axis_below_it() -> None:
+    assert axis([0.0], from_zero=True).low == 0
+
+
 def test_marks_outside_are_left_out_and_told_once() -> None:
     marks = [Mark(5, "a start"), Mark(7, "a start"), Mark(99, "a start"), Mark(6, "not finite", bad=True)]
     drawn = chart("Loss", [Curve("training", [(0, 1), (10, 2)])], marks=marks)

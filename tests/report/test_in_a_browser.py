@@ -67,6 +67,18 @@ def test_it_fits_and_asks_nobody(browser: Browser, pages: dict[str, Path], name:
 BRIGHTNESS = "getComputedStyle({of}).{what}.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0) / 3"
 
 
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_words_are_not_broken_by_letters(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Beside a run of a very long name the figures' own names stay readable: no column is a letter wide."""
+    runs = [read_run(make_run(tmp_path / name, 3)) for name in ("one", "a-name-without-a-blank-" * 6, "three")]
+    (tmp_path / "page.html").write_text(page(runs))
+    browser.opened(tmp_path / "page.html", width)
+    cells = "[...document.querySelectorAll('.plain tr td:first-child')].filter(e => e.offsetWidth)"
+    assert browser.value(f"Math.min(...{cells}.map(e => e.offsetWidth))") >= 90
+    assert browser.value(f"Math.max(...{cells}.map(e => e.offsetHeight))") <= 150
+    assert browser.value("document.documentElement.scrollWidth") <= width
+
+
 def test_what_is_under_the_pointer_is_told(browser: Browser, pages: dict[str, Path]) -> None:
     """Step 100 of 200, in the middle: the loss that the run has written down of it."""
     browser.opened(pages["demo"], DESK)

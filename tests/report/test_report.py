@@ -15,7 +15,7 @@ import pytest
 from framework.errors import ConfigError
 from framework.mesh.grid import Grid
 from framework.report.curves import LOSS, loss_curves, marks_of, points
-from framework.report.page import MOST_ROWS, differences, page, whole
+from framework.report.page import MOST_ROWS, differences, memory_of, page, whole
 from framework.report.run import read_run
 from framework.tracking.jsonl import JsonlSink
 from framework.tracking.record import to_json
@@ -37,6 +37,25 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     text = page([run])
     for said in ("measured, step 5: 1f1b", "simulated: 1f1b", "Where the time went", "pp2 x dp2 x tp2", "2,007 param"):
         assert said in text, said
+
+
+def test_the_memory_of_each_rank_is_on_the_page(tmp_path: Path) -> None:
+    """By pipeline rank, which have layers of their own; not there, or damaged, all else is."""
+    directory = make_run(tmp_path / "demo", starts=((0, Grid(4, 2, 1)),))
+    found = memory_of(read_run(directory))
+    assert found is not None
+    assert [(name, words) for name, _, words in found.stages] == [
+        ("pp0", "1.00 GiB"), ("pp1", "1.10 GiB"), ("pp2", "1.20 GiB"), ("pp3", "1.30 GiB"),
+    ]  # fmt: skip
+    assert [share for _, share, _ in found.stages] == pytest.approx([10 / 13, 11 / 13, 12 / 13, 1], abs=1e-6)
+    assert found.ranks[5] == ("5", "2", "1", "0", "1.20 GiB")
+    text = page([read_run(directory)])
+    assert "Memory of the ranks" in text and "as of step 100" in text and "1.3 GiB, rank 7, at the peak" in text
+    (directory / "memory.json").write_text('{"grid": [2, 2')
+    damaged = read_run(directory)
+    assert "memory.json is damaged" in damaged.remarks[0] and "Memory of the ranks" not in page([damaged])
+    (directory / "memory.json").unlink()
+    assert read_run(directory).peaks is None and "1 GiB, rank 0" in page([read_run(directory)])
 
 
 def test_a_page_asks_nobody(tmp_path: Path) -> None:
