@@ -246,25 +246,54 @@ def _data(draft: Draft) -> None:
     if length is None:
         raise ConfigError("--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it")
     draft.put("data.sequence_length", length)
-    train = draft.value("data-path") or draft.value("train-data-path")
-    valid = draft.value("valid-data-path")
-    told = {"data.train": train, "data.validation": valid}
-    for key, name in (("data.train", "data-path" if draft.given("data-path") else "train-data-path"),):
-        if not _is_path(told[key]):
-            draft.put(key, "runs/data/corpus/train")
-            draft.leave(
-                name, Why.BY_HAND, PREPARED if not isinstance(train, list) else f"{PREPARED}; one, not weighted ones"
-            )
-        else:
-            draft.put(key, train)
-    if _is_path(valid):
+    name = "data-path" if draft.given("data-path") else "train-data-path"
+    train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
+    draft.put("data.train", train or "runs/data/corpus/train")
+    if not train:
+        draft.leave(name, Why.BY_HAND, PREPARED)
+    if isinstance(valid, str):
         draft.put("data.validation", valid)
         draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
         draft.put("train.validate_steps", draft.count("eval-iters", 100))
-    elif draft.given("valid-data-path"):
-        draft.leave("valid-data-path", Why.BY_HAND, "data.validation, the path of a .bin/.idx pair")
-    if draft.truth("eod-mask-loss"):
+    else:
+        draft.leave("valid-data-path", Why.BY_HAND, "data.validation, the path of one .bin/.idx pair")
+    _documents(draft)
+
+
+def _documents(draft: Draft) -> None:
+    """What is learned across the ends of documents."""
+    resets = ("reset-position-ids", "reset-attention-mask")
+    apart, masked = [draft.truth(name) for name in resets], draft.truth("eod-mask-loss")
+    if all(apart) and not draft.own_model:
+        why = "positions and attention begin anew with each" + ("" if masked else "; nor is its first token a label")
+        draft.put("data.document_boundaries", True, why)
+        return
+    for name in resets:
+        draft.leave(name, Why.BY_HAND, "data.document_boundaries keeps attention, positions and labels apart, together")
+    if masked:
         draft.put("data.eod_mask_loss", True)
+
+
+def _corpora(value: object) -> str | list[dict[str, object]] | None:
+    """One path, or several with weights; None: it is neither, or not said."""
+    words = value if isinstance(value, list) else [value]
+    if len(words) == 1:
+        return str(words[0]) if _is_path(words[0]) else None
+    weights, paths = [_weight(word) for word in words[::2]], words[1::2]
+    if len(words) % 2 or not all(weights) or not all(map(_is_path, paths)):
+        return None
+    if len(paths) == 1:
+        return str(paths[0])
+    return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+
+
+def _weight(word: object) -> float | None:
+    """A number above 0."""
+    try:
+        found = float(str(word))
+    except ValueError:
+        return None
+    return found if 0 < found < float("inf") else None
 
 
 def _is_path(value: object) -> bool:

@@ -50,7 +50,6 @@ REST = (
     Rest("*data-path", Why.BY_HAND, PREPARED),
     Rest("*data-args-path", Why.BY_HAND, PREPARED),
     Rest("mock-data", Why.BY_HAND, f"{PREPARED}; `meshwright data stdlib` makes one"),
-    Rest("reset-*", Why.NONE, "attention and positions go on over documents"),
     Rest("tokenizer-*", Why.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
     Rest("vocab-file", Why.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
     Rest("merge-file", Why.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),

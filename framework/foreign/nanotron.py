@@ -55,8 +55,7 @@ REST = (
             "log_attn_probs",
         )
     ),
-    Rest(f"{CONFIG}.flex_attention_mask", Why.DIFFERS, "attention goes on over documents"),
-    Rest(f"{CONFIG}._use_doc_masking", Why.DIFFERS, "attention goes on over documents"),
+    Rest(f"{CONFIG}.flex_attention_mask", Why.BY_HAND, "data.document_boundaries keeps documents apart"),
     Rest("optimizer.accumulate_grad_in_fp32", Why.DIFFERS, "gradients are added up in float32"),
     Rest("optimizer.weight_decay_exclude_named_params", Why.DIFFERS, "biases and norms are never decayed, all else is"),
     Rest(f"{FACTORY}.*", Why.NEEDLESS),
@@ -130,6 +129,10 @@ def _model(draft: Draft) -> None:
         draft.skip(f"{CONFIG}.z_loss*")
     else:
         draft.leave(f"{CONFIG}.z_loss_enabled", Why.NONE, "there is no z-loss")
+    mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
+    if draft.truth(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
+        draft.skip(f"{CONFIG}.flex_attention_mask")
+        draft.put("data.document_boundaries", True, "attention keeps documents apart; here labels do, too")
     _positions(draft)
 
 

@@ -48,6 +48,7 @@ class Script:
         self.commands: list[list[Word]] = []
         self.skipped: list[list[Word]] = []
         """Commands and arrays in branches and loops that were not followed."""
+        self.lines = text.splitlines()
         self.rest = tokens(text, path)
         self.arrays: set[str] = set()
         self._statements(live=True, until=())
@@ -173,8 +174,14 @@ class Script:
             for words in self.variables.values():
                 for word in words:
                     if flag in word.text.split():
-                        return word.line
+                        return self._written(flag, word.line)
         return otherwise
+
+    def _written(self, flag: str, first: int) -> int:
+        """The line that it stands in: the next from ``first`` on, where quotes may begin that go over many, or, where
+        these have only taken over what was there, any."""
+        having = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
+        return min((number for number in having if number >= first), default=min(having, default=first))
 
     def _put_in(self, part: Part) -> str:
         return part.text if part.quote == "'" else VARIABLE.sub(self._value, part.text)

@@ -46,7 +46,9 @@ def _model(draft: Draft) -> int:
     shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
     draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
     if plain != flavor:
-        draft.leave("model.flavor", Why.DIFFERS, f"sizes of {plain}; its mask keeps documents apart, here it is causal")
+        draft.put(
+            "data.document_boundaries", True, f"{flavor}'s mask keeps documents apart; here positions and labels too"
+        )
     assets = draft.items.get("model.hf_assets_path")
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
         why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"

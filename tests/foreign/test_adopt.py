@@ -279,6 +279,57 @@ def test_what_stays_behind_is_told_with_reason_and_line(adopted: Callable[..., A
     assert {key: found.get(key) for key in LEFT[name]} == LEFT[name]
 
 
+WEIGHTED = [{"path": "/d/a", "weight": 0.3}, {"path": "/d/b", "weight": 7.0}]
+
+
+@pytest.mark.parametrize(
+    ("words", "train"),
+    [
+        ("--data-path /d/a", "/d/a"),
+        ("--data-path 1.0 /d/a", "/d/a"),
+        ("--data-path 0.3 /d/a 7 /d/b", WEIGHTED),
+        ("--train-data-path 0.3 /d/a 7 /d/b", WEIGHTED),
+        ("--data-path /d/a /d/b", None),
+        ("--data-path 0.3 /d/a 0 /d/b", None),
+        ("--data-path 0.3 /d/a nan /d/b", None),
+        ("--data-path 0.3 /d/a 0.7 $B", None),
+        ("--data-path 0.3 /d/a 0.7", None),
+    ],
+)
+def test_weighted_corpora_come_along(adopted: Callable[..., Adopted], words: str, train: Any) -> None:
+    found = adopted("flags.txt", text=f"{words} {FILES['flags.txt']}")
+    assert found.config.model_dump()["data"]["train"] == (train or "runs/data/corpus/train")
+    assert ("data-path" in "".join(reasons(found))) == (train is None)
+
+
+def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Adopted]) -> None:
+    """Attention, positions and labels here go together; what asks for one of them is told so."""
+    both = "--reset-position-ids --reset-attention-mask "
+    apart = {"data.document_boundaries": True, "data.eod_mask_loss": False}
+    for words in (both, f"{both}--eod-mask-loss "):
+        found = adopted("flags.txt", text=words + FILES["flags.txt"])
+        assert values(found, *apart) == apart and not [key for key in reasons(found) if "reset" in key]
+    one = adopted("flags.txt", text="--reset-position-ids --eod-mask-loss " + FILES["flags.txt"])
+    assert values(one, *apart) == {"data.document_boundaries": False, "data.eod_mask_loss": True}
+    assert reasons(one)["--reset-position-ids"] == (Why.BY_HAND, 1)
+    flex = adopted("torchtitan.toml", text=FILES["torchtitan.toml"].replace('"8B"', '"8B_flex"'))
+    assert values(flex, "data.document_boundaries") == {"data.document_boundaries": True}
+    mask = FILES["nanotron.yaml"].replace("    hidden_act: silu", "    hidden_act: silu\n    _use_doc_masking: true")
+    assert values(adopted("nanotron.yaml", text=mask), "data.document_boundaries")["data.document_boundaries"]
+    assert not adopted("nanotron.yaml").config.data.document_boundaries
+
+
+def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., Adopted]) -> None:
+    text = 'A="\n    --num-layers 2 \\\n    --hidden-size 32 --fp16 \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
+    text += FILES["flags.txt"].replace("--num-layers 2 --hidden-size 32", "torchrun pretrain_gpt.py $A")
+    found = reasons(adopted("flags.txt", text=text))
+    assert {key: found[key][1] for key in ("--fp16", "--split", "--profile")} == {
+        "--fp16": 3,
+        "--split": 4,
+        "--profile": 7,
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "line", "key"),
     [
