@@ -12,20 +12,23 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
 
 from framework.blueprint import batch_numbers, draw_blueprint
 from framework.build import Forward
 from framework.config import RunConfig, resolve
 from framework.data import fingerprint
-from framework.data.corpus import IGNORE, Blend
+from framework.data.corpus import IGNORE, Blend, Corpus
 from framework.data.indexed import idx_path
 from framework.data.samples import Feed, validation_steps
-from framework.data.token_bytes import bytes_of_tokens
+from framework.data.token_bytes import beginnings, blank_of, bytes_of_tokens
 from framework.data.tokenizer import load
+from framework.data.tokenizer_files import begin_id
 from framework.errors import ConfigError, DataError
 from framework.feeds import AnyFeed, open_validation
 from framework.mesh.grid import Grid
@@ -257,26 +260,39 @@ def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
     """
     if not isinstance(source, Feed) or config.data.tokenizer is None:
         return None
-    table = bytes_of_tokens(load(Path(config.data.tokenizer)))
+    tokenizer, corpora = load(Path(config.data.tokenizer)), corpora_of(source)
+    table = bytes_of_tokens(tokenizer)
+    blank, before = blank_of(tokenizer, table), _before_texts(corpora, tokenizer)
     num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
     tokens = total = 0
     for start in range(0, num_samples, WINDOWS_AT_ONCE):
-        labels = source.microbatch(start, 0, 1, min(WINDOWS_AT_ONCE, num_samples - start), 1, 0)[1].numpy()
+        inputs, found, _ = source.microbatch(start, 0, 1, min(WINDOWS_AT_ONCE, num_samples - start), 1, 0)
+        ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
         counted = labels[labels != IGNORE]
         if counted.size and int(counted.max()) >= len(table):
+            names = ", ".join(str(each.prefix) for each in corpora)
             raise DataError(
-                f"{corpora_of(source)} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
+                f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
                 f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it"
             )
         tokens += counted.size
         total += int(table[counted].sum())
+        if blank:
+            first = beginnings(ids, labels, before, has_mask=any(each.mask for each in corpora))
+            total -= blank * int((table[labels[first]] > 0).sum())
     return Text(tokens, total)
 
 
-def corpora_of(source: Feed) -> str:
-    """Their names."""
-    corpus = source.corpus
-    return ", ".join(str(each.prefix) for each in (corpus.corpora if isinstance(corpus, Blend) else (corpus,)))
+def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
+    """Tokens behind which a text begins: what ends documents, and what stands before each."""
+    found = {each.eod_id for each in corpora}
+    found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}
+    return {number for number in found if number is not None}
+
+
+def corpora_of(source: Feed) -> tuple[Corpus, ...]:
+    """One, or those of a blend."""
+    return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
 
 
 def unigrams(source: AnyFeed) -> float | None:

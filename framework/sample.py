@@ -27,6 +27,7 @@ from framework.config import RunConfig, resolve
 from framework.data import fingerprint
 from framework.data.fingerprint import Fingerprint
 from framework.data.tokenizer import ending_ids, load
+from framework.data.tokenizer_files import begin_id
 from framework.errors import ConfigError, ModelError
 from framework.mesh.comm import Group
 from framework.mesh.grid import Coordinates, Grid
@@ -152,7 +153,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in ask.prompts]
     begun = [len(row) for row in rows]
     ended = [False] * len(rows)
-    begin = begin_of(known, tokenizer)
+    begin = begin_id(known, tokenizer)
     told = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
     draws = _draws(ask, config.run.seed)
     with torch.inference_mode():
@@ -283,12 +284,6 @@ def _ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | Non
     return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
 
 
-def begin_of(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
-    """What a corpus has before each document, if it has anything."""
-    token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
-    return None if token is None else tokenizer.token_to_id(token)
-
-
 def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
     """As documents begin that the model was trained on. ``known``: the corpus beside the tokenizer, in which nothing
     stands before a text but what --bos has put there; a tokenizer without one (of a model that was imported) says by
@@ -297,7 +292,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, 
     tokenizer.no_padding()
     text = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
     if known is not None:
-        begin = begin_of(known, tokenizer)
+        begin = begin_id(known, tokenizer)
         return text if begin is None else [begin, *text]
     ids = list(tokenizer.encode(prompt).ids)
     added = len(ids) - len(text)

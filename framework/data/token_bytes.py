@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
+from framework.data.corpus import IGNORE
+
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BEFORE = "a"
 """Decoders treat what stands first in a text apart (a space that is no space): each token is looked at behind this."""
@@ -46,6 +48,24 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
     for number, text in zip(rest, tokenizer.decode_batch([[*before, number] for number in rest]), strict=True):
         counts[number] = len(text.encode()) - own
     return counts
+
+
+def blank_of(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
+    """Bytes of the blank that some tokenizers put before each text, and which is none of it. ``table``: as above."""
+    ids = tokenizer.encode("a", add_special_tokens=False).ids
+    return max(0, int(table[ids].sum()) - 1)
+
+
+def beginnings(
+    tokens: NDArray[np.int64], labels: NDArray[np.int64], before: set[int], *, has_mask: bool
+) -> NDArray[np.bool_]:
+    """Which labels (B, S) begin a text that was encoded by itself. ``tokens`` (B, S): each before its label;
+    ``before``: those that end or begin documents; ``has_mask``: what counts begins a piece of its own."""
+    begins: NDArray[np.bool_] = np.isin(tokens, list(before))
+    if has_mask:
+        begins[:, 1:] |= labels[:, :-1] == IGNORE
+    begins &= labels != IGNORE
+    return begins
 
 
 def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:

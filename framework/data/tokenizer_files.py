@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from framework.data.fingerprint import Fingerprint
 from framework.data.tokenizer import USUAL_ENDS, load
 from framework.errors import DataError
 
@@ -58,6 +59,12 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     begin = None if begin_token is None else ids[begin_token]
     digest = sha256(path.read_bytes()).hexdigest()
     return Known(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
+
+
+def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
+    """What a corpus has before each document, if it has anything."""
+    token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
+    return None if token is None else tokenizer.token_to_id(token)
 
 
 def _end_token(path: Path, ids: dict[str, int]) -> str:
