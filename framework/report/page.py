@@ -87,7 +87,8 @@ def names_of(runs: Sequence[RunSeen]) -> list[str]:
 
 def view(run: RunSeen, name: str) -> dict[str, Any]:
     """What the template shows of a run."""
-    attempts = [attempt_row(run, attempt) for attempt in run.attempts]
+    before = (*run.attempts[:1], *run.attempts)
+    attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
     has_jobs = any("slurm_job" in attempt.start for attempt in run.attempts)
     return {
         "name": name,
@@ -245,12 +246,12 @@ def stragglers(run: RunSeen) -> list[tuple[str, str, str]]:
     return [(who, f"{len(shares):,}", f"{max(shares):.0%}") for who, shares in rows]
 
 
-def attempt_row(run: RunSeen, attempt: Attempt) -> tuple[str, ...]:
-    """Number, when, layout, where, from which step, what it has taken, what of it was lost."""
+def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
+    """Number, when, layout, where, from which step, what it has taken, what of it was lost. ``before``: the layout of
+    the start before it."""
     start, kept, again = attempt.start, attempt.kept, attempt.again
     nodes = start.get("nodes")
     where = f"{start.get('host', '?')}" + (f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else "")
-    before = run.attempts[attempt.number - 1].layout if attempt.number else attempt.layout
     return (
         str(attempt.number + 1),
         str(start.get("at", "?"))[:19],

@@ -154,7 +154,8 @@ def _config(directory: Path, remarks: list[str]) -> tuple[dict[str, Any], RunCon
     except ValueError as error:
         remarks.append(f"{path} is damaged: {error}")
         found = {}
-    return (found if isinstance(found, dict) else {}), None
+    sections = found.items() if isinstance(found, dict) else ()
+    return {name: table for name, table in sections if isinstance(table, dict)}, None
 
 
 def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
@@ -195,10 +196,14 @@ def _attempts(
     for records, into in ((kept, of_kept), (again, of_again)):
         for record in sorted(records, key=lambda each: each.step):
             into[record.restarts].append(record)
-    last = max([len(lines) - 1, *of_kept, *of_again])
     return tuple(
-        Attempt(number, lines[number] if number < len(lines) else {}, tuple(of_kept[number]), tuple(of_again[number]))
-        for number in range(last + 1)
+        Attempt(
+            number,
+            lines[number] if 0 <= number < len(lines) else {},
+            tuple(of_kept.get(number, ())),
+            tuple(of_again.get(number, ())),
+        )
+        for number in sorted({*range(len(lines)), *of_kept, *of_again})
     )
 
 
@@ -220,7 +225,7 @@ def _checkpoints(directory: Path, remarks: list[str]) -> tuple[Saved, ...]:
             )
         except FileNotFoundError:
             remarks.append(f"{path} has no manifest.json: it counts for nothing")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
             remarks.append(f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` tells more")
         else:
             found.append(saved)

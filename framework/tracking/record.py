@@ -128,12 +128,15 @@ def to_json(record: StepRecord) -> str:
 
 def from_json(line: str) -> StepRecord:
     """Inverse of :func:`to_json`: equal to the last bit. Raises ValueError for what is not such a line."""
-    found = json.loads(line)
+    try:
+        found = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(found, dict):
         raise ValueError(f"a line of metrics is a JSON object, not {type(found).__name__}")
     try:
         return _from_metrics(found)
-    except (KeyError, TypeError) as missing:
+    except (KeyError, TypeError, OverflowError) as missing:
         raise ValueError(f"not a whole record: {missing}") from missing
 
 

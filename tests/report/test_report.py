@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +86,38 @@ def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
     run = read_run(directory)
     assert [each.step for each in run.records] == [step for step in range(1, 21) if step != 10]
     assert run.remarks[0].endswith("metrics.jsonl:10 is no whole record; it is left out")
+
+
+def test_whatever_a_file_says_there_is_a_page(tmp_path: Path, seed: int) -> None:
+    """Values that cannot be, one at a time, in every file of the page: told or shown, and never the end."""
+    directory = make_run(tmp_path / "demo", 12, saved=(12,), starts=((0, Grid(2, 2, 2)), (6, Grid(4, 2, 1))))
+    draw = random.Random(seed)
+    odd = [None, True, -1, 0, 1e300, 10**30, math.inf, "x", "NaN", "", [], {}, ["y"], {"z": 1}]
+    for name in (
+        "metrics.jsonl",
+        "starts.jsonl",
+        "memory.json",
+        "resolved.json",
+        "checkpoints/step-00000012/manifest.json",
+    ):
+        file = directory / name
+        whole = file.read_text()
+        lines = whole.splitlines() if name.endswith("l") else [whole]
+        for _ in range(40):
+            number = draw.randrange(len(lines))
+            tree = json.loads(lines[number])
+            place, key = draw.choice([*places(tree)])
+            place[key] = draw.choice(odd)
+            file.write_text("\n".join([*lines[:number], json.dumps(tree), *lines[number + 1 :]]) + "\n")
+            assert "</html>" in page([read_run(directory)]), f"{name}: {key} = {place[key]!r}"
+        file.write_text(whole)
+
+
+def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Each value in a tree, as what holds it and under what."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield tree, key
+        yield from places(value)
 
 
 def test_a_run_without_a_step_is_a_page(tmp_path: Path) -> None:

@@ -101,7 +101,13 @@ def test_perplexity_of_a_huge_loss_is_infinite(record) -> None:
     assert metrics(record(1, validation_loss=1e6))["validation/perplexity"] == math.inf
 
 
-@pytest.mark.parametrize("line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', ""])
+@pytest.mark.parametrize("line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', "", "[" * 100_000])
 def test_what_is_no_record_is_refused(line) -> None:
     with pytest.raises(ValueError):
         from_json(line)
+
+
+@pytest.mark.parametrize("name", ["step", "train/samples", "train/tokens", "perf/devices", "memory/peak_gib"])
+def test_a_count_that_is_infinite_is_no_record(record, name) -> None:
+    with pytest.raises(ValueError, match="not a whole record"):
+        from_json(json.dumps(json.loads(to_json(record(1))) | {name: math.inf}))
