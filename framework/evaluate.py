@@ -35,7 +35,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import close_mesh, open_mesh
 from framework.outputs import write_out
 from framework.process import GiveUp, end_process
-from framework.stderr import tell
+from framework.stderr import say, tell
 from framework.step import TotalLoss, total_loss
 from framework.tracking.console import duration
 from framework.tracking.jsonl import read_records
@@ -144,7 +144,7 @@ class Evaluation:
         close_mesh(mesh)
         if mesh.rank != 0:
             return
-        print(found.lines(), flush=True)
+        say(found.lines())
         if self.out is not None:
             write_out(self.out, found.to_json())
 

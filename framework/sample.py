@@ -37,6 +37,7 @@ from framework.pipeline.executor import Microbatch
 from framework.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from framework.process import GiveUp, end_process
 from framework.seeding import derive
+from framework.stderr import say
 from framework.trained import Place, config_for, locate, open_trained
 from framework.watch.hang import LATER_S
 
@@ -127,7 +128,7 @@ class Sampling:
         found = write(config, mesh, self.place, self.ask)
         close_mesh(mesh)
         if mesh.rank == 0:
-            print(said(found), flush=True)
+            say(said(found))
             if self.out is not None:
                 text = "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found)
                 write_out(self.out, text)

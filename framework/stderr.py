@@ -1,4 +1,4 @@
-"""Words for people on stderr, which may be a file on a disk that is full, or a pipe that nobody reads any more."""
+"""Words for people on stdout and stderr, which may be a file on a disk that is full, or a pipe that nobody reads."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def tell(text: str) -> None:
     except (OSError, ValueError, AttributeError):
         with contextlib.suppress(OSError, ValueError):  # what is stuck in its buffer would spoil the exit code later
             sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def say(text: str) -> None:
+    """Print lines on stdout. A reader that has gone (`| head`, a terminal that was closed) is no reason to end."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = None  # for print and the console: nobody listens

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from framework.process import GiveUp, end_process
 from framework.resume import resume
 from framework.saving import Saver
 from framework.state import saved_weights
+from framework.stderr import say as speak
 from framework.step import StepStats, take_step, validate
 from framework.summary import WIDTH, summarise
 from framework.throughput import peak_flops
@@ -119,7 +119,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
 def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
     """Build, resume, train and leave the mesh; ``config`` is resolved."""
     parts = build(config, mesh)
-    say = _say if mesh.rank == 0 else _keep_quiet
+    say = speak if mesh.rank == 0 else _keep_quiet
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if of_data := describe_feed(parts.feed, config.train.steps * batch_numbers(config).global_batch):
         say(of_data)
@@ -295,14 +295,6 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
 def _is_due(step: int, every: int, last: bool) -> bool:
     """Every so many steps, and after the last one."""
     return last or (every > 0 and step % every == 0)
-
-
-def _say(text: str) -> None:
-    """A reader that has gone (`| head`, a terminal that was closed) is no reason to end a run."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        sys.stdout = None  # for print and the console: nobody listens
 
 
 def _keep_quiet(text: str) -> None:

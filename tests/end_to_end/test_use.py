@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from framework.trained import config_for, locate
 from launch.cli import main
 from launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
-from tests.end_to_end.shell import Shell
+from tests.end_to_end.shell import ROOT, Shell
 from tests.plain import load_plain
 
 LAYOUTS = ["", "dp2", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
@@ -249,3 +250,14 @@ def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Pat
     assert (alone.returncode, together.returncode) == (0, 0)
     assert alone.stdout == together.stdout and len(alone.stdout) > len("the mesh\n")
     assert sorted(run_directory(trained).rglob("*")) == logs, "nothing is written into the run"
+
+
+@pytest.mark.parametrize("words", [["eval"], ["sample", "--prompt", "a", "--tokens", "2"]])
+def test_a_reader_that_has_gone_is_no_failure(trained: RunConfig, words: list[str]) -> None:
+    """`meshwright eval RUN | head -1`, on ranks of their own."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    said = ["-m", "launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
+    done = Shell(ROOT).run(*said, stdout=ours)
+    os.close(ours)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -257,7 +257,7 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(framework.train, "take_step", stepping)
-        patch.setattr(framework.train, "_say", quiet)
+        patch.setattr(framework.train, "speak", quiet)
         try:
             framework.train.work(parse(config_json))
         except DriftError as error:

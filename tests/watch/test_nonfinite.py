@@ -330,7 +330,7 @@ def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(framework.train, "take_step", spoiling)
-        patch.setattr(framework.train, "_say", quiet)
+        patch.setattr(framework.train, "speak", quiet)
         try:
             framework.train.work(parse(config_json))
         except NonFiniteError as error:
