@@ -28,7 +28,7 @@ from framework.data.indexed import idx_path
 from framework.data.samples import Feed, validation_steps
 from framework.data.token_bytes import beginnings, blank_of, bytes_of_tokens
 from framework.data.tokenizer import load
-from framework.data.tokenizer_files import begin_id
+from framework.data.tokenizer_files import TOKENIZER_FILE, begin_id
 from framework.errors import ConfigError, DataError
 from framework.feeds import AnyFeed, open_validation
 from framework.mesh.grid import Grid
@@ -210,12 +210,32 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     """
     config = resolve(config, world_size)
     draw_blueprint(config)
-    if open_validation(config) is None:
+    source = open_validation(config)
+    if source is None:
         raise ConfigError(
             "the run has no validation set (data.validation): name a prepared corpus with --data, such as the folder "
             "that `meshwright data` has written"
         )
+    _check_tokenizer(config, source)
     return config
+
+
+def _check_tokenizer(config: RunConfig, source: AnyFeed) -> None:
+    """By another tokenizer than the one that made the tokens, bytes would be counted of another text."""
+    if not isinstance(source, Feed) or config.data.tokenizer is None:
+        return
+    named = Path(config.data.tokenizer)
+    for corpus in corpora_of(source):
+        known, beside = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
+        made_by = None if known is None else known.files.get(TOKENIZER_FILE)
+        if made_by is None or fingerprint.file_sha256(named) == made_by:
+            continue
+        is_same = beside.is_file() and fingerprint.file_sha256(beside) == made_by
+        if not is_same or load(beside).to_str() != load(named).to_str():
+            raise DataError(
+                f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
+                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one"
+            )
 
 
 def of_corpus(config: RunConfig, place: Path) -> RunConfig:

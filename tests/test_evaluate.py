@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from framework.data.corpus import Corpus
 from framework.data.order import OnceInOrder
 from framework.data.records import Form
 from framework.data.samples import Feed
-from framework.evaluate import count_text
+from framework.errors import DataError
+from framework.evaluate import check, count_text
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 TEXTS = ["a", "two words", "straße 東京", "\n", "z" * 40]
@@ -46,6 +48,27 @@ def test_bytes_of_texts_one_after_the_other(tokenizer: Path, tmp_path: Path) -> 
     assert bytes_counted(tmp_path / "out", 1) == whole - (not has_blank)
     made(tmp_path / "bos", tokenizer, file, begin_token=END)
     assert bytes_counted(tmp_path / "bos", 1) == whole
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Of as many tokens, so that no id gives it away; the same one, written down anew, is none."""
+    tokenizer, other = bytes_tokenizer(tmp_path / "one"), bytes_tokenizer(tmp_path / "other", end="<end>")
+    file = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    made(tmp_path / "out", tokenizer, file)
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(json.loads((tokenizer / "tokenizer.json").read_text()), indent=1))
+
+    def checked(named: Path) -> None:
+        prefix = str(tmp_path / "out/train")
+        data = {"train": prefix, "validation": prefix, "tokenizer": str(named), "sequence_length": 4}
+        options = {"vocab_size": 300, "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_sequence_length": 4}
+        tree = {"data": data, "model": {"options": options}, "batch": {"micro_batch_size": 1, "chunks": 1}}
+        check(RunConfig.model_validate(tree), 1)
+
+    checked(tokenizer / "tokenizer.json")
+    checked(again)
+    with pytest.raises(DataError, match=r"other/tokenizer\.json is not the tokenizer that made .*out/train"):
+        checked(other / "tokenizer.json")
 
 
 @pytest.mark.parametrize("boundaries", [False, True])
