@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from framework.errors import ModelError
-from framework.huggingface.files import DTYPES, INDEX, SINGLE, read_json
+from framework.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
 
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
@@ -55,6 +56,15 @@ class Source:
         """Of a tensor whose element type is one that we read."""
         stored = self.tensors[name]
         return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+
+    def apart(self, first: str, others: Iterable[str]) -> list[str]:
+        """Of a weight that may be there under several names, what is wrong: which numbers are meant cannot be known."""
+        return [
+            f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they are "
+            f"tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
+            for other in others
+            if first in self.tensors and other in self.tensors and not torch.equal(self.read(first), self.read(other))
+        ]
 
     def dtypes(self, names: Iterable[str]) -> Counter[str]:
         """How many of these tensors are of which element type."""
@@ -108,6 +118,10 @@ def open_source(path: Path) -> Source | None:
 
 def _header(path: Path) -> dict[str, Stored]:
     """What a file says of its tensors."""
+    try:
+        path.open("rb").close()  # safetensors says of one that may not be read that it is not there
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {}

@@ -25,6 +25,16 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 WINDOW = {"sliding_window": 5}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+"""Attention by latent vectors (MLA): positions turn a part of each head."""
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
@@ -44,8 +54,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "starcoder2": WINDOW,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
+    "bamba": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
 }
-"""What makes an architecture itself: windows, ties, scalings, dropouts in modules."""
+"""What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""
 
 
 def configuration(kind: str, **more: Any) -> Any:

@@ -96,6 +96,9 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
     own = said(changed(llama, model_type="mine", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}))
     assert "modeling_mine.Mine" in own and "which is not run" in own
     assert "GPT2LMHeadModel declares no plan for a pipeline" in said(directory("gpt2", tmp_path))
+    endless = directory("mamba2", tmp_path)
+    assert '"__float__": "Infinity"' in (endless / "config.json").read_text(), "as transformers writes an infinity"
+    assert "Mamba2ForCausalLM declares no plan for a pipeline" in said(endless)
     assert "t5 is an encoder-decoder" in said(
         changed(directory("llama", tmp_path), model_type="t5", is_encoder_decoder=True)
     )
@@ -137,12 +140,29 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
         ("granite_swa", "tp2", "'local_params', which is not known here; this rules out parallel.tp = 2"),
         ("gemma", "tp2,sequence", "its token embedding is no plain nn.Embedding"),
         ("llama", "tp4", "has 2 units (heads or groups of heads) that must stay whole"),
+        (
+            "olmo_hybrid",
+            "tp2,sequence",
+            "block0.layer.linear_attn (OlmoHybridGatedDeltaNet) may work on several tokens at a time, and has no entry "
+            "in its plan",
+        ),
+        ("doge", "tp2", "which its plan splits: its gradient would be of one rank's part"),
     ],
 )
 def test_layouts_that_a_model_cannot_have(kind: str, layout: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as found:
         drawn(directory(kind, tmp_path), layout)
     assert message in str(found.value)
+
+
+def test_weights_that_a_plan_leaves_out_and_splits_the_input_of(tmp_path: Path) -> None:
+    """Of each head its own: nobody says that they are split with it."""
+    path = directory("cohere", tmp_path, use_qk_norm=True)
+    drawn(path, "pp2")
+    with pytest.raises(
+        UserError, match=r"self_attn.q_norm.weight \[4, 8\] works on what its plan splits, and the plan"
+    ):
+        drawn(path, "tp2")
 
 
 def test_weights_that_are_damaged_or_of_another_model(tmp_path: Path) -> None:
@@ -164,14 +184,41 @@ def test_weights_that_are_damaged_or_of_another_model(tmp_path: Path) -> None:
     save_file(tensors | {"model.more": torch.zeros(2)}, file)
     assert "the model has no parameter for model.more" in said(whole)
     save_file(tensors | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, file)
-    model = build_model(f"hf:{whole}", {}, 1)
-    with pytest.raises(ModelError, match=r"model.norm.weight is stored as torch.int8"):
-        model.initial("norm.norm.weight")
+    assert f"{file}: model.norm.weight is of I8, and taken are F32, BF16, F16" in said(whole)
     file.rename(whole / "pytorch_model.bin")
     assert "its weights are pickled" in said(whole)
     build_model(f"hf:{whole}", {"weights": False}, 1)
     (whole / "pytorch_model.bin").unlink()
     assert "holds no *.safetensors" in said(whole, weights=True)
+
+
+def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
+    """transformers then takes both as they are; to go on with the embedding's numbers would be another model."""
+    path = directory("qwen3", tmp_path, weights=True, tie_word_embeddings=True)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, file)
+    build_model(f"hf:{path}", {}, 1)
+    save_file(tensors | {"lm_head.weight": head + 1}, file)
+    assert f"{file}: tensor lm_head.weight is not equal to model.embed_tokens.weight" in said(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": ["llama"]}, "model_type = ['llama'] is no architecture of transformers"),
+        ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
+        ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
+        ({"text_config": "x"}, "transformers does not take it: 'str' object has no attribute"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: no model has more than 10000 layers"),
+        ({"hidden_size": "wide"}, "transformers does not take it: Validation error for field 'hidden_size': TypeError"),
+    ],
+)
+def test_a_configuration_with_nonsense_in_it(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = changed(directory("llama", tmp_path), **keys)
+    found = said(path)
+    assert f"{path}/config.json: " in found and message in found and len(found.splitlines()) == 1
 
 
 def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from framework.errors import ModelError
 from framework.huggingface.files import CONFIG, read_config
 from framework.huggingface.restructure.library import library
 from framework.huggingface.source import Source, open_source, pickled
+
+TAKEN = ("F32", "BF16", "F16")
+"""Element types of weights whose every value is a float32, which training starts from."""
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""How a configuration may call their number."""
+MOST_LAYERS = 10_000
 
 
 def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
@@ -25,9 +30,10 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     raw = fields_of(path)
     transformers = library()
     kind = raw.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        code = raw.get("auto_map") or {}
-        own = f", and code of its own ({', '.join(map(str, code.values()))}), which is not run" if code else ""
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        code = raw.get("auto_map")
+        code = list(code.values()) if isinstance(code, dict) else []
+        own = f", and code of its own ({', '.join(map(str, code))}), which is not run" if code else ""
         close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1)
         raise ModelError(
             f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "
@@ -40,7 +46,8 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             f"one chain of layers. For T5 there is models.t5:build"
         )
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "some way")
+        quantized = raw["quantization_config"]
+        method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
         raise ModelError(
             f"{path / CONFIG}: the weights are quantized ({method}), and training starts from plain ones: take the "
             f"directory that they were made from, or dequantize them with transformers and save_pretrained"
@@ -52,14 +59,34 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ModelError(f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}")
-    merged = raw | dict(overrides)
+    merged = _with_floats(raw) | dict(overrides)
+    too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MOST_LAYERS]
+    if too_many:
+        raise ModelError(
+            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MOST_LAYERS} layers"
+        )
     layers = merged.get("num_hidden_layers")
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
         merged["layer_types"] = merged["layer_types"][:layers]
     try:
-        return kind_of_config.from_dict(merged)
+        config = kind_of_config.from_dict({name: value for name, value in merged.items() if name != "auto_map"})
+        config.get_text_config().base_model_pp_plan  # noqa: B018 - a part of it that is no configuration
     except Exception as error:
-        raise ModelError(f"{path / CONFIG}: transformers does not take it: {error}") from error
+        said = " ".join(str(error).split())
+        raise ModelError(f"{path / CONFIG}: transformers does not take it: {said}") from error
+    return config
+
+
+def _with_floats(value: Any) -> Any:
+    """What transformers writes for numbers that JSON does not know, ``{"__float__": "Infinity"}``, as these numbers."""
+    if isinstance(value, dict):
+        tag = value.get("__float__") if len(value) == 1 else None
+        return (
+            FLOATS[tag]
+            if isinstance(tag, str) and tag in FLOATS
+            else {name: _with_floats(inner) for name, inner in value.items()}
+        )
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def fields_of(path: Path) -> dict[str, Any]:
@@ -96,7 +123,7 @@ def check_weights(
     is not the one of the files, which may then hold more.
 
     Raises:
-        ModelError: tensors that are missing, of another shape, or unknown.
+        ModelError: tensors that are missing, of another shape or element type, or unknown.
     """
     there = source.tensors
     missing = [name for name in shapes if name not in there]
@@ -112,6 +139,11 @@ def check_weights(
                 f"{there[name].file}: {name} has shape {list(there[name].shape)}, and the model "
                 f"{list(shape)}: leave model.options as they are in {CONFIG}, or set model.options.weights = false"
             )
+        if there[name].dtype not in TAKEN:
+            raise ModelError(
+                f"{there[name].file}: {name} is of {there[name].dtype}, and taken are {', '.join(TAKEN)}: load it with "
+                f"transformers in one of these and save_pretrained it, or set model.options.weights = false"
+            )
     extra = [name for name in there if name not in shapes and name not in set(ignored)]
     if extra and not overridden:
         raise ModelError(
@@ -119,14 +151,3 @@ def check_weights(
             f"tensors): the files are of another model than {CONFIG}, or transformers reads them in a way that is "
             f"not known here. Load and save_pretrained it with transformers, and take that directory"
         )
-
-
-def as_float32(tensor: Tensor, name: str, path: Path) -> Tensor:
-    """A stored weight as it is trained from: every value of it is a float32.
-
-    Raises:
-        ModelError: it is no plain floating-point tensor, or of float64.
-    """
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelError(f"{path}: {name} is stored as {tensor.dtype}; taken are float32, bfloat16 and float16")
-    return tensor.float()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from framework.errors import ModelError
-from framework.huggingface.restructure.directory import as_float32
 from framework.huggingface.source import Source
 
 
@@ -40,7 +39,7 @@ class Initial:
         if isinstance(tensor, FakeTensor):  # a rehearsal: it has a size and no numbers
             tensor.zero_()
         elif self._weights is not None:
-            tensor.copy_(as_float32(self._weights.read(theirs), theirs, self._weights.path))
+            tensor.copy_(self._weights.read(theirs))
         else:
             self.draw(theirs, tensor)
 

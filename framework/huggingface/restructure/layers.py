@@ -29,7 +29,7 @@ from framework.huggingface.restructure.directory import check_weights, configura
 from framework.huggingface.restructure.frame import Frame, Mark, Piece, Play
 from framework.huggingface.restructure.initial import Initial
 from framework.huggingface.restructure.library import library
-from framework.huggingface.restructure.plans import gathered_beside, sharding_of
+from framework.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
 from framework.huggingface.restructure.probe import probe
 from framework.model import parameters_on_meta
 
@@ -86,10 +86,15 @@ def build(
         }
         ignored = [*parameters.values(), *(name for name in found.tensors if name.endswith(".inv_freq"))]
         check_weights(found, shapes, ignored, bool(overrides))
+        groups = [[parameters[name] for name in names] for names in tied]
+        apart = [problem for first, *others in groups for problem in found.apart(first, others)]
+        if apart:
+            raise ModelError("\n".join(apart))
     every = {_theirs(name, rename): name for name, _ in layers.named_modules() if _is_inside(name, rename)}
     every |= {theirs: name for name, theirs in parameters.items()}
-    beside = gathered_beside(layers, model._tp_plan, every)
-    sharding = sharding_of(model._tp_plan, layers, every, tied, probe(layers, beside, place, config))
+    kinds, problems = kinds_of(model._tp_plan, every)
+    seen = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
+    sharding = sharding_of(kinds, problems, layers, tied, seen)
     carried: dict[str, object] = {
         "sharding_plan": sharding.plan,
         "divisible": sharding.divisible,

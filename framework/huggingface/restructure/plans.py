@@ -10,7 +10,9 @@
     replicate, sequence_parallel        replicate: all that has no entry
     moe_*, ep_*, packed_*, mla_*, ...   not known here: the model trains with tp = 1
 
-A weight that is the embedding and the head must be split alike in both places, or in none.
+A weight that is the embedding and the head must be split alike in both places, or in none. Weights that the plan leaves
+out are whole on each rank: where they are seen to work on a part all the same, they are one for all heads, or there is
+no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from framework.huggingface.restructure.probe import Seen
 
 KINDS = {
     "colwise": "column",
@@ -44,25 +48,13 @@ class Sharding(NamedTuple):
     impossible: dict[str, str]
 
 
-def sharding_of(
-    theirs: Mapping[str, str],
-    layers: nn.Sequential,
-    names: Mapping[str, str],
-    tied: Sequence[tuple[str, ...]],
-    uncut: Mapping[str, bool],
-) -> Sharding:
-    """Translate.
+def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Name here -> kind here, and what is not known.
 
     Args:
         theirs: pattern of module names in transformers -> kind; ``*`` is the number of a layer.
-        layers: the restructured model.
         names: name in transformers -> name here, of every module and parameter of the model.
-        tied: the parameters that are one weight, by their names here.
-        uncut: modules with weights, here, that lie beside a gathered column -> whether they are seen to work on its
-            output, which is whole on each rank.
     """
-    if not theirs:
-        return Sharding({}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"})
     kinds: dict[str, str] = {}
     problems: list[str] = []
     for pattern, word in theirs.items():
@@ -72,13 +64,33 @@ def sharding_of(
             problems.append(f"its plan says {pattern}: {word!r}, which is not known here{_of_experts(word)}")
         for name in found if word in KINDS else ():
             kinds[names[name]] = KINDS[word]
-    problems += _misfits(layers, kinds)
-    if problems:
-        return Sharding({}, {}, {"tp": problems[0]})
-    kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"}
+    return kinds, problems
+
+
+def sharding_of(
+    kinds: Mapping[str, str],
+    problems: Sequence[str],
+    layers: nn.Sequential,
+    tied: Sequence[tuple[str, ...]],
+    seen: Seen,
+) -> Sharding:
+    """Translate.
+
+    Args:
+        kinds, problems: of :func:`kinds_of`.
+        layers: the restructured model.
+        tied: the parameters that are one weight, by their names here.
+        seen: who works on what.
+    """
+    if not kinds and not problems:
+        return Sharding({}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"})
+    found = next(iter([*problems, *_misfits(layers, kinds), *seen.unsaid]), None)
+    if found is not None:
+        return Sharding({}, {}, {"tp": found})
+    kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"} | dict.fromkeys(seen.of_heads, "heads")
     cut = _vocabulary(layers, kinds, tied)
     impossible = {}
-    unseen = [name for name, is_uncut in uncut.items() if not is_uncut]
+    unseen = [name for name, is_uncut in seen.uncut.items() if not is_uncut]
     if not cut:
         impossible["sequence"] = (
             "its token embedding is no plain nn.Embedding, or one weight with what is split otherwise, so it is whole "
@@ -87,39 +99,26 @@ def sharding_of(
     elif unseen:
         impossible["sequence"] = f"{unseen[0]} lies beside gathered columns, and not seen to work on their output"
     else:
-        entered, problem = _entered(kinds, list(layers._modules)[-1])
+        entered, problem = _entered(layers, kinds)
         kinds |= dict.fromkeys(entered, "gather")
         if problem is not None:
             impossible["sequence"] = problem
     dropping = next(_dropouts_inside(layers, kinds), None)
     if dropping is not None:
         return Sharding({}, {}, {"tp": dropping})
-    kinds |= dict.fromkeys((name for name, is_uncut in uncut.items() if is_uncut), "uncut")
+    kinds |= dict.fromkeys((name for name, is_uncut in seen.uncut.items() if is_uncut), "uncut")
     return Sharding(compressed(kinds), compressed(_units(layers, kinds)), impossible)
 
 
-def gathered_beside(layers: nn.Module, theirs: Mapping[str, str], names: Mapping[str, str]) -> dict[str, list[str]]:
+def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
     """Modules with weights and without an entry in the plan, beside columns whose output is put together -> those."""
-    whole = [
-        names[name]
-        for pattern, word in theirs.items()
-        if KINDS.get(word) == "column_whole"
-        for name in names
-        if re.match(re.escape(pattern).replace(r"\*", r"\d+") + "$", name)
-    ]
-    planned = {
-        names[name]
-        for pattern in theirs
-        for name in names
-        if re.match(re.escape(pattern).replace(r"\*", r"\d+") + "$", name)
-    }
     found: dict[str, list[str]] = {}
-    for column in whole:
+    for column in (name for name, kind in kinds.items() if kind == "column_whole"):
         parent = column.rpartition(".")[0]
         if parent.count(".") < 1:  # the head: nothing but itself
             continue
         for name, module in layers.get_submodule(parent).named_children():
-            if f"{parent}.{name}" not in planned and any(True for _ in module.parameters()):
+            if f"{parent}.{name}" not in kinds and any(True for _ in module.parameters()):
                 found.setdefault(f"{parent}.{name}", []).append(column)
     return found
 
@@ -128,7 +127,7 @@ def _of_experts(word: str) -> str:
     return " (a mixture of experts)" if word.startswith(("moe", "ep_", "grouped", "packed")) else ""
 
 
-def _misfits(layers: nn.Sequential, kinds: dict[str, str]) -> Iterator[str]:
+def _misfits(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
     modules = dict(layers.named_modules())
     for name, kind in kinds.items():
         if name not in modules:
@@ -161,16 +160,38 @@ def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tup
     return False
 
 
-def _entered(kinds: Mapping[str, str], head: str) -> tuple[list[str], str | None]:
+def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
     """The modules that begin with columns and end with a row: their code takes the length of the sequence from what
     they are handed, so it is gathered before them. And why that cannot be, or None."""
+    head = list(layers._modules)[-1]
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
     for parent in parents:
         ends = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
         if parent.count(".") < 2 or not ends:
             return [], f"{parent} holds columns, and no row that ends them: there is no place to gather the sequence"
+    for name, layer in layers.named_children():
+        apart = next(_apart(layer, name, parents) if name != head else iter(()), None)
+        if apart is not None:
+            return [], (
+                f"{apart} ({type(layers.get_submodule(apart)).__name__}) may work on several tokens at a time, and has "
+                f"no entry in its plan: nothing gathers the sequence before it"
+            )
     return parents, None
+
+
+def _apart(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
+    """Modules outside ``parents`` that may mix tokens: those made of several with weights, and convolutions."""
+    for child, inner in module.named_children():
+        place = f"{name}.{child}"
+        if place in parents or not any(True for _ in inner.parameters()):
+            continue
+        if any(parent.startswith(f"{place}.") for parent in parents):
+            yield from _apart(inner, place, parents)
+        elif isinstance(inner, nn.modules.conv._ConvNd) or any(
+            True for part in inner.children() for _ in part.parameters()
+        ):
+            yield place
 
 
 def _dropouts_inside(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,89 @@ class Dropping(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Seen(NamedTuple):
+    """Who works on what in a layer, as far as that matters to tensor parallelism."""
+
+    uncut: dict[str, bool]
+    """Modules beside columns whose output is put together -> called with such an output, and nothing else."""
+    of_heads: list[str]
+    """Modules that the plan leaves out, and whose weights work on a part of the heads, on each head alike."""
+    unsaid: list[str]
+    """Why weights that the plan leaves out cannot stay whole."""
+
+
+class Parts(TorchFunctionMode):
+    """Follows what comes out of a column, of which each rank will have a part, until a row has put it together; and
+    notes what else meets it::
+
+        weight, or what is made of it alone (its float32, 1 + it)    self.met
+        what weights have made, and is whole on each rank            self.mixed: its gradient would be of a part alone
+        angles, masks, numbers                                       nothing
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.made_of: dict[int, Known] = {id(weight): Known(weight, name) for name, weight in weights.items()}
+        """Weights, and what is made of one alone."""
+        self.whole: dict[int, Known] = {}
+        """What weights have made, with the last of them."""
+        self.parts: dict[int, Known] = {}
+        self.met: dict[str, list[tuple[int, ...]]] = {}
+        """Weight -> shapes of the parts that it met."""
+        self.mixed: dict[str, str] = {}
+        """Last weight of what is whole -> column of the part that it met."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = list(tensors_in((args, kwargs)))
+        parts, whole, made_of = (
+            [kind[id(tensor)] for tensor in given if id(tensor) in kind]
+            for kind in (self.parts, self.whole, self.made_of)
+        )
+        written = args[:1] if func is Tensor.__setitem__ else ()
+        if parts:
+            for weight in made_of:
+                self.met.setdefault(weight.name, []).extend(tuple(part.tensor.shape) for part in parts)
+            self.mixed |= {each.name: parts[0].name for each in whole}
+            self._note(self.parts, parts[0].name, (result, written))
+        elif len(made_of) == len(given) and len({weight.name for weight in made_of}) == 1:
+            self._note(self.made_of, made_of[0].name, result)
+        elif whole or made_of:
+            self._note(self.whole, (made_of or whole)[-1].name, (result, written))
+        return result
+
+    def _note(self, kind: dict[int, Known], name: str, value: Any) -> None:
+        kind |= {id(tensor): Known(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
+
+    def watch(self, name: str, module: nn.Module, kind: str) -> None:
+        """A column, whose output is a part, or a row, whose output is whole."""
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> None:
+            came, goes = (self.parts, self.whole) if kind == "column" else (self.whole, self.parts)
+            goes.pop(id(output), None)
+            self._note(came, name, output)
+
+        module.register_forward_hook(after)
+
+
+class Known(NamedTuple):
+    """A tensor, kept so that no other gets its identity, and what it comes from."""
+
+    tensor: Tensor
+    name: str
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of a tree of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from tensors_in(inner)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
 def alike(layer: nn.Module) -> str:
     """Equal for layers that differ in their number alone."""
     plain = (bool, int, float, str, type(None))
@@ -46,15 +129,15 @@ def alike(layer: nn.Module) -> str:
     return f"{layer} {attributes}"
 
 
-def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str, config: Any) -> dict[str, bool]:
+def probe(
+    layers: nn.Sequential, kinds: Mapping[str, str], beside: Mapping[str, Sequence[str]], place: str, config: Any
+) -> Seen:
     """Run once on meta, of layers that are alike the first one, with dropout modules (which get masks by name later) at
     rest.
 
     Args:
+        kinds: of the modules that the model's plan names.
         beside: modules with weights -> the columns beside them, whose output tensor parallelism puts together.
-
-    Returns:
-        of each of those modules whether it is called with the output of one of the columns, and nothing else.
 
     Raises:
         ModelError: dropout by a function, which draws from a generator of the process: other masks in each layout.
@@ -67,6 +150,36 @@ def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str
     for module in on_meta.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
+    uncut = _watch_uncut(on_meta, beside)
+    dropping, parts = Dropping(), Parts(dict(on_meta.named_parameters()))
+    for name, module in on_meta.named_modules():
+        if kinds.get(name) in ("column", "row"):
+            parts.watch(name, module, kinds[name])
+    with parts, dropping, torch.no_grad():
+        try:
+            on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
+        except ModelError:
+            raise
+        except Exception:  # what does not run on meta is named, with its reason, when the stages are cut
+            return Seen(uncut, [], [])
+    _refuse_dropping(dropping.found, place, config)
+    named = {name for name, kind in kinds.items() if kind != "replicate"}
+    left_out = {name: shapes for name, shapes in parts.met.items() if name.rpartition(".")[0] not in named}
+    of_heads, unsaid = _judged(on_meta, left_out)
+    unsaid += [
+        f"what {name} has made is whole, and meets what {column} has made, which its plan splits: its gradient would "
+        f"be of one rank's part"
+        for name, column in parts.mixed.items()
+    ]
+    return Seen(
+        {name: uncut[_twin(name, twins)] for name in beside},
+        [name for name, _ in layers.named_modules() if name.partition(".")[0] and _twin(name, twins) in of_heads],
+        unsaid,
+    )
+
+
+def _watch_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+    """Filled while the layers run: :attr:`Seen.uncut`."""
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(beside, False)
     run = [name for name in beside if name.partition(".")[0] in on_meta._modules]
@@ -78,23 +191,34 @@ def probe(layers: nn.Sequential, beside: Mapping[str, Sequence[str]], place: str
             uncut[name] = len(args) == 1 and any(args[0] is output for output in outputs)
 
         on_meta.get_submodule(name).register_forward_pre_hook(look)
-    with Dropping() as dropping, torch.no_grad():
-        try:
-            on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
-        except ModelError:
-            raise
-        except Exception:  # what does not run on meta is named, with its reason, when the stages are cut
-            return uncut
-    if dropping.found:
-        keys = [
-            name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0
-        ]
-        options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
-        raise ModelError(
-            f"{place}: its code drops {dropping.found[0]} by a function, which draws from a generator of the process: "
-            f"no layout could draw the same masks again. Set {options or 'it to 0 in config.json'}"
-        )
-    return {name: uncut[_twin(name, twins)] for name in beside}
+    return uncut
+
+
+def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
+    if not found:
+        return
+    keys = [name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0]
+    options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
+    raise ModelError(
+        f"{place}: its code drops {found[0]} by a function, which draws from a generator of the process: no layout "
+        f"could draw the same masks again. Set {options or 'it to 0 in config.json'}"
+    )
+
+
+def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]) -> tuple[list[str], list[str]]:
+    """:attr:`Seen.of_heads` and :attr:`Seen.unsaid`: a vector that is as long as what it meets is in its last dim, of
+    which there are heads before that, is one for all heads."""
+    of_heads: list[str] = []
+    unsaid: list[str] = []
+    for name, shapes in met.items():
+        shape = tuple(on_meta.get_parameter(name).shape)
+        if len(shape) == 1 and all(len(part) >= 4 and part[-1:] == shape for part in shapes):
+            of_heads.append(name.rpartition(".")[0])
+        else:
+            unsaid.append(
+                f"{name} {list(shape)} works on what its plan splits, and the plan does not say how it is split itself"
+            )
+    return of_heads, unsaid
 
 
 def _twin(name: str, twins: Mapping[str, str]) -> str:
