@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.checkpoint import Candidate, open_checkpoint
-from framework.errors import ConfigError
+from framework.errors import CheckpointError, ConfigError
 from framework.huggingface.convert.bringing import CORPUS, Brought, bring
 from framework.huggingface.convert.taking import Taken, take
 from framework.huggingface.restructure.back import SCHEME, Exported, export
@@ -32,6 +32,21 @@ def convert(
     Raises:
         UserError: what keeps it from being done; nothing is written then.
     """
+    try:
+        return _convert(run, source, target, overrides, step, dtype, shard_bytes)
+    except OSError as error:  # of a place that may not be looked into; what is written says so itself
+        raise CheckpointError(f"{error.filename}: {error.strerror} (errno {error.errno})") from error
+
+
+def _convert(
+    run: Path,
+    source: Sequence[str] | None,
+    target: Sequence[str] | None,
+    overrides: Sequence[str],
+    step: int | None,
+    dtype: str | None,
+    shard_bytes: int | None,
+) -> str:
     form, path = source or target or ("", "")
     if form != "hf":
         raise ConfigError(f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's")
