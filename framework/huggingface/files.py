@@ -46,8 +46,8 @@ def read_config(path: Path, said: str = "") -> dict[str, Any]:
     if not path.exists():
         name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
         raise ModelError(
-            f"{said}there is no directory {path}, and meshwright opens no network: download it first (hf download "
-            f"{name} --local-dir DIRECTORY), and give that directory"
+            f"{said}there is no directory {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright "
+            f"opens no network: download it first (hf download {name} --local-dir DIRECTORY), and give that directory"
         )
     if not path.is_dir():
         raise ModelError(f"{said}{path} is a file: give the directory that it lies in, with its {CONFIG}")

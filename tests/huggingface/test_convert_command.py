@@ -187,9 +187,9 @@ print(json.dumps([inwards, outwards]))
 
 
 def test_the_memory_of_one_tensor_and_one_file(written: Write, tmp_path: Path) -> None:
-    """A model of 42 MB in one file, whose largest tensor of ours has 2 and whose files 4: both ways in far less."""
+    """A model of 67 MB in one file, whose largest tensor of ours has 2 and whose files 4: both ways in far less."""
     small = written("llama 2").path
-    hidden, ffn, layers = 256, 1024, 10
+    hidden, ffn, layers = 256, 1024, 16
     fields = json.loads((small / "config.json").read_text())
     fields |= {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "head_dim": hidden // 4}
     shapes = {"model.embed_tokens.weight": (99, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (99, hidden)}
@@ -204,11 +204,11 @@ def test_the_memory_of_one_tensor_and_one_file(written: Write, tmp_path: Path) -
     (source / "config.json").write_text(json.dumps(fields))
     save_file({name: torch.rand(shape) for name, shape in shapes.items()}, source / "model.safetensors")
     total = (source / "model.safetensors").stat().st_size
-    assert total > 40e6
+    assert total > 60e6
     command = [sys.executable, "-c", MEASURED, str(source), str(small), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     inwards, outwards = json.loads(done.stdout)
     # the tensor, those that it is made of, a file that fills; the rest is what an allocator keeps
     assert inwards < total / 3 and outwards < total / 3, (inwards, outwards, total)
     same_bits(files(tmp_path / "theirs"), files(source))
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) == 3
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) == 5

@@ -160,6 +160,16 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
         ({"num_hidden_layers": "three"}, 'num_hidden_layers = "three": a whole number from 1 up is needed'),
         ({"hidden_size": None}, "hidden_size is missing: a whole number from 1 up is needed"),
         ({"num_key_value_heads": 3}, "num_heads=4 over num_kv_heads=3 groups"),
+        ({"original_max_position_embeddings": 32}, "original_max_position_embeddings = 16, and 32 outside of it"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention: positions of their own"),
+        ({"rope_parameters": None, "rope_theta": 1e-320}, "rope_theta = 1e-320: a number from 0.001 up is needed"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: a number from 0 up is needed"),
+        ({"attention_dropout": 1.5}, "attention_dropout = 1.5: a number from 0 to 1 is needed"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: a whole number from 1 to 10000 is needed"),
+        ({"hidden_size": 2**31}, "hidden_size = 2147483648: a whole number from 1 to 1048576 is needed"),
+        ({"is_causal": False}, "is_causal = false is not supported, only true"),
+        ({"eos_token_id": [1, "x"]}, 'eos_token_id = [1, "x"]: the number of a token is needed, or null'),
+        ({"bos_token_id": -(10**30)}, "bos_token_id = -1000000000000000000000000000000: the number of a token"),
     ],
 )
 def test_a_config_that_would_give_other_numbers(fields: dict[str, Any], said: str, source: Path) -> None:
@@ -174,10 +184,16 @@ def test_a_config_that_would_give_other_numbers(fields: dict[str, Any], said: st
     [
         ("gpt2", {"activation_function": "relu"}, 'activation_function = "relu" is not supported'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true is not supported"),
+        ("gpt2", {"num_attention_heads": 8}, "num_attention_heads = 8 and n_head = 4 are one field under two names"),
         ("t5", {"feed_forward_proj": "gated-silu"}, 'feed_forward_proj = "gated-silu" is not supported'),
+        ("t5", {"is_gated_act": True}, "is_gated_act = true is not supported, only false"),
+        ("t5", {"dense_act_fn": "gelu_new"}, 'dense_act_fn = "gelu_new" is not supported, only "relu"'),
+        ("t5", {"relative_attention_max_distance": 10**11}, "a whole number from 1 to 1048576 is needed"),
+        ("mistral, window", {"sliding_window": True}, "sliding_window = true: a whole number from 1 up is needed"),
+        ("qwen2", {"num_hidden_layers": 10**11, "layer_types": ["x"]}, "a whole number from 1 to 10000 is needed"),
         (
             "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None},
             "some layers see a window",
         ),
         ("mistral, window", {"layer_types": ["full_attention"] * 3}, "layer_types"),
@@ -221,6 +237,20 @@ def test_without_a_tokenizer_it_says_so(source: Path) -> None:
     assert "tokenizer.json is missing: the run has no data.tokenizer" in done.notes[0]
     assert done.config.data.tokenizer is None
     assert "there is no tokenizer.json beside it" in take(done.path, source.parent / "out").notes[0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_a_companion_that_is_damaged(name: str, source: Path) -> None:
+    """On the way in, and not weeks later on the way out."""
+    (source / name).write_text('{"eos_token_id": 1')
+    assert f"{source / name}: not valid JSON" in refused(source)
+
+
+def test_numbers_of_tokens_that_no_tokenizer_has(source: Path) -> None:
+    """What generation_config.json says of them is kept, and looked up only where it can be."""
+    (source / "generation_config.json").write_text(f'{{"eos_token_id": {10**30}, "bos_token_id": -5}}')
+    taken = take(bring(source, source.parent / "run").path, source.parent / "out")
+    assert json.loads((taken.path / "generation_config.json").read_text())["eos_token_id"] == 10**30
 
 
 def test_pickled_weights_are_refused_with_the_next_move(source: Path) -> None:

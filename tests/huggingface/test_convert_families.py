@@ -76,6 +76,39 @@ def test_the_logits_are_those_of_transformers_and_it_comes_back_bit_for_bit(
     assert load_plain(tmp_path / "twice")[0].model == brought.config.model
 
 
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [
+        ("gpt2", {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_positions": "max_position_embeddings"}),
+        ("t5", {"d_kv": "head_dim", "num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}),
+    ],
+)
+def test_fields_under_their_second_names(name: str, second: dict[str, str], written: Write, tmp_path: Path) -> None:
+    """As transformers takes them: a number of heads that is left out would be another one, and fit all shapes."""
+    shutil.copytree(written(name)[0], tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({second.get(field, field): value for field, value in fields.items()}))
+    brought = bring(tmp_path / "model", tmp_path / "run")
+    assert brought.config.model == bring(written(name)[0], tmp_path / "other").config.model and not brought.notes
+    taken = json.loads((take(brought.path, tmp_path / "out").path / "config.json").read_text())
+    assert {field: taken[field] for field in second} == {field: fields[field] for field in second}
+    assert not second.values() & taken.keys()
+
+
+def test_what_is_said_of_positions_is_said_once(written: Write, tmp_path: Path) -> None:
+    """``original_max_position_embeddings`` beside rope_parameters, where transformers 5 looks first."""
+    shutil.copytree(written("llama 3.1")[0], tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    fields = json.loads(config.read_text())
+    length = fields["rope_parameters"].pop("original_max_position_embeddings")
+    config.write_text(json.dumps(fields | {"original_max_position_embeddings": length}))
+    brought = bring(tmp_path / "model", tmp_path / "run", ["--model.options.rope_original_length=32"])
+    taken = json.loads((take(brought.path, tmp_path / "out").path / "config.json").read_text())
+    assert taken["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert "original_max_position_embeddings" not in taken
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama 3.1", "qwen2"])
 def test_half_precision_stays_the_same_bits(name: str, written: Write, tmp_path: Path) -> None:
     path, _ = written(name, torch.bfloat16)

@@ -57,6 +57,7 @@ CASES = {
     "mistral, no window": Case("MistralConfig", "MistralForCausalLM", SIZES | {"sliding_window": None, "head_dim": 12}),
     "mistral, window": Case("MistralConfig", "MistralForCausalLM", SIZES | {"sliding_window": 5}),
     "qwen2": Case("Qwen2Config", "Qwen2ForCausalLM", SIZES | {"tie_word_embeddings": True}),
+    "qwen2, heads of another size": Case("Qwen2Config", "Qwen2ForCausalLM", SIZES | {"head_dim": 12}),
     "qwen2, window": Case(
         "Qwen2Config",
         "Qwen2ForCausalLM",

@@ -71,9 +71,10 @@ def bring(
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
     source = _opened(source_path)
-    settings = Settings(fields, str(source_path / CONFIG))
+    settings = Settings(fields, str(source_path / CONFIG), family.aliases)
     options = family.read(settings)
     settings.end()
+    companions.check(source_path)
     source = _named_as_theirs(source, family)
     if family.head_by_file:
         source = _under_first_names(source, family.rules(complete(family.builder, options | {"tied": False})))
@@ -165,7 +166,7 @@ def _config(
         tree["data"]["tokenizer"] = str(out / companions.DIRECTORY / TOKENIZER)
     if ("data", "builder") in given:
         tree["data"] = {}
-    return change(tree, overrides, str(source.path / CONFIG))
+    return change(tree, overrides, f"the run {out}")
 
 
 def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
@@ -212,7 +213,7 @@ def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mappin
                     f"take the weights before they were quantised"
                 )
         known.update(rule.same_as)
-        problems += _copies_that_differ(source, rule)
+        problems += source.apart(rule.theirs[0], rule.same_as)
     for name, stored in there.items():
         if name not in known and not any(fnmatchcase(name, pattern) for pattern in family.left_out):
             problems.append(f"{stored.file}: tensor {name} {list(stored.shape)} is not of a {family.architecture}")
@@ -223,19 +224,6 @@ def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mappin
             + more
             + f"\nthe weights and {CONFIG} do not belong together, or a file is missing; nothing is written"
         )
-
-
-def _copies_that_differ(source: Source, rule: Rule) -> Iterator[str]:
-    """Of a tied weight that is there under several names with different numbers: which is meant cannot be known."""
-    if not rule.same_as or rule.theirs[0] not in source.tensors:
-        return
-    for other in rule.same_as:
-        stored = source.tensors.get(other)
-        if stored is not None and not torch.equal(source.read(rule.theirs[0]), source.read(other)):
-            yield (
-                f"{stored.file}: tensor {other} is not equal to {rule.theirs[0]}, and {CONFIG} says that they are "
-                f"tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
-            )
 
 
 def _dtypes(source: Source, rules: Sequence[Rule], config: RunConfig) -> list[str]:

@@ -27,6 +27,8 @@ from framework.huggingface.files import (
 )
 
 DIRECTORY = "huggingface"
+NUM_TOKENS = 2**32
+"""That a tokenizer can have."""
 
 
 def place_of(run: Path, config: RunConfig) -> Path | None:
@@ -64,6 +66,21 @@ def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
     return f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the last are not used"
 
 
+def check(source: Path) -> None:
+    """What a model cannot be taken away again with.
+
+    Raises:
+        ModelError: tokenizer_config.json or generation_config.json is no JSON object.
+    """
+    for name in (TOKENIZER_CONFIG, GENERATION):
+        said_in(source, name)
+
+
+def said_in(source: Path | None, name: str) -> dict[str, Any]:
+    """The fields of one of the companions; none where it is not there."""
+    return read_json(source / name, "") if source is not None and (source / name).is_file() else {}
+
+
 def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any]:
     """Write the companions of a model into ``target``; the ids of special tokens that its config.json should name.
 
@@ -74,7 +91,7 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
         shutil.copyfile(config.data.tokenizer, target / TOKENIZER)
         copied.append(TOKENIZER)
     tokenizer = load(target / TOKENIZER) if TOKENIZER in copied else None
-    ids = _special_ids(source, target, tokenizer)
+    ids = _special_ids(source, tokenizer)
     if tokenizer is not None and TOKENIZER_CONFIG not in copied:
         _write_tokenizer_config(target, tokenizer, ids, config)
     if GENERATION not in copied and any(found is not None for found in ids.values()):
@@ -82,16 +99,15 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
     return ids
 
 
-def _special_ids(source: Path | None, target: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The first that says what ends a text: generation_config.json, config.json, tokenizer_config.json, the tokenizer.
 
     null where nobody says it: the defaults of transformers' classes are those of one released model each.
     """
     names = ("bos_token_id", "eos_token_id")
-    said = [read_json(target / GENERATION, "")] if (target / GENERATION).is_file() else []
-    said.append(base_of(source))
+    said = [said_in(source, GENERATION), base_of(source)]
     if tokenizer is not None:
-        fields = read_json(target / TOKENIZER_CONFIG, "") if (target / TOKENIZER_CONFIG).is_file() else {}
+        fields = said_in(source, TOKENIZER_CONFIG)
         tokens = {name: fields.get(name.removesuffix("_id")) for name in names}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         said.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
@@ -110,14 +126,12 @@ def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str
     }
     for name, found in ids.items():
         found = found[0] if isinstance(found, list) and found else found
-        token = tokenizer.id_to_token(found) if isinstance(found, int) else None
+        token = tokenizer.id_to_token(found) if isinstance(found, int) and 0 <= found < NUM_TOKENS else None
         fields |= {name.removesuffix("_id"): token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
 
 
 def base_of(source: Path | None, model_type: str | None = None) -> dict[str, Any]:
     """The config.json that a run was made from, if it was: fields of it that we do not decide stay."""
-    if source is None or not (source / CONFIG).is_file():
-        return {}
-    found = read_json(source / CONFIG, "")
+    found = said_in(source, CONFIG)
     return found if model_type is None or found.get("model_type") == model_type else {}

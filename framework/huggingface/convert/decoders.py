@@ -7,12 +7,13 @@ import math
 from typing import Any
 
 from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import Settings
+from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
 from framework.huggingface.rules import Rule
 
 BUILDER = "models.llama:build"
-MOST_LAYERS = 10_000
-"""Of which a list is made, to be compared with theirs."""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+LEAST_THETA = 1e-3
+"""Of ``rope_theta``: from there down its powers are no float32."""
 
 
 def rules(options: Options) -> list[Rule]:
@@ -64,15 +65,21 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     named = "rope_scaling" if rope is not outer else "rope_parameters"
     inside = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": inside.real("rope_theta", theta)}
+    found: dict[str, Any] = {"rope_theta": inside.real("rope_theta", theta, least=LEAST_THETA)}
     inside.get("rope_type")
     inside.must_be("partial_rotary_factor", 1.0)
     if kind == "llama3":
         found["rope_scaling_factor"] = inside.real("factor", 0.0)
         found["rope_low_freq_factor"] = inside.real("low_freq_factor", 0.0)
         found["rope_high_freq_factor"] = inside.real("high_freq_factor", 0.0)
-        length = settings.get("original_max_position_embeddings", settings.get("max_position_embeddings"))
-        found["rope_original_length"] = inside.number("original_max_position_embeddings", length)
+        outside = settings.get(ORIGINAL_LENGTH)
+        length = settings.get("max_position_embeddings") if outside is None else outside
+        found["rope_original_length"] = inside.number(ORIGINAL_LENGTH, length)
+        if outside not in (None, found["rope_original_length"]):
+            inside.problems.append(
+                f"{ORIGINAL_LENGTH} = {found['rope_original_length']}, and {json.dumps(outside)} outside of it, which "
+                f"is what transformers 5 takes, and 4 does not: leave one of them out"
+            )
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             if rope.get(name) is None:
                 inside.problems.append(f'{name} is missing, which rope_type "llama3" needs')
@@ -82,36 +89,43 @@ def read_rope(settings: Settings) -> dict[str, Any]:
             f"turn at other angles. To go on without it, on sequences as long as the model was first trained on, take "
             f"it out of config.json"
         )
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            inside.problems.append(f"{name}: positions of their own for a kind of layers are not supported")
     settings.problems += [f"{named}: {problem}" for problem in inside.problems]
     for name in rope.keys() - inside.asked - {"type"} if kind == "llama3" or kind == "default" else ():
         settings.notes.append(f"{settings.place}: {named}.{name} = {json.dumps(rope[name])} is not known here")
     return found
 
 
-def read_common(settings: Settings, *, norm_eps: float, length: int) -> dict[str, Any]:
-    """What all four say; the defaults are those of transformers' classes."""
+def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """What all four say; the defaults are those of transformers' classes, as ``length`` and ``kv_heads`` are."""
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
-    heads, hidden = settings.number("num_attention_heads"), settings.number("hidden_size")
+    settings.must_be("is_causal", True)
+    heads = settings.number("num_attention_heads", most=WIDEST)
+    hidden = settings.number("hidden_size", most=WIDEST)
+    if kv_heads is None or "num_key_value_heads" in settings.fields:
+        kv_heads = heads  # also what null means
     found = {
-        "vocab_size": settings.number("vocab_size"),
+        "vocab_size": settings.number("vocab_size", most=MOST_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("num_hidden_layers"),
+        "num_layers": settings.number("num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
-        "num_kv_heads": settings.number("num_key_value_heads", heads),
-        "ffn_size": settings.number("intermediate_size"),
+        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, most=WIDEST),
+        "ffn_size": settings.number("intermediate_size", most=WIDEST),
         "max_sequence_length": settings.number("max_position_embeddings", length),
-        "norm_eps": settings.real("rms_norm_eps", norm_eps),
+        "norm_eps": settings.real("rms_norm_eps", 1e-6),
         "tied": settings.flag("tie_word_embeddings", False),
         "dropout": 0.0,
         **read_rope(settings),
     }
-    if settings.real("attention_dropout", 0.0):
+    if settings.real("attention_dropout", 0.0, most=1.0):
         settings.notes.append(
             f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
             f"drops nothing (model.options.dropout)"
         )
-    head_dim = settings.number("head_dim", max(1, hidden // heads))
+    head_dim = settings.number("head_dim", max(1, hidden // heads), most=WIDEST)
     if head_dim * heads != hidden:
         found["head_dim"] = head_dim
     return found
@@ -119,7 +133,7 @@ def read_common(settings: Settings, *, norm_eps: float, length: int) -> dict[str
 
 def read_llama(settings: Settings) -> dict[str, Any]:
     """LlamaConfig."""
-    found = read_common(settings, norm_eps=1e-6, length=2048)
+    found = read_common(settings, length=2048)
     if settings.flag("attention_bias", False):
         found |= {"qkv_bias": True, "out_bias": True}
     if settings.flag("mlp_bias", False):
@@ -129,12 +143,10 @@ def read_llama(settings: Settings) -> dict[str, Any]:
 
 def read_mistral(settings: Settings) -> dict[str, Any]:
     """MistralConfig. A window that no sequence is longer than is no window."""
-    found = read_common(settings, norm_eps=1e-6, length=4096 * 32)
+    found = read_common(settings, length=4096 * 32, kv_heads=8)
     window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
     if window is not None:
-        found["sliding_window"] = (
-            window if isinstance(window, int) and window > 0 else settings.number("sliding_window")
-        )
+        found["sliding_window"] = settings.number("sliding_window", 4096)
     settings.must_be("layer_types", *_layer_types(found["num_layers"], sliding=window is not None))
     return found
 
@@ -142,23 +154,28 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
 def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
     """All layers alike, and nothing said."""
     kind = "sliding_attention" if sliding else "full_attention"
-    return [None, [kind] * min(num_layers, MOST_LAYERS)]
+    return [None, [kind] * num_layers]
 
 
 def _read_qwen(settings: Settings) -> dict[str, Any]:
     """What both say of windows: only the layers from ``max_window_layers`` on have one."""
-    found = read_common(settings, norm_eps=1e-6, length=32768)
+    found = read_common(settings, length=32768, kv_heads=32)
     layers = found["num_layers"]
     if not settings.flag("use_sliding_window", False):
         settings.get("sliding_window")
         settings.must_be("layer_types", *_layer_types(layers, sliding=False))
         return found
+    if "sliding_window" in settings.fields and settings.get("sliding_window") is None:
+        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
+        return found
     first = settings.number("max_window_layers", 28, least=0)
-    types = ["sliding_attention" if i >= first else "full_attention" for i in range(min(layers, MOST_LAYERS))]
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     types = settings.get("layer_types") or types
     if types == ["sliding_attention"] * layers:
         found["sliding_window"] = settings.number("sliding_window", 4096)
-    elif types != ["full_attention"] * layers:
+    elif types == ["full_attention"] * layers:
+        settings.get("sliding_window")
+    else:
         settings.problems.append(
             f"use_sliding_window with max_window_layers = {first}: some layers see a window and others all, which is "
             f"not supported; set use_sliding_window to false for sequences no longer than sliding_window"
@@ -190,7 +207,7 @@ def write_common(options: Options) -> dict[str, Any]:
             "factor": options["rope_scaling_factor"],
             "low_freq_factor": options["rope_low_freq_factor"],
             "high_freq_factor": options["rope_high_freq_factor"],
-            "original_max_position_embeddings": options["rope_original_length"],
+            ORIGINAL_LENGTH: options["rope_original_length"],
         }
     return {
         "vocab_size": options["vocab_size"],
@@ -233,8 +250,9 @@ def _write_qwen(options: Options) -> dict[str, Any]:
 
 
 def write_qwen2(options: Options) -> dict[str, Any]:
-    """Qwen2Config, which knows no head_dim."""
-    return {name: value for name, value in _write_qwen(options).items() if name != "head_dim"}
+    """Qwen2Config, whose head_dim is said only where it is another than hidden_size over heads."""
+    usual = options["head_dim"] in (None, options["hidden_size"] // options["num_heads"])
+    return {name: value for name, value in _write_qwen(options).items() if name != "head_dim" or not usual}
 
 
 def write_qwen3(options: Options) -> dict[str, Any]:
@@ -259,18 +277,13 @@ def _other_bias(options: Options) -> str | None:
     )
 
 
-def _own_head_dim(options: Options) -> str | None:
-    own = options["head_dim"] not in (None, options["hidden_size"] // options["num_heads"])
-    return f"model.options.head_dim = {options['head_dim']}" if own else None
-
-
 def _uneven(options: Options) -> str | None:
     """LlamaConfig wants the heads to divide the hidden size, also where head_dim is said."""
     hidden, heads = options["hidden_size"], options["num_heads"]
     return f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
 
 
-LEFT_OUT = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+LEFT_OUT = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 
 LLAMA = Family(
     "llama",
@@ -295,9 +308,7 @@ QWEN2 = LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     read=read_qwen2,
     write=write_qwen2,
-    holds=lambda options: (
-        _misfit(options, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False) or _own_head_dim(options)
-    ),
+    holds=lambda options: _misfit(options, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
 )
 QWEN3 = LLAMA._replace(
     model_type="qwen3",

@@ -37,3 +37,5 @@ class Family(NamedTuple):
     """Whether the head is tied is for the files to say: it is, when they have none that differs."""
     task: str = "causal"
     """What ``data.task`` trains it."""
+    aliases: Mapping[str, str] = {}
+    """Of fields of its config.json: second name -> first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import Settings
+from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
 from framework.huggingface.rules import Rule
 
 
@@ -42,23 +42,24 @@ def read(settings: Settings) -> dict[str, Any]:
     settings.must_be("scale_attn_weights", True)
     settings.must_be("scale_attn_by_inverse_layer_idx", False)
     settings.must_be("add_cross_attention", False)
+    settings.must_be("is_causal", True)
     settings.get("reorder_and_upcast_attn")  # the same numbers, rounded otherwise in half precision
-    hidden = settings.number("n_embd", 768)
-    dropouts = {name: settings.real(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    hidden = settings.number("n_embd", 768, most=WIDEST)
+    dropouts = {name: settings.real(name, 0.1, most=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(dropouts.values())) > 1:
         said = ", ".join(f"{name} = {value}" for name, value in dropouts.items())
         settings.notes.append(
             f"{settings.place}: {said}: we have one for all, model.options.dropout = {dropouts['resid_pdrop']}"
         )
     return {
-        "vocab_size": settings.number("vocab_size", 50257),
+        "vocab_size": settings.number("vocab_size", 50257, most=MOST_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("n_layer", 12),
-        "num_heads": settings.number("n_head", 12),
-        "max_sequence_length": settings.number("n_positions", 1024),
+        "num_layers": settings.number("n_layer", 12, most=MOST_LAYERS),
+        "num_heads": settings.number("n_head", 12, most=WIDEST),
+        "max_sequence_length": settings.number("n_positions", 1024, most=MOST_ROWS),
         "dropout": dropouts["resid_pdrop"],
         "tied": settings.flag("tie_word_embeddings", True),
-        "ffn_size": settings.number("n_inner", 4 * hidden),
+        "ffn_size": settings.number("n_inner", 4 * hidden, most=4 * WIDEST),
         "norm_eps": settings.real("layer_norm_epsilon", 1e-5),
     }
 
@@ -93,4 +94,10 @@ GPT2 = Family(
     rules,
     ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     "transformer.",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 )

@@ -6,11 +6,11 @@ Whatever is left at the end is told: a field that nobody here knows may change t
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from framework.errors import ModelError
-
-Kind = TypeVar("Kind", int, float, bool, str)
 
 SILENT = {
     "_attn_implementation_autoset",
@@ -77,18 +77,38 @@ SILENT = {
 
 
 MOST = 2**40
-"""No size of a model is beyond it."""
+"""No number of tokens is beyond it."""
+WIDEST = 2**20
+"""No width of a model, and no number of its heads."""
+MOST_LAYERS = 10_000
+MOST_ROWS = 2**26
+"""Of a table of tokens or positions."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 class Settings:
-    """The fields of one config.json, with the problems found on the way, all told at once."""
+    """The fields of one config.json, with the problems found on the way, all told at once.
 
-    def __init__(self, fields: dict[str, Any], place: str) -> None:
-        self.fields = fields
+    ``aliases``: second names of fields, which transformers takes as well -> the first.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], place: str, aliases: Mapping[str, str] | None = None) -> None:
+        self.fields = dict(fields)
         self.place = place
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.asked: set[str] = set()
+        for alias, name in (aliases or {}).items():
+            if alias in self.fields:
+                self._rename(alias, name)
+
+    def _rename(self, alias: str, name: str) -> None:
+        found = self.fields.pop(alias)
+        if self.fields.setdefault(name, found) != found:
+            self.problems.append(
+                f"{alias} = {json.dumps(found)} and {name} = {json.dumps(self.fields[name])} are one field under two "
+                f"names: leave one of them out"
+            )
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field as it stands there; null and a missing one are ``default``."""
@@ -96,20 +116,23 @@ class Settings:
         found = self.fields.get(name)
         return default if found is None else found
 
-    def number(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number from ``least`` up."""
+    def number(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+        """A whole number from ``least`` to ``most``."""
         found = self.get(name, default)
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found < MOST:
+        if not _is_whole(found) or not least <= found <= most:
             said = "is missing" if found is None else f"= {json.dumps(found)}"
-            self.problems.append(f"{name} {said}: a whole number from {least} up is needed")
+            limit = f"to {most}" if _is_whole(found) and found > most else "up"
+            self.problems.append(f"{name} {said}: a whole number from {least} {limit} is needed")
             return max(least, 1)
-        return found
+        return int(found)
 
-    def real(self, name: str, default: float) -> float:
-        """A number."""
+    def real(self, name: str, default: float, *, least: float = 0.0, most: float = math.inf) -> float:
+        """A finite number from ``least`` to ``most``."""
         found = self.get(name, default)
-        if not isinstance(found, int | float) or isinstance(found, bool):
-            self.problems.append(f"{name} = {json.dumps(found)}: a number is needed")
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not is_number or not least <= found <= most or not math.isfinite(found):
+            limit = "up" if most == math.inf else f"to {most:g}"
+            self.problems.append(f"{name} = {json.dumps(found)}: a number from {least:g} {limit} is needed")
             return default
         return float(found)
 
@@ -134,6 +157,11 @@ class Settings:
         Raises:
             ModelError: of all problems found.
         """
+        for name in TOKENS:
+            found = self.fields.get(name)
+            several: list[Any] = found if isinstance(found, list) and name == "eos_token_id" else [found]
+            if found is not None and not all(_is_whole(each) and abs(each) < MOST_ROWS for each in several):
+                self.problems.append(f"{name} = {json.dumps(found)}: the number of a token is needed, or null")
         if self.fields.get("quantization_config"):
             self.problems.append(
                 "quantization_config: the weights are quantised; take the original ones, or write them out in bfloat16 "
@@ -145,3 +173,7 @@ class Settings:
             idle = value is None or value is False or value == [] or value == {}
             if name not in self.asked | SILENT and not idle:
                 self.notes.append(f"{self.place}: {name} = {json.dumps(value)[:80]} is not known here and is left out")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,8 +9,14 @@ import math
 from typing import Any
 
 from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import Settings
+from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
 from framework.huggingface.rules import Rule
+
+FORMS = {
+    "relu": {"is_gated_act": False, "dense_act_fn": "relu"},
+    "gated-gelu": {"is_gated_act": True, "dense_act_fn": "gelu_new"},
+}
+"""``feed_forward_proj``, and the fields that follow from it; transformers goes by these where they say otherwise."""
 
 
 def rules(options: Options) -> list[Rule]:
@@ -59,26 +65,30 @@ def _up(options: Options, ours: str, theirs: str) -> Rule:
 
 def read(settings: Settings) -> dict[str, Any]:
     """T5Config. ``tie_word_embeddings`` is false in version 1.1; transformers 5 writes the scaling apart."""
-    settings.must_be("feed_forward_proj", "relu", "gated-gelu")
-    for name in ("dense_act_fn", "is_gated_act", "is_decoder", "n_positions"):
-        settings.get(name)  # they follow from feed_forward_proj, or say nothing
+    settings.must_be("feed_forward_proj", *FORMS)
+    form = settings.get("feed_forward_proj", "relu")
+    settings.must_be("is_causal", True)
+    for name, value in FORMS.get(str(form), {}).items():
+        settings.must_be(name, value)
+    for name in ("is_decoder", "n_positions"):
+        settings.get(name)  # they say nothing
     tied = settings.flag("tie_word_embeddings", True)
-    num_layers = settings.number("num_layers", 6)
-    padding_id = settings.number("pad_token_id", 0, least=-1)
+    num_layers = settings.number("num_layers", 6, most=MOST_LAYERS)
+    padding_id = settings.number("pad_token_id", 0, least=-1, most=MOST_ROWS)
     return {
-        "vocab_size": settings.number("vocab_size", 32128),
-        "hidden_size": settings.number("d_model", 512),
+        "vocab_size": settings.number("vocab_size", 32128, most=MOST_ROWS),
+        "hidden_size": settings.number("d_model", 512, most=WIDEST),
         "num_layers": num_layers,
-        "num_heads": settings.number("num_heads", 8),
-        "head_dim": settings.number("d_kv", 64),
-        "ffn_size": settings.number("d_ff", 2048),
-        "num_decoder_layers": settings.number("num_decoder_layers", num_layers),
-        "gated": settings.get("feed_forward_proj", "relu") == "gated-gelu",
+        "num_heads": settings.number("num_heads", 8, most=WIDEST),
+        "head_dim": settings.number("d_kv", 64, most=WIDEST),
+        "ffn_size": settings.number("d_ff", 2048, most=WIDEST),
+        "num_decoder_layers": settings.number("num_decoder_layers", num_layers, most=MOST_LAYERS),
+        "gated": form == "gated-gelu",
         "tied": tied,
-        "scaled": settings.flag("scale_decoder_outputs", tied),
-        "dropout": settings.real("dropout_rate", 0.1),
-        "num_buckets": settings.number("relative_attention_num_buckets", 32),
-        "max_distance": settings.number("relative_attention_max_distance", 128),
+        "scaled": settings.flag("scale_decoder_outputs", tied and "scale_decoder_outputs" not in settings.fields),
+        "dropout": settings.real("dropout_rate", 0.1, most=1.0),
+        "num_buckets": settings.number("relative_attention_num_buckets", 32, most=WIDEST),
+        "max_distance": settings.number("relative_attention_max_distance", 128, most=WIDEST),
         "padding_id": padding_id,
         "norm_eps": settings.real("layer_norm_epsilon", 1e-6),
     }
@@ -120,4 +130,10 @@ T5 = Family(
     ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     head_by_file=True,
     task="span_corruption",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
 )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from framework.checkpoint import open_checkpoint
 from framework.config import RunConfig, parse
 from framework.huggingface.convert import companions
+from framework.huggingface.convert.decoders import ORIGINAL_LENGTH
 from framework.huggingface.convert.families import complete, family_of_model
 from framework.huggingface.convert.family import Family
 from framework.huggingface.files import CONFIG, TOKENIZER, write_json
@@ -92,7 +93,8 @@ def _fields(
     """The config.json: what our options decide wins over ``base``, the one that the model came with."""
     decided = family.write(options)
     # A name that transformers 5 and 4 share means what it says; one that ``base`` has beside ours might contradict it.
-    fields = {name: value for name, value in base.items() if name not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    contradicting = {"rope_scaling", "rope_theta", ORIGINAL_LENGTH, "torch_dtype", *family.aliases}
+    fields = {name: value for name, value in base.items() if name not in contradicting}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
