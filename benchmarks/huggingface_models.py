@@ -147,6 +147,8 @@ def _cell(found: dict[str, Any], layout: str) -> str:
     row = found["layouts"].get(layout)
     if row is None:
         return ""
+    if row["gradient"] is None:
+        return "refused"
     return f"{row['gradient']:.0e}" if row["passed"] else "**differs**"
 
 
