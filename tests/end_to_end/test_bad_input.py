@@ -190,8 +190,14 @@ def test_a_world_of_another_size_under_torchrun(
     ],
 )
 def test_the_other_commands(
-    command: list[str], said: str, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: list[str],
+    said: str,
+    corpus: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where no runs are, which would be named
     (tmp_path / "run.toml").write_text(to_toml(run_config(corpus, tmp_path)))
     (tmp_path / "empty").mkdir()
     assert main([word.format(runs=tmp_path, file=tmp_path / "run.toml") for word in command]) == 2

@@ -195,7 +195,7 @@ def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
 
 
 def test_the_ranks_that_are_walked_are_enough() -> None:
-    bench = workbench(samples=16, num_layers=13)
+    bench = workbench(samples=16, num_layers=29)
     for schedule, interleave in SCHEDULES:
         choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
         sketch = bench.sketch(with_choice(bench.config, choice), computed(bench, choice))
