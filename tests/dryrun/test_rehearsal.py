@@ -29,7 +29,7 @@ OF_GLOO = 4096
     "config",
     [
         RUNS["pp2"],
-        RUNS["llama-zb_h1-zero2"],
+        pytest.param(RUNS["llama-zb_h1-zero2"], marks=pytest.mark.torture),
         configured(model="llama", dp=2, tp=2, sequence=True, zero=3),
     ],
     ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3"],
@@ -61,6 +61,7 @@ def test_a_short_rehearsal_played_back_is_the_whole_one(planned: Planned) -> Non
     same_as_whole(planned.job, 2)
 
 
+@pytest.mark.torture
 def test_two_stages_of_a_rank_are_played_back_too() -> None:
     told: list[str] = []
     job = plan_job(configured("zb_v", 5, pp=2, model="llama"), told.append)

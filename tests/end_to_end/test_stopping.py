@@ -180,8 +180,8 @@ def long_run(corpus: Path, directory: Path, text: str, every: int = 0) -> RunCon
     return with_own_samples(run_config(corpus, directory, parallel=layout(text), **keys))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["dp2", pytest.param("", marks=pytest.mark.torture)])
+@pytest.mark.torture
+@pytest.mark.parametrize("text", ["dp2", ""])
 def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """A second and a third signal change nothing."""
     stopped(

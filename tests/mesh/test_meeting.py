@@ -65,6 +65,7 @@ def test_who_does_not_come_is_named_by_rank_and_node() -> None:
     assert "rank 0 at 127.0.0.1:" in found[1][0] and "has left" in found[1][0]
 
 
+@pytest.mark.torture
 def test_rank_0_does_not_come() -> None:
     (text, nodes) = told([1], 2, 0.1)[1]
     assert text.startswith("b cannot reach rank 0 at 127.0.0.1:") and nodes == ("b",)

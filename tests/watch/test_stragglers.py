@@ -123,7 +123,7 @@ def test_what_was_on_its_way() -> None:
     [
         LATER("pp2,tp2", 3, {}),
         LATER("pp2,tp2,sequence", 0, {}),
-        ("pp2,tp2", 2, {"pipeline": {"schedule": "zb_h1"}}),
+        LATER("pp2,tp2", 2, {"pipeline": {"schedule": "zb_h1"}}),
         LATER("dp2,tp2", 1, {"pipeline": {"recompute": "full"}}),
         LATER("dp4,zero1", 2, {}),
         ("dp2,pp2", 2, {}),
