@@ -418,7 +418,7 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
             shape = (batch, m, round(n * share), k)
             again.append(Work(Kind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
     queries, keys_and_values = profile.attended[0]
-    kept_bytes = round(queries + keys_and_values / 2 + profile.output_bytes + 2 * kept.shape[1] * kept.shape[2] / 2)
+    kept_bytes = round(queries + keys_and_values / 2 + profile.output_bytes + kept.shape[1] * kept.shape[2])
     return replace(
         profile,
         backward=profile.backward + tuple(again),
@@ -497,12 +497,12 @@ class Bench:
         length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
         key = (model.builder, options, length, of.practice, of.besides)
         if key not in self._workbenches:
-            self._workbenches[key] = _Bench(of.config, of.practice, self.draw, besides=of.besides)
+            self._workbenches[key] = _WithBesides(of.config, of.practice, self.draw, besides=of.besides)
         return self._workbenches[key].sketch(of.config)
 
 
 @dataclass
-class _Bench(Workbench):
+class _WithBesides(Workbench):
     """One whose layers do something besides."""
 
     besides: Callable[[LayerProfile], LayerProfile] | None = None

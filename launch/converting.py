@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from framework.checkpoint import Candidate, open_checkpoint
@@ -18,6 +19,16 @@ from framework.tracking.console import duration
 from launch.checkpoints import pick, size_of
 
 
+@contextmanager
+def _looked_into() -> Iterator[None]:
+    """Within: a place that may not be looked into is one message; what is written says so itself."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror} (errno {error.errno})") from error
+
+
+@_looked_into()
 def convert(
     run: Path,
     source: Sequence[str] | None,
@@ -32,21 +43,6 @@ def convert(
     Raises:
         UserError: what keeps it from being done; nothing is written then.
     """
-    try:
-        return _convert(run, source, target, overrides, step, dtype, shard_bytes)
-    except OSError as error:  # of a place that may not be looked into; what is written says so itself
-        raise CheckpointError(f"{error.filename}: {error.strerror} (errno {error.errno})") from error
-
-
-def _convert(
-    run: Path,
-    source: Sequence[str] | None,
-    target: Sequence[str] | None,
-    overrides: Sequence[str],
-    step: int | None,
-    dtype: str | None,
-    shard_bytes: int | None,
-) -> str:
     form, path = source or target or ("", "")
     if form != "hf":
         raise ConfigError(f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's")
