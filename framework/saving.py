@@ -61,7 +61,8 @@ class Saver:
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
         head = self._head()
-        begun: _Begun = mesh.world.gather_objects(self._begin(head.step) if mesh.rank == 0 else None)[0]
+        mine = self._begin(head.step) if mesh.rank == 0 else None
+        begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
         if begun.problem is not None:
             if not begun.may_pass:
                 raise CheckpointError(begun.problem)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from framework.errors import DataError, ScheduleError
-from framework.schedule.action import Action, Schedule, format_schedule, parse_schedule
+from framework.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
 from framework.schedule.draw import Reading, name_of
 from framework.schedule.simulate import Span, Timeline
 from framework.tracking.tracker import quietly, warn_on_stderr
@@ -106,7 +106,7 @@ def gather(parts: Parts, ticks: tuple[float, ...]) -> list[Seen]:
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
     mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
-    everyone: list[Seen] = mesh.pp.gather_objects(mine)
+    everyone: list[Seen] = mesh.pp.gather_objects(mine, Seen, Span, Action, Kind)
     return everyone
 
 

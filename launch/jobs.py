@@ -203,12 +203,13 @@ def _used(
     from launch import local
     from launch.devices import choose_devices
     from launch.environment import Launcher
+    from launch.leftovers import own_directory
 
     choose_devices(config)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, prepare)
     work, checked = prepare(config, default_world_size(config, local.num_devices(config)))
-    with tempfile.TemporaryDirectory(prefix="meshwright-logs-") as logs:
+    with tempfile.TemporaryDirectory(prefix="logs-", dir=own_directory()) as logs:
         keeping = checked.run.model_copy(update={"directory": logs, "name": run.resolve().name})
         return _ended(lambda: local.launch(work, checked.model_copy(update={"run": keeping})))
 

@@ -1,9 +1,14 @@
-"""The ranks of one machine, started by torch's elastic launcher from a server that has torch imported.
+"""The ranks of one machine: started, watched and ended by the launcher's own process.
 
-    meshwright train --- elastic agent ---- rank 0   console
-          |                  |        +---- rank 1   runs/NAME/logs/rank-1.log
-          | pipe             | watches      ...
-    fork server  ------------+-- forks them: 0.1 s each instead of an import of torch each
+    meshwright train ---- store at 127.0.0.1      process group rendezvous; nothing in it is unpickled
+          |   | sentinels
+          |   +---- rank 0   console
+          |   +---- rank 1   runs/NAME/logs/rank-1.log
+          | pipe     ...
+    fork server ---- forks them: 0.1 s each instead of an import of torch each
+
+Every socket of a local run listens on the loopback interface (docs/security.md). torch's elastic agent is not used: its
+store listens on all interfaces, and the agent unpickles what any client writes there.
 
 No rank outlives the launcher: each watches a pipe that the launcher holds, and dies with the fork server. What a rank
 does with its life, and how it ends, is in rank.py.
@@ -12,16 +17,19 @@ does with its life, and how it ends, is in rank.py.
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import shutil
 import signal
+import socket
 import sys
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from framework.config import RunConfig
 from framework.errors import ConfigError, MeshError
@@ -31,8 +39,12 @@ from launch.devices import check_devices
 from launch.environment import check_port
 from launch.failure import RankFailed, describe, read_notes, told
 from launch.forking import PRELOADED
-from launch.rank import Work, run_rank, set_threads
+from launch.leftovers import own_directory, remove_leftovers
+from launch.rank import Place, Work, run_rank, set_threads
 
+LOOPBACK = "127.0.0.1"
+UNKNOWN_EXIT = 255
+"""What multiprocessing says of a child whose fork server is gone: nobody is left who could tell."""
 SHUTDOWN_S = 3
 """How long the ranks that are left after a failure have to end by themselves."""
 
@@ -71,6 +83,8 @@ def warm_up(config: RunConfig, module: str) -> None:
     imports torch alone: a library that asks for devices while it is imported would make CUDA useless in the ranks.
     """
     os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
+    remove_leftovers()
+    own_directory()  # the fork server's socket goes there
     if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
         modules = ["torch", "torch.distributed.device_mesh"]
     else:
@@ -129,64 +143,112 @@ def launch(work: Work, config: RunConfig) -> None:
         ) from None
     port = _meeting_port()
     with contextlib.ExitStack() as stack:
-        notes = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-")))
-        (notes / "listening").mkdir()
+        notes = own_directory() / f"notes-{time.monotonic_ns()}"
+        (notes / "listening").mkdir(parents=True)
+        stack.callback(shutil.rmtree, notes, ignore_errors=True)
         others = multiprocessing.active_children()
         stack.callback(_kill_children, but=others)
         end = _End(notes / "listening", num_ranks, others)
         unwanted = ignored()
-        stack.enter_context(end.listening(set(SIGNALS).difference(unwanted)))
-        stack.enter_context(_quiet_torch())
+        stack.enter_context(end.listening({*SIGNALS, signal.SIGQUIT}.difference(unwanted)))
         warm_up(config, work.__module__)
+        _, bound = stack.enter_context(_open_store(port, num_ranks))
         try:
-            _elastic(work, config, num_ranks, port, logs, notes, unwanted)
+            ranks = _start(work, config, bound, logs, notes, unwanted)
+            _watch(ranks, notes, logs)
         except RankFailed as failed:
             failed.asked = end.told
             raise
 
 
-def _elastic(
-    work: Work,
-    config: RunConfig,
-    num_ranks: int,
-    port: int,
-    logs: Path,
-    notes: Path,
-    unwanted: list[signal.Signals],
-) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+@contextlib.contextmanager
+def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
+    """Serve the ranks' rendezvous store from this process, at 127.0.0.1 alone; yield it and its port.
 
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=f"{config.run.name}-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
-        local_addr="127.0.0.1",  # otherwise the launcher asks what its host name resolves to
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="forkserver",
-        signals_to_handle="SIGQUIT",  # the others are handled here
-        shutdown_timeout=SHUTDOWN_S,
-    )
+    torch's own TCPStore would listen on all interfaces: it is given a socket that is bound already.
+    """
+    import torch.distributed as dist
+
     try:
-        elastic_launch(settings, run_rank)(work, config, str(logs), str(notes), unwanted)
-    except ChildFailedError as error:
-        noticed, found = error.get_first_failure()
-        raise told(noticed, found.exitcode, read_notes(notes), logs) from None
-    except SignalException as error:
-        raise Interrupted(error.sigval) from None
-    except RendezvousError as error:
+        listener = socket.create_server((LOOPBACK, port))
+    except OSError as error:
         raise MeshError(
-            f"the launcher cannot listen at localhost, port {port or 'any'}: {error.__cause__ or error}. Set "
-            f"MASTER_PORT to a free port"
+            f"the launcher cannot listen at {LOOPBACK}, port {port or 'any'}: {error.strerror}. Set MASTER_PORT to a "
+            f"free port"
         ) from None
+    bound = listener.getsockname()[1]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, bound, num_ranks, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    yield store, bound
+
+
+def _start(
+    work: Work, config: RunConfig, port: int, logs: Path, notes: Path, unwanted: list[signal.Signals]
+) -> list[Any]:
+    """Fork all ranks; returns their processes by rank.
+
+    Raises:
+        MeshError: the fork server has ended meanwhile.
+    """
+    context = multiprocessing.get_context("forkserver")
+    num_ranks = config.launch.processes
+    assert isinstance(num_ranks, int)
+    ranks = []
+    for rank in range(num_ranks):
+        place = Place(rank, num_ranks, LOOPBACK, port)
+        process = context.Process(
+            target=run_rank, args=(work, config, str(logs), str(notes), unwanted, place), name=f"rank-{rank}"
+        )
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            raise _server_gone(f"while it started rank {rank} ({error or type(error).__name__})") from None
+        ranks.append(process)
+    return ranks
+
+
+def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
+    """Block until all ranks have ended, or one has failed and the others were ended after it.
+
+    Raises:
+        RankFailed: a rank failed, or all have saved and left as they were asked to.
+        MeshError: the fork server was killed, and the ranks with it.
+    """
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while running:
+        ended = sorted(running.pop(sentinel) for sentinel in wait(list(running)) if sentinel in running)
+        failed = [rank for rank in ended if ranks[rank].exitcode]
+        if failed:
+            codes = {rank: ranks[rank].exitcode for rank in failed}
+            _end_all(ranks)
+            failures = read_notes(notes)
+            if not failures and codes[failed[0]] == UNKNOWN_EXIT:
+                raise _server_gone("and all ranks with it")
+            raise told(failed[0], codes[failed[0]], failures, logs)
     for left in read_notes(notes):  # nobody failed: they have saved, and all left as they were asked to
         raise RankFailed(left.message, left.rank, left.exit_code)
+
+
+def _end_all(ranks: Sequence[Any]) -> None:
+    """Ask the ranks that are left to end, wait up to SHUTDOWN_S, then kill them."""
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    deadline_s = time.monotonic() + SHUTDOWN_S
+    for process in ranks:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _server_gone(when: str) -> MeshError:
+    return MeshError(
+        f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was out of memory "
+        f"(`dmesg` tells). Start again, with fewer ranks or a smaller model if memory is short"
+    )
 
 
 class _End:
@@ -214,6 +276,8 @@ class _End:
 
     def asked(self, signum: int, frame: object) -> None:
         """The launcher's handler of SIGNALS."""
+        if signum == signal.SIGQUIT:
+            raise Interrupted(signum)
         if self.told:
             return
         ranks = [int(place.name) for place in self._listening.iterdir()]
@@ -233,7 +297,7 @@ def _meeting_port() -> int:
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
-    """The agent forgets those that it was just starting when a signal came; the interpreter would wait for them."""
+    """End the ranks that a signal or an error has left; the interpreter would wait for them."""
     for child in multiprocessing.active_children():
         if child not in but:
             child.kill()
@@ -253,14 +317,3 @@ def _variables(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """The agent logs each failure with its own traceback; the one message for people is made here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.forking import die_with, loopback, preload
+from launch.leftovers import own_directory, remove_leftovers
 
 GRACE_S = 0.2
 """After a first failure: how long others may still report theirs, so that the earliest is known."""
@@ -93,9 +94,10 @@ class RankPool:
     def __init__(self, max_ranks: int = 8) -> None:
         assert max_ranks >= 1
         self.max_ranks = max_ranks
-        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-", dir=own_directory()))
         self._workers: list[Worker] = []
         self._num_worlds = 0
+        remove_leftovers()
         preload()
 
     def __enter__(self) -> RankPool:

@@ -1,6 +1,6 @@
 """The rank's side of a launch: the life of a process that the launcher has forked, and its end.
 
-A rank that fails writes down when and why. One that fails because it lost a peer lingers, so that the agent first
+A rank that fails writes down when and why. One that fails because it lost a peer lingers, so that the launcher first
 notices the peer: what is shown is the cause and not its echo. It dies with its launcher.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.config import RunConfig
 from framework.errors import Preempted
@@ -31,20 +31,50 @@ Work = Callable[[RunConfig, GiveUp], None]
 """What a rank does: given its configuration, and what ends its process when its main thread may be stuck for good."""
 
 HOLD_S = 3.0
-"""How long a rank that lost a peer lingers: the agent looks every 0.1 s, and must notice the lost one first."""
+"""How long a rank that lost a peer lingers: the launcher must notice the lost one first."""
 SILENT_S = 30.0
 """How long a rank keeps to itself what another one of its node says too: it is ended before, or speaks after all."""
 
 
-def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals]) -> None:
+class Place(NamedTuple):
+    """Which rank of a local run this is, and where the launcher's store listens."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+    def variables(self) -> dict[str, str]:
+        """Environment of ``torch.distributed`` for a rank that is a client of its launcher's store.
+
+        All of the run's sockets go to the loopback interface, whatever the user's shell has set for a cluster.
+        """
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": "local",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": loopback(),
+            "NCCL_SOCKET_IFNAME": loopback(),
+        }
+
+
+def run_rank(
+    work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals], place: Place
+) -> None:
     """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
     for each in SIGNALS:  # DFL until it listens (framework.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the server that it was forked from blocks all
     os.environ[LISTENING] = str(Path(notes) / "listening")
-    rank = int(os.environ["RANK"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    rank = place.rank
+    os.environ.update(place.variables())
     if rank != 0:
         _redirect(Path(logs) / f"rank-{rank}.log")
     faulthandler.enable()
@@ -52,7 +82,7 @@ def run_rank(work: Work, config: RunConfig, logs: str, notes: str, unwanted: lis
         set_threads(config.launch.threads)
         work(config, partial(_end_rank, rank, Path(notes)))
     except BaseException as error:
-        if isinstance(error, Preempted):  # no failure to the agent, which would end the others: it waits for all
+        if isinstance(error, Preempted):  # no failure to the launcher, which would end the others: it waits for all
             _tell(error, rank, Path(notes))
             return
         _end_rank(rank, Path(notes), error)

@@ -69,7 +69,7 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
         speed,
         problem,
     )
-    found: list[Facts] = mesh.world.gather_objects(mine)
+    found: list[Facts] = mesh.world.gather_objects(mine, Facts)
     return found
 
 

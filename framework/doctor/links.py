@@ -87,7 +87,7 @@ def measure_links(mesh: Mesh) -> list[Link]:
                 measured = _measure(mesh.world, pair, mesh.device)
                 if mesh.rank == pair[0]:
                     mine = Link((mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured)
-        found += [link for link in mesh.world.gather_objects(mine) if link is not None]
+        found += [link for link in mesh.world.gather_objects(mine, Link) if link is not None]
     return found
 
 
@@ -136,7 +136,7 @@ def measure_sums(mesh: Mesh) -> list[Sum]:
             seconds = _sum(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
             sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
             mine = Sum(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
-        found += [each for each in mesh.world.gather_objects(mine) if each is not None]
+        found += [each for each in mesh.world.gather_objects(mine, Sum) if each is not None]
     return found
 
 

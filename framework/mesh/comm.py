@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from framework.errors import CommunicationError
 from framework.mesh.activity import Activity, Waits
+from framework.mesh.messages import MAX_BYTES, decode, encode
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -328,15 +329,35 @@ class Group:
         ]
         return dist.batch_isend_irecv(operations)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's ``value`` in group order (pickled: only between our own ranks, never from a file). Blocks."""
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+        """Gather everyone's small ``value`` in group order. Blocks.
+
+        Sent as JSON (framework/mesh/messages.py): plain Python values, and the NamedTuples and Enums in ``kinds``.
+        Two all-gathers, of the lengths and of the bytes padded to the longest.
+
+        Raises:
+            CommunicationError: what came is no such value.
+        """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        message = encode(value, kinds)
+        if len(message) > MAX_BYTES:
+            raise CommunicationError(f"a value of {len(message)} bytes is more than ranks gather ({MAX_BYTES})")
         self.activity.waits(_Blocking(self, "gathering of small values", self.activity.posts(self._key)))
-        dist.all_gather_object(values, value, group=self.process_group)
+        device = "cuda" if dist.get_backend(self.process_group) == "nccl" else "cpu"
+        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
+        _all_gather(lengths, torch.tensor([len(message)], device=device), group=self.process_group)
+        longest = int(lengths.max())
+        if not 0 < longest <= MAX_BYTES or int(lengths.min()) < 1:
+            raise CommunicationError(f"ranks say that they send {lengths.tolist()} bytes: at most {MAX_BYTES} can be")
+        mine = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        _all_gather(everyone, mine, group=self.process_group)
         self.activity.waits(None)
-        return values
+        rows = everyone.cpu().view(self.size, longest)
+        return [
+            decode(row[:length].numpy().tobytes(), kinds) for row, length in zip(rows, lengths.tolist(), strict=True)
+        ]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The group as torch's fully_shard wants it. Local."""

@@ -29,7 +29,7 @@ from framework.mesh.mesh import Mesh
 class PaperGroup(Group):
     """A group of which only this rank is there. What others would say is taken to be what this one says."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
         """This rank's, as often as there are ranks."""
         return [value] * self.size
 

@@ -186,7 +186,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
                 tp_rank = None if each.over_tp else mesh.at.tp_rank
                 own.append((Piece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
     copies: dict[Piece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in enumerate(mesh.world.gather_objects(own)):
+    for rank, found in enumerate(mesh.world.gather_objects(own, Piece)):
         for piece, number in found:
             copies[piece][number].append(rank)
     step = parts.state.step

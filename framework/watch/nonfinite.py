@@ -144,7 +144,7 @@ def find_cause(parts: Parts, feed: StepFeed, *, again: bool) -> str:
 
 
 def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
-    return [each for found in parts.mesh.world.gather_objects(mine) for each in found]
+    return [each for found in parts.mesh.world.gather_objects(mine, Evidence, Of) for each in found]
 
 
 def refuse(parts: Parts, feed: StepFeed, numbers: str) -> None:

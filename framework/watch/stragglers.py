@@ -110,7 +110,7 @@ class Stragglers:
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
         mine = Told(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
-        everyone: list[Told] = mesh.world.gather_objects(mine)
+        everyone: list[Told] = mesh.world.gather_objects(mine, Told)
         if mesh.rank != 0:
             return None
         try:

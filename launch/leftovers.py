@@ -1,0 +1,81 @@
+"""Temporary files of a launcher, and how those of one that was killed are told and removed.
+
+A process killed with -9 removes nothing. Each launcher holds a lock in its directory for as long as it lives: a
+directory whose lock is free belongs to nobody any more. (A process id would not tell: two containers may share /tmp.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+PREFIX = "meshwright-launcher-"
+PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
+LOCK = "lock"
+YOUNG_S = 60
+"""A directory without a lock may have been made this instant."""
+LONGEST = 60
+"""Characters of a place that leave room for the name of a Unix socket, of which the kernel takes 107 in all."""
+
+_own: dict[int, tuple[Path, int]] = {}
+
+
+def own_directory() -> Path:
+    """Return this process's temporary directory, mode 0700; made at the first call, removed when the process exits.
+
+    The socket of multiprocessing's fork server goes there too.
+    """
+    pid = os.getpid()
+    if pid not in _own:
+        made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
+        lock = os.open(made / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _own[pid] = made, lock
+        # where multiprocessing.util.get_temp_dir puts its sockets, instead of a directory of its own
+        multiprocessing.process.current_process()._config.setdefault("tempdir", str(made))  # type: ignore[attr-defined]
+        atexit.register(_remove_own, pid)
+    return _own[pid][0]
+
+
+def _place() -> Path:
+    """Return the temporary directory of this user's choice, or /tmp where sockets cannot have so long a name."""
+    wanted = Path(tempfile.gettempdir())
+    return wanted if len(os.fsencode(wanted)) <= LONGEST else Path("/tmp")
+
+
+def _remove_own(pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has other things to do at its exit
+        shutil.rmtree(_own[pid][0], ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Remove this user's launcher directories whose lock is free. Never another user's, never through a link."""
+    for entry in _place().glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = entry.lstat()
+            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if mine and PATTERN.fullmatch(entry.name) and _is_abandoned(entry, status.st_mtime):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_abandoned(directory: Path, made_s: float) -> bool:
+    try:
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return time.time() - made_s > YOUNG_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
