@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from framework import contract
 from framework.errors import ModelError, UserError
-from framework.imports import find_function, place
+from framework.imports import SCHEMES, find_function, place
 from framework.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
@@ -116,13 +116,6 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
             problems.append(f"model.options.{name} is missing: {path} needs it")
     if problems:
         raise ModelError("\n".join(problems))
-
-
-SCHEMES = {
-    "hf": ("framework.huggingface.restructure.layers:builder", "framework.huggingface.restructure.directory:vocabulary")
-}
-"""``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
-imported, as a user's own is."""
 
 
 def find_builder(path: str) -> Callable[..., Any]:

@@ -44,6 +44,7 @@ from framework.materialise import stage_members
 from framework.mesh.comm import Group
 from framework.optimizer.flat import states_of
 from framework.parameters import ParameterInfo
+from framework.trust import check_trusted, same_builders
 from framework.watch.lock import RunLock
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
@@ -59,15 +60,22 @@ class Resharded(NamedTuple):
 
 
 def reshard(
-    source: Path, out: Path, overrides: Sequence[str] = (), *, max_file_bytes: int = MAX_FILE_BYTES
+    source: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    trust_code: bool = False,
 ) -> Resharded:
     """Write the checkpoint ``source`` into the run directory ``out``, laid out by its configuration plus overrides.
 
-    ``out`` is then a run directory that ``meshwright train out/config.toml`` goes on from.
+    ``out`` is then a run directory that ``meshwright train out/config.toml`` goes on from. ``trust_code``: import
+    whatever builder the checkpoint names.
 
     Raises:
         CheckpointError: the source is damaged, or ``out`` cannot take it.
-        ConfigError: an override that changes more than the layout, or a layout that does not fit.
+        ConfigError: an override that changes more than the layout, or a layout that does not fit; a builder that is not
+            meshwright's own and that no override names.
     """
     if out.name in ("", ".."):
         out = out.resolve()  # its name is to be that of the run
@@ -75,7 +83,7 @@ def reshard(
     with contextlib.ExitStack() as held_open:
         checkpoint = held_open.enter_context(_sound(source))
         saved = checkpoint.manifest
-        config = _laid_out(saved.config, out, overrides, f"{source}/manifest.json")
+        config = _laid_out(saved.config, out, overrides, f"{source}/manifest.json", trust_code)
         _check_free(out, saved.step, config)
         parallel = config.parallel
         blueprints = [
@@ -190,16 +198,19 @@ def _sound(source: Path) -> Checkpoint:
     return checkpoint
 
 
-def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str) -> RunConfig:
+def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str, trust_code: bool) -> RunConfig:
     """The saved configuration on the new layout, resolved; it names ``out`` as the directory of its run."""
-    given = {given.path[:2] for given in read_overrides(overrides).given if given.path[:2] in KEYS}
-    refused = sorted(".".join(path) for path in given if path[0] not in MAY_CHANGE or path == ("run", "seed"))
+    given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    before = parse(json.dumps(saved), place)
+    changed = given.keys() - same_builders(before, given)
+    refused = sorted(".".join(path) for path in changed if path[0] not in MAY_CHANGE or path == ("run", "seed"))
     if refused:
         raise ConfigError(
             f"{', '.join(refused)}: a checkpoint is rewritten on another layout, and the run stays what it is; only "
             f"parallel.*, pipeline.*, run.name and run.directory may be changed. `meshwright train` takes the others"
         )
-    tree = parse(json.dumps(saved), place).model_dump(mode="json")
+    check_trusted(before, place, overrides, trust_code=trust_code)
+    tree = before.model_dump(mode="json")
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["launch"]["processes"] = "auto"
     config = change(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)

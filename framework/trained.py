@@ -30,6 +30,7 @@ from framework.pipeline.stage import Stage
 from framework.pipeline.values import Loss
 from framework.resume import newest_sound
 from framework.runs import RESOLVED, find_run, is_checkpoint
+from framework.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
 """Sections that say how the work is laid out, and not what it is."""
@@ -88,23 +89,30 @@ def config_for(
     *,
     defaults: Sequence[str] = (),
     may_change: Collection[tuple[str, str]] = KEPT,
+    trust_code: bool = False,
 ) -> RunConfig:
     """The configuration that the model was trained with, ``defaults`` and then ``overrides`` on top; nothing of it is
     resolved. What only training needs is at its default, and the micro-batches go through the stages in their order.
-    ``what``: what it is for, in an error.
+    ``what``: what it is for, in an error. ``trust_code``: import whatever builders it names.
 
     Raises:
-        ConfigError: an override of what is not the layout's, or one that does not hold with the others.
+        ConfigError: an override of what is not the layout's, or one that does not hold with the others; a builder that
+            is not meshwright's own and that no override names.
     """
     given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
-    refused = sorted(".".join(path) for path in given if path[0] not in LAYOUT and path not in may_change)
+    saved = parse(json.dumps(place.saved), place.source)
+    names_saved = same_builders(saved, given)
+    refused = sorted(
+        ".".join(path) for path in given if path[0] not in LAYOUT and path not in may_change and path not in names_saved
+    )
     if refused:
         others = ", ".join(sorted(".".join(path) for path in may_change))
         raise ConfigError(
             f"{', '.join(refused)}: {what} takes the run as it is; only parallel.*, pipeline.*, launch.* and {others} "
             f"may be changed"
         )
-    tree = parse(json.dumps(place.saved), place.source).model_dump(mode="json")
+    check_trusted(saved, place.source, overrides, trust_code=trust_code)
+    tree = saved.model_dump(mode="json")
     for section in ONLY_TRAINING:
         del tree[section]
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp

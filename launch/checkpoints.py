@@ -14,6 +14,7 @@ from framework.checkpoint.manifest import MANIFEST, Entry
 from framework.checkpoint.shard import TORCH_DTYPES
 from framework.errors import CheckpointError
 from framework.summary import columns, memory
+from framework.trust import foreign_builders
 
 if TYPE_CHECKING:
     from framework.reshard import Resharded
@@ -137,13 +138,14 @@ def resharded(source: Path, written: Resharded, out: Path) -> str:
     before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
     files = sorted(written.manifest.files.items())
     total = memory(sum(file.size for _, file in files))
+    trust = " --trust-code" if foreign_builders(written.config) else ""
     return "\n".join(
         [
             f"{source}: {before}",
             f"{written.path}: {after}",
             *columns([(f"  {name}", memory(file.size)) for name, file in files], "<>"),
             f"{len(files):,} file{'s' * (len(files) != 1)}, {total}",
-            f"go on with: meshwright train {out / 'config.toml'}",
+            f"go on with: meshwright train {out / 'config.toml'}{trust}",
         ]
     )
 

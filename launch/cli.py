@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(leaving.code or 0)
     run: Command = options.run
     try:
+        if "config" in options and "trust_code" in options:
+            from framework.trust import check_file
+
+            check_file(options.config, overrides, trust_code=options.trust_code)
         return run(options, overrides)
     except UserError as error:
         return say(error, error.exit_code)

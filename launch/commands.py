@@ -234,7 +234,11 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     from launch import checkpoints
 
     source = checkpoints.pick(options.place, options.step).path
-    print(checkpoints.resharded(source, reshard(source, options.out, overrides), options.out))
+    print(
+        checkpoints.resharded(
+            source, reshard(source, options.out, overrides, trust_code=options.trust_code), options.out
+        )
+    )
     return 0
 
 

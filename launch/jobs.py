@@ -164,7 +164,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
     place = locate(options.place, options.step)
     defaults = [] if launcher is Launcher.NONE else ["--parallel.dp=auto"]
-    config = config_for(place, overrides, "eval", defaults=defaults)
+    config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
     if options.data is not None:
         config = of_corpus(config, options.data)
     work = Evaluation(place, options.data is None, options.out, options.batches)
@@ -187,7 +187,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     defaults = list(SAME_TEXT)
     if launcher is Launcher.NONE and not any(word.startswith("--parallel.") for word in overrides):
         defaults += ["--parallel.pp=1", "--parallel.tp=1"]
-    config = config_for(place, overrides, "sample", defaults=defaults)
+    config = config_for(place, overrides, "sample", defaults=defaults, trust_code=options.trust_code)
     ask = Ask(tuple(options.prompt), options.tokens, options.temperature, options.top_k, options.top_p, options.seed)
     work = Sampling(place, ask, options.out)
     return _used(config, launcher, place.run, lambda config, size: (work, check(config, size, len(ask.prompts))))

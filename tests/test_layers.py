@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "seeding": GROUND,
     "contract": GROUND,
     "imports": GROUND,
+    "trust": GROUND | {"config", "imports", "runs"},
     "model": GROUND | {"seeding", "contract", "imports"},
     "meter": GROUND,
     "runs": GROUND,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch import commands
-from launch.arguments.words import Added, command, config_file, count
+from launch.arguments.words import Added, command, config_file, count, trust_code
 
 
 def mesh(added: Added) -> None:
@@ -66,6 +66,7 @@ def stages(added: Added) -> None:
         takes_overrides=True,
     )
     config_file(parser)
+    trust_code(parser)
 
 
 def plan(added: Added) -> None:
@@ -89,6 +90,7 @@ def plan(added: Added) -> None:
     parser.add_argument("--global-batch", type=count, metavar="N", help="samples of a step (default: the config's)")
     parser.add_argument("--best", type=count, metavar="N", help="how many layouts to list (default: 10)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write plan.toml and plan.html")
+    trust_code(parser)
 
 
 def calibrate(added: Added) -> None:
@@ -132,3 +134,4 @@ def dryrun(added: Added) -> None:
     parser.add_argument(
         "--cluster", metavar="NAME|FILE", help="whose device tells seconds and MFU (default: h100, for a run on GPUs)"
     )
+    trust_code(parser)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch import commands
 from launch import data as corpora
-from launch.arguments.words import Added, command, config_file, count, size, text, whole
+from launch.arguments.words import Added, command, config_file, count, size, text, trust_code, whole
 
 
 def data(added: Added) -> None:
@@ -216,6 +216,7 @@ def checkpoint(added: Added) -> None:
         takes_overrides=True,
     )
     resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run directory to be written")
+    trust_code(resharded)
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:

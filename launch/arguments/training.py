@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from launch import commands, jobs
-from launch.arguments.words import Added, command, config_file, count, share, temperature, text, whole
+from launch.arguments.words import Added, command, config_file, count, share, temperature, text, trust_code, whole
 
 
 def train(added: Added) -> None:
@@ -23,6 +23,7 @@ def train(added: Added) -> None:
         takes_overrides=True,
     )
     config_file(parser)
+    trust_code(parser)
 
 
 def doctor(added: Added) -> None:
@@ -38,6 +39,7 @@ def doctor(added: Added) -> None:
         takes_overrides=True,
     )
     config_file(parser)
+    trust_code(parser)
 
 
 def slurm(added: Added) -> None:
@@ -72,6 +74,7 @@ def slurm(added: Added) -> None:
         "--chain", type=count, default=1, metavar="N", help="submit N jobs of which one runs at a time (default: 1)"
     )
     parser.add_argument("--submit", action="store_true", help="call sbatch")
+    trust_code(parser)
 
 
 def verify(added: Added) -> None:
@@ -91,6 +94,7 @@ def verify(added: Added) -> None:
     )
     parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument("--whole", action="store_true", help="the model at its full size; otherwise it is shrunk")
+    trust_code(parser)
 
 
 def evaluate(added: Added) -> None:
@@ -153,4 +157,5 @@ def _run_to_read(parser: argparse.ArgumentParser) -> None:
     """A trained model by its run."""
     parser.add_argument("place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*")
     parser.add_argument("--step", type=whole, metavar="N", help="the checkpoint of this step (default: the newest)")
+    trust_code(parser)
     parser.usage = f"{parser.prog} RUN [options] [--section.key=value ...]"

@@ -46,6 +46,15 @@ def config_file(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
+def trust_code(parser: argparse.ArgumentParser) -> None:
+    """A run, checkpoint or configuration in a run directory may name code that is not meshwright's."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="import whatever builder a run or checkpoint names (default: meshwright's own models only)",
+    )
+
+
 def count(text: str) -> int:
     """A whole number from 1 up."""
     return _number(int, text, lambda number: number >= 1, "a whole number from 1 up")

@@ -230,3 +230,20 @@ def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
         else:
             with pytest.raises(ConfigError, match="builder"):
                 load(file, [])
+
+
+def test_no_key_of_a_configuration_leads_to_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of its own and kernels of the hub: as if they stood in no config.json, at the top or in a table of it."""
+    from framework.huggingface.restructure.directory import LEADING_TO_CODE, configuration
+
+    own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    path = directory("llama", tmp_path)
+    (path / "code.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    kernel = dict.fromkeys(LEADING_TO_CODE - {"auto_map"}, "stranger/kernel:run")
+    changed(path, auto_map=own, **kernel)
+    found = configuration(path, {})
+    assert not hasattr(found, "auto_map") and "stranger" not in repr(vars(found))
+    build_model(f"hf:{path}", {"weights": False}, 1)
+    assert "has no such key" in said(path, attn_implementation="stranger/kernel:run")
+    assert "has no such key" in said(path, auto_map=own)
+    assert not (tmp_path / "canary").exists()

@@ -19,6 +19,17 @@ FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """How a configuration may call their number."""
 MOST_LAYERS = 10_000
+LEADING_TO_CODE = frozenset(
+    {"auto_map", "custom_generate"}
+    | {
+        f"{start}{part}_implementation{end}"
+        for start in ("", "_")
+        for part in ("attn", "experts")
+        for end in ("", "_internal")
+    }
+)
+"""Keys with which a configuration can name code outside of transformers: modules of its own, kernels of the hub. They
+count nowhere, in no table of it."""
 
 
 def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
@@ -53,7 +64,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             f"directory that they were made from, or dequantize them with transformers and save_pretrained"
         )
     kind_of_config = transformers.CONFIG_MAPPING[kind]
-    known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})}
+    known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
     unknown = [name for name in overrides if name not in known]
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, 1)
@@ -69,12 +80,19 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
         merged["layer_types"] = merged["layer_types"][:layers]
     try:
-        config = kind_of_config.from_dict({name: value for name, value in merged.items() if name != "auto_map"})
+        config = kind_of_config.from_dict(_without_code(merged))
         config.get_text_config().base_model_pp_plan  # noqa: B018 - a part of it that is no configuration
     except Exception as error:
         said = " ".join(str(error).split())
         raise ModelError(f"{path / CONFIG}: transformers does not take it: {said}") from error
     return config
+
+
+def _without_code(value: Any) -> Any:
+    """The same tree without the keys that lead to code."""
+    if isinstance(value, dict):
+        return {name: _without_code(inner) for name, inner in value.items() if name not in LEADING_TO_CODE}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _with_floats(value: Any) -> Any:

@@ -134,7 +134,9 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with parameters_on_meta():
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False, **chosen
+            )
     except Exception as error:
         raise ModelError(f"{place}: transformers cannot build it: {type(error).__name__}: {error}") from error
     model.config.use_cache = False

@@ -1,0 +1,96 @@
+"""Trust in code that a file names: which builders a downloaded run, checkpoint or configuration may import.
+
+    file given on the command line          any builder: the user has named it
+    file of a run or checkpoint,            meshwright's own builders (framework/imports.py), or what the user names
+    whoever made it                         too: --model.builder=my_model:build, or --trust-code for anything
+
+Nothing is imported to find out, and without trust nothing is imported at all. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from framework.config import RunConfig, load
+from framework.config.given import read_overrides
+from framework.errors import ConfigError
+from framework.imports import OWN_BUILDERS, find_source, is_own_builder
+from framework.runs import is_checkpoint, is_run
+from framework.stderr import tell
+
+CODE_KEYS = (("model", "builder"), ("data", "builder"))
+"""Keys whose value is imported."""
+BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
+"""What lies beside the configuration of a run, or of an exported model, that has lost its other files."""
+DEPTH = 4
+"""Levels above a file that may be the run directory: RUN/checkpoints/step-00000010/config.toml is three below it."""
+
+
+def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
+    """Refuse builders that ``source``, a file of a run or checkpoint, names and nobody else does.
+
+    ``overrides``: the words of the command line; a builder that they name is the user's own choice. With ``trust_code``
+    each function is printed with its file instead.
+
+    Raises:
+        ConfigError: a line for each such key, with the function, its file and how to go on.
+    """
+    named = {given.path: given.value for given in read_overrides(overrides).given}
+    problems = []
+    for (section, key), path in foreign_builders(config).items():
+        if named.get((section, key)) == path:
+            continue
+        function, file = path.partition(":")[2], find_source(path)
+        where = f"from {file}" if file else "of a module that Python does not find from here"
+        if trust_code:
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # one of them says it
+                tell(f"--trust-code: {section}.{key} = {path!r} imports {function} {where}")
+            continue
+        problems.append(
+            f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it runs "
+            f"that code. If you trust it, add --trust-code, or name it yourself: --{section}.{key}={path}. Without "
+            f"that a run or checkpoint may name only meshwright's own models ({', '.join(OWN_BUILDERS)}, hf:DIRECTORY)"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
+    """Return the builders that are not meshwright's own, by their keys."""
+    found = {key: getattr(getattr(config, key[0]), key[1]) for key in CODE_KEYS}
+    return {
+        key: path
+        for key, path in found.items()
+        if path is not None and not (key == ("model", "builder") and is_own_builder(path))
+    }
+
+
+def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
+    """Return the builder keys that ``given`` (key -> value) sets to what ``saved`` has: trust in it, and no change."""
+    return {path for path in CODE_KEYS if path in given and given[path] == getattr(getattr(saved, path[0]), path[1])}
+
+
+def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
+    """Refuse a configuration that lies in a run directory as :func:`check_trusted` does. Any other one is the user's.
+
+    Raises:
+        ConfigError: the same; or the configuration does not hold together.
+    """
+    if comes_with_run(Path(path)):
+        check_trusted(load(path, overrides), path, overrides, trust_code=trust_code)
+
+
+def comes_with_run(file: Path) -> bool:
+    """Check whether a file lies in a run directory, a checkpoint or an exported model; links are followed."""
+    try:
+        folders = list(file.resolve().parents)[:DEPTH]
+        return any(map(_holds_run, folders)) or any(any(folders[0].glob(name)) for name in BESIDE)
+    except OSError:
+        return True
+
+
+def _holds_run(folder: Path) -> bool:
+    return is_run(folder) or is_checkpoint(folder) or any(map(is_checkpoint, (folder / "checkpoints").glob("*")))

@@ -1,0 +1,49 @@
+"""Runs and checkpoints as a stranger would make them: sound files, right hashes, and a builder that is not ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from framework.checkpoint import Head, Kind, Piece, begin, publish, write_shard
+from framework.checkpoint.save import final_directory
+from framework.config import RunConfig, default_world_size, keep, resolve
+from framework.parameters import ParameterInfo
+
+CANARY = "canary"
+"""The file that a payload makes in the working directory."""
+MODULE = f'open("{CANARY}", "w").close()\n\n\ndef build(**options):\n    open("{CANARY}", "w").close()\n'
+
+
+def planted(run: Path, **sections: dict[str, Any]) -> Path:
+    """A run directory with a checkpoint of step 2, its resolved.json and its config.toml."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": run.name, "directory": str(run.parent)},
+        "data": {"train": "runs/data/none/train", "sequence_length": 8},
+        "batch": {"micro_batch_size": 1, "global_batch": 1},
+        "train": {"device": "cpu", "steps": 2},
+    }
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update(keys)
+    config = RunConfig.model_validate(tree)
+    config = resolve(config, default_world_size(config, 0))
+    temporary = begin(run, 2, "a1")
+    info = ParameterInfo("0.weight", (2, 2))
+    write_shard(temporary, "pp0-tp0", [Piece(Kind.WEIGHTS, info, torch.zeros(2, 2))])
+    saved = config.model_dump(mode="json")
+    publish(temporary, final_directory(run, 2), Head(2, 2, 1, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}))
+    keep(run, config)
+    return run
+
+
+def payloads(folder: Path) -> None:
+    """Modules in the working directory, alone and in packages named like ours, that make the canary when imported."""
+    (folder / "payload.py").write_text(MODULE)
+    for package in ("theirs", "models", "framework", "launch"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(MODULE)
+        (folder / package / "payload.py").write_text(MODULE)
+    (folder / "bare").mkdir()
+    (folder / "bare" / "payload.py").write_text(MODULE)

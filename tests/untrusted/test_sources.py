@@ -1,0 +1,100 @@
+"""No file of ours unpickles, evaluates or shells out, and each importer of a configured function is known."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for folder in ("framework", "launch", "models", "examples") for path in (ROOT / folder).rglob("*.py")]
+UNSAFE = re.compile(
+    r"(eval|exec|compile|__import__|input)"
+    r"|(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve|torch)\.(loads?|Unpickler|open)"
+    r"|torch\.(package\.\w+|hub\.\w+|jit\.load)"
+    r"|(np|numpy)\.(load|loadtxt|genfromtxt)"
+    r"|yaml\.(load|load_all|full_load|unsafe_load|Loader|UnsafeLoader|FullLoader|CLoader)"
+    r"|os\.(system|popen|exec\w*|spawn\w*)"
+    r"|subprocess\.(getoutput|getstatusoutput)"
+    r"|importlib\.(import_module|util\.module_from_spec|reload)|runpy\.\w+"
+    r"|jinja2\.Template|.*\.from_string|plt\.style\.use|matplotlib\.style\.use|.*\.from_pretrained"
+)
+ALLOWED = {
+    ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
+    ("framework/imports.py", "importlib.import_module"): "the door: framework/trust.py says for whom it opens",
+    ("framework/imports.py", "importlib.util.module_from_spec"): "packages of ours, from beside it",
+    ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
+}
+IMPORTERS = {
+    "framework/model.py": "model.builder; see BUILDERS",
+    "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
+    "framework/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
+}
+BUILDERS = {
+    "framework/blueprint.py": "the configuration of a command line, or of framework/trained.py or framework/reshard.py",
+    "framework/planner/sketch.py": "the configuration of a command line",
+    "framework/verify/reference.py": "the configuration of a command line",
+    "framework/verify/run.py": "the configuration of a command line",
+    "framework/verify/traits.py": "the configuration of a command line",
+    "framework/huggingface/convert/bringing.py": "only the builders of FAMILIES, which are ours",
+    "framework/huggingface/restructure/back.py": "hf:DIRECTORY, and no other",
+}
+READERS = {
+    "framework/trained.py": "sample and eval: check_trusted",
+    "framework/reshard.py": "check_trusted",
+    "framework/huggingface/convert/taking.py": "only the builders of FAMILIES, which are ours",
+    "framework/huggingface/convert/bringing.py": "only the builders of FAMILIES, and the user's own words",
+    "framework/huggingface/restructure/back.py": "hf:DIRECTORY, and no other",
+    "framework/foreign/adopt.py": "written as a file, and not built",
+    "framework/report/run.py": "shown, and not built",
+    "framework/verify/run.py": "the configuration of a command line, changed",
+    "launch/commands.py": "plot: the paths of the corpus",
+}
+"""They make a configuration of what a run, a checkpoint or another framework's file says."""
+
+
+def calls(path: Path) -> set[str]:
+    """Names that are called in a file, dotted as they stand there."""
+    return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+
+
+def callers(*names: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in SOURCES if calls(path) & set(names)}
+
+
+def importers(name: str, module: str) -> set[str]:
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == module and name in {n.name for n in node.names}:
+                found.add(str(path.relative_to(ROOT)))
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_what_a_file_says(path: Path) -> None:
+    here = str(path.relative_to(ROOT))
+    found = {name for name in calls(path) if UNSAFE.fullmatch(name) and (here, name) not in ALLOWED}
+    found -= {"re.compile", "torch.compile"}
+    assert not found, f"{here} calls {found}: not on anything that a file may say"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            assert given.get("shell", False) is False and not given.get("allow_pickle"), f"{here}:{node.lineno}"
+            assert given.get("trust_remote_code", False) is False, f"{here}:{node.lineno}"
+
+
+def test_what_is_allowed_is_still_there() -> None:
+    assert all(name in calls(ROOT / file) for file, name in ALLOWED)
+
+
+def test_who_imports_what_a_configuration_names() -> None:
+    """A new caller is judged by where its path comes from, and put into the table with that."""
+    assert callers("find_function") - {"framework/imports.py"} == IMPORTERS.keys()
+    assert callers("build_model") - {"framework/model.py"} == BUILDERS.keys()
+
+
+def test_who_reads_saved_configurations() -> None:
+    assert importers("parse", "framework.config") | importers("change", "framework.config") == READERS.keys()
