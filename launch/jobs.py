@@ -222,7 +222,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
 
     ask = Ask(**{field.name: getattr(options, field.name) for field in fields(Ask)})
     config, picture = placed(load(options.config, overrides), ask)
-    script = render(config, options.config, overrides, ask)
+    script = render(config, options.config, overrides, ask, trust_code=options.trust_code)
     place = write(script, config)
     if not options.submit:
         print(script, end="")

@@ -38,6 +38,16 @@ SIGNAL = "USR2"
 SLURM_EARLY_S = 60
 """Slurm may send a signal so much earlier than it was asked to, and never later."""
 UNKNOWN_LEAD_S = 300
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
+WORDS = {
+    "time": (r"[0-9A-Za-z:-]+", "minutes, h:mm:ss or days-hours"),
+    "partition": (rf"{NAME}(,{NAME})*", "names of letters, digits and _.@+-, with commas between"),
+    "account": (NAME, "a name of letters, digits and _.@+-"),
+    "qos": (NAME, "a name of letters, digits and _.@+-"),
+    "constraint": (r"[A-Za-z0-9_\[(][A-Za-z0-9_.*&|,()\[\]-]*", "features, combined by &|,*()[]"),
+    "exclude": (r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*", "nodes such as n1,n[3-4]"),
+}
+"""Option of sbatch -> what its value may be, and how that is said."""
 LAST = 50
 """Steps and saves that a lead is measured from."""
 
@@ -103,10 +113,11 @@ def lead(run: Path) -> tuple[int, str]:
     return needed_s, f"of late a step took up to {step_s:.3g} s (median {median_s:.3g}) and a save {save_s:.3g} s"
 
 
-def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask) -> str:
+def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask, *, trust_code: bool = False) -> str:
     """The script. ``config``: resolved; ``config_file`` and ``overrides``: as they are to be given to `train`."""
     run = (Path(config.run.directory) / config.run.name).absolute()
     cwd = Path.cwd()
+    check_lines(config_file, *overrides, str(run), ask.container or "", ask.mounts or "")
     lead_s, why = lead(run)
     if ask.time is not None and (limit_s := seconds_of(ask.time)) is not None and lead_s >= limit_s:
         raise UserError(
@@ -124,6 +135,7 @@ def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask) 
     mounts = ask.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
     return environment.get_template("job.sbatch.j2").render(
         vars(ask)
+        | checked(ask)
         | {
             "run_name": config.run.name,
             "job_name": re.sub(r"[^\w.-]", "-", config.run.name),
@@ -140,8 +152,9 @@ def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask) 
             "signal": SIGNAL,
             "container": ask.container and shlex.quote(ask.container),
             "mounts": shlex.quote(mounts),
+            "workdir": shlex.quote(str(cwd)),
             "python": "python3" if ask.container else shlex.quote(sys.executable),
-            "arguments": shlex.join([config_file, *overrides]),
+            "arguments": shlex.join([config_file, *overrides, *(["--trust-code"] if trust_code else [])]),
             "in_vain": IN_VAIN,
             "given_up": GIVEN_UP,
         }
@@ -217,9 +230,35 @@ def seconds_of(time: str) -> int | None:
 def _word(path: Path) -> str:
     """For an #SBATCH line, which knows no quotes around spaces and, in some options, expands %."""
     text = str(path)
-    if re.search(r"[\s\"'\\%]", text):
+    if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
         raise ConfigError(
-            f"Slurm reads no path with spaces, quotes, backslashes or % in an #SBATCH line: {text!r}; choose another "
+            f"an #SBATCH line takes a path of letters, digits and ./_-+,:=@~ only, and not {text!r}: choose another "
             f"place"
         )
     return text
+
+
+def checked(ask: Ask) -> dict[str, str | None]:
+    """Return the values for #SBATCH lines, which the shell does not unquote: each is of its pattern.
+
+    Raises:
+        UserError: one is not; with what is allowed.
+    """
+    found: dict[str, str | None] = {}
+    for name, (pattern, allowed) in WORDS.items():
+        value = getattr(ask, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            raise UserError(f"--{name} {value!r} cannot stand in a job script: give {allowed}")
+        found[name] = value
+    return found
+
+
+def check_lines(*values: str) -> None:
+    """Refuse values that hold a line break or another control character, quoted though they are.
+
+    Raises:
+        UserError: with the value.
+    """
+    for value in values:
+        if not value.isprintable():
+            raise UserError(f"{value!r} cannot stand in a job script: it holds a line break or a control character")
