@@ -51,7 +51,7 @@ def slurm(added: Added) -> None:
         "Into the run's directory, for srun with one task for each rank; print it, or submit it with --submit. The job "
         "is told to save before its time ends, goes back into the queue by itself, and gives up when it gets no "
         "further. Degrees that do not fill the nodes are refused here and not after hours in the queue.",
-        "meshwright slurm configs/llama3-8b.toml --nodes 4 --devices-per-node 8 --time 4:00:00 --submit",
+        "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
         takes_overrides=True,
     )
     config_file(parser)
