@@ -133,11 +133,11 @@ def test_running_buffers_and_several_files(tmp_path: Path, pool: RankPool) -> No
     pool.run(initial_weights, 1, config, str(tmp_path / "first"))
     source = find(tmp_path / "first")[0].path
     keys = ["--parallel.pp=2", "--pipeline.schedule=interleaved_1f1b"]
-    done = reshard(source, tmp_path / "small", keys, max_file_bytes=20_000)
+    done = reshard(source, tmp_path / "small", keys, max_file_bytes=20_000, trust_code=True)
     assert not differing(tensors(tmp_path / "small"), tensors(tmp_path / "first"))
     assert len(done.manifest.files) > 4
     assert any("running_mean" in name for name in done.manifest.tensors)
-    done = reshard(source, tmp_path / "whole", keys)
+    done = reshard(source, tmp_path / "whole", keys, trust_code=True)
     pool.run(initial_weights, 2, done.config, str(tmp_path / "ranks"))
     assert open_checkpoint(find(tmp_path / "ranks")[0].path).manifest.files == done.manifest.files
 
