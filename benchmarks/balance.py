@@ -31,7 +31,7 @@ from framework.meter import reference
 from framework.model import build_model
 from framework.pipeline.partition import partition
 from framework.pipeline.values import cross_entropy
-from framework.verify.reference import plain_layers
+from tests.plain import plain_layers
 
 REPEATS = 60
 WARM_UP = 5

@@ -30,9 +30,9 @@ from framework.errors import UserError
 from framework.huggingface.restructure.library import library
 from framework.model import build_model
 from framework.verify import parse_layout, verify
-from framework.verify.reference import plain_layers
 from launch.pool import RankPool
 from tests.huggingface.architectures import directory, run_config
+from tests.plain import plain_layers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"

@@ -5,18 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from framework.errors import ConfigError, MeshError, UserError
+from framework.errors import ConfigError, MeshError
 from framework.stderr import tell
-
-if TYPE_CHECKING:
-    from framework.config import RunConfig
-
-MOST_RANKS = 8
-"""Ranks that verify runs on this machine."""
-SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
-"""What verify trains a shrunk model on."""
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -107,72 +98,9 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import load
-    from launch.pool import RankError, RankPool
+    from launch.verifying import verify as proved
 
-    config = load(options.config, overrides)
-    with RankPool(MOST_RANKS) as pool:
-        from framework.optimizer.eight_bit import SMALLEST
-        from framework.verify import default_layouts, parse_layout, shrink, traits_of, verify
-
-        layouts = [parse_layout(text) for text in options.layouts or []]
-        global_batch = config.batch.global_batch if options.whole else None
-        if config.data.builder is not None:
-            print("the model whole, on its own samples")
-        elif not options.whole:
-            small = shrink(config.model.options)
-            _tell_shrunk(config, small)
-            config = config.model_copy(
-                update={
-                    "model": config.model.model_copy(update={"options": small}),
-                    "data": config.data.model_copy(
-                        update={"sequence_length": min(config.data.sequence_length, SMALL_SEQUENCE_LENGTH)}
-                    ),
-                }
-            )
-        if config.optimizer.name == "adamw8bit":
-            print(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
-            config = config.model_copy(
-                update={"optimizer": config.optimizer.model_copy(update={"block_size": SMALLEST})}
-            )
-        global_batch = global_batch or SMALL_GLOBAL_BATCH
-        if not layouts:
-            traits = traits_of(config)
-            layouts = default_layouts(config, traits, global_batch, MOST_RANKS)
-            for reason in traits.left_out():
-                print(f"left out: {reason}", flush=True)
-        largest = max(layout.size for layout in layouts)
-        if largest > MOST_RANKS:
-            raise ConfigError(
-                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}"
-            )
-        try:
-            report = verify(
-                config,
-                layouts,
-                pool,
-                global_batch=global_batch,
-                steps=options.steps,
-                random_tokens=not options.whole,
-                on_row=lambda row: print(
-                    f"  {row.layout}: {'same numbers' if row.passed else 'DIFFERENT'}", flush=True
-                ),
-            )
-        except RankError as error:
-            if isinstance(error.__cause__, UserError):  # what a rank found wrong with the model, the data, ...
-                raise error.__cause__ from None
-            raise
-    print(report.table())
-    return 0 if report.passed else 1
-
-
-def _tell_shrunk(config: RunConfig, small: dict[str, object]) -> None:
-    changes = [
-        f"{name} {value} -> {small[name]}" for name, value in config.model.options.items() if small[name] != value
-    ]
-    if config.data.sequence_length > SMALL_SEQUENCE_LENGTH:
-        changes.append(f"sequence_length {config.data.sequence_length} -> {SMALL_SEQUENCE_LENGTH}")
-    print(f"shrunk for this machine, on random tokens (--whole for all of it): {', '.join(changes) or 'nothing'}")
+    return proved(options.config, overrides, options.layouts or [], options.steps, options.dtype, whole=options.whole)
 
 
 def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from framework.checkpoint import Kind, newest_valid
 from framework.config import RunConfig, parse
-from framework.model import build_model
+from framework.model import PlainModel, build_model
 from framework.parameters import ParameterInfo
 
 
@@ -38,3 +38,15 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
                 assert found_buffer is not None
                 buffer.copy_(found_buffer)
     return config, model.layers.eval()
+
+
+def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
+    """The rebuilt model with its initial weights, whole, as plain torch; tied weights are one parameter."""
+    made: dict[str, nn.Parameter] = {}
+    for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
+        canonical = model.canonical(name)
+        if canonical not in made:
+            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype), requires_grad=outline.requires_grad)
+        owner_name, _, attribute = name.rpartition(".")
+        model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
+    return model.layers

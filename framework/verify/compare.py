@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs, by how much, where first, and whether a bar is missed."""
+"""Comparison of a layout's run with the plain run: distances, bars, and the problems in words."""
 
 from __future__ import annotations
 
@@ -9,85 +9,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.verify.reference import Findings
+from framework.verify.layouts import Layout
+from framework.verify.reference import Findings, validated_after
+from framework.verify.report import Row
 
 
 class Bar(NamedTuple):
     """The largest differences that count as the same numbers, relative. None: reported only."""
 
     loss: float
+    """Of step 1."""
     gradient: float
+    """Of step 1: each parameter's, and the norm."""
     weights: float | None
+    """After the last step: weights, or master weights."""
+    later: float
+    """Losses of later steps, and in validation."""
+    later_norm: float
+    """Gradient norms of later steps."""
 
 
 BARS = {
-    "float64": Bar(1e-12, 1e-10, 1e-9),
-    "float32": Bar(1e-6, 1e-5, 1e-4),
-    "bfloat16": Bar(1e-2, 2e-2, None),
+    "float64": Bar(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
+    "float32": Bar(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
+    "bfloat16": Bar(1e-2, 2e-2, None, 2e-2, 5e-2),
 }
+SAME_ROUNDING = Bar(1e-6, 1e-5, None, 2e-2, 5e-2)
+"""bfloat16, in layouts in which every activation is rounded as in the plain run (tp = 1, one sample at a time).
+Gradients are summed in float32 on both sides, so that a sum in bfloat16 (a percent) stands out."""
 
 
-class Row(NamedTuple):
-    """One layout against the reference."""
-
-    layout: str
-    initial_equal: bool
-    samples_equal: bool
-    loss: float
-    """Of step 1, relative."""
-    gradient: float
-    """The worst parameter's: norm of the difference over the norm of the reference's."""
-    gradient_name: str
-    weights: float
-    """The same, of the weights after the last step."""
-    weights_name: str
-    repeats: bool
-    """The same layout run twice gave the same bits in every step's loss."""
-    problems: list[str]
-    """Every bar that is missed, with the first parameter and the first step that differ."""
-
-    @property
-    def passed(self) -> bool:
-        """True when no bar is missed."""
-        return not self.problems
-
-
-class Report(NamedTuple):
-    """All layouts."""
-
-    title: str
-    rows: list[Row]
-
-    @property
-    def passed(self) -> bool:
-        """True when no layout misses a bar."""
-        return all(row.passed for row in self.rows)
-
-    def table(self) -> str:
-        """Text for a terminal: a row per layout, then what went wrong in words."""
-        header = ("layout", "init", "samples", "loss 1", "gradient", "weights", "again", "verdict")
-        cells = [header]
-        for row in self.rows:
-            cells.append(
-                (
-                    row.layout,
-                    "equal" if row.initial_equal else "DIFFER",
-                    "equal" if row.samples_equal else "DIFFER",
-                    f"{row.loss:.1e}",
-                    f"{row.gradient:.1e}",
-                    f"{row.weights:.1e}",
-                    "equal" if row.repeats else "DIFFER",
-                    "same numbers" if row.passed else "DIFFERENT",
-                )
-            )
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        for row in self.rows:
-            lines += [f"{row.layout}: {problem}" for problem in row.problems]
-        failed = sum(not row.passed for row in self.rows)
-        verdict = f"{failed} of {len(self.rows)} layouts differ" if failed else f"all {len(self.rows)} layouts agree"
-        return "\n".join([self.title, "", *lines, "", verdict])
+def bar_of(dtype: str, layout: Layout) -> Bar:
+    """Return the bars of a precision, for a layout."""
+    if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
+        return SAME_ROUNDING
+    return BARS[dtype]
 
 
 def relative(found: float, expected: float) -> float:
@@ -123,76 +79,154 @@ ROUNDING_MARGIN = 4.0
 def compare(
     layout: str,
     found: Findings,
-    again: Findings,
+    again: Findings | None,
     expected: Findings,
     bar: Bar,
     rounding: Mapping[str, float] | None = None,
 ) -> Row:
-    """The row of one layout, run twice, against the reference.
+    """Return the row of one layout against the reference. ``again``: a second run of it.
 
     ``rounding``: how far the reference's own weights are from those of a float64 run, per parameter. Some parameters
     have no gradient but rounding (the bias of attention's keys: softmax does not see it), which AdamW blows up to whole
     steps; no two orders of summation agree on them, and the bar is raised to ``ROUNDING_MARGIN`` times that distance.
     """
-    problems = []
     unequal = [name for name, tensor in expected.initial.items() if not _equal(found.initial.get(name), tensor)]
+    extra = sorted(found.initial.keys() - expected.initial.keys())
+    moments = moments_of(len(expected.losses))
+    wrong = [
+        moment for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True) if ours != theirs
+    ]
+    gradients, weights = worst(found.gradients, expected.gradients), worst(found.weights, expected.weights)
+    if expected.masters:
+        weights |= worst(found.masters, expected.masters)
+    problems = []
     if unequal:
         problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
-    extra = sorted(found.initial.keys() - expected.initial.keys())
     if extra:
         problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
-    wrong_tokens = [step for step, tokens in enumerate(expected.tokens) if found.tokens[step] != tokens]
-    if wrong_tokens:
-        problems.append(f"samples differ, first in step {wrong_tokens[0] + 1}")
-    loss = relative(found.losses[0], expected.losses[0])
-    if not loss <= bar.loss:
-        problems.append(
-            f"loss of step 1 is {found.losses[0]!r}, the reference's {expected.losses[0]!r}: "
-            f"{loss:.1e} apart, the bar is {bar.loss:.0e}"
+    if wrong:
+        problems.append(f"samples differ, first in {wrong[0]}")
+    problems += _in_numbers(found, expected, bar, gradients)
+    problems += _in_weights(found, expected, bar, weights, rounding or {})
+    problems += _in_masters(found, expected)
+    repeats = None if again is None else _bits(found) == _bits(again)
+    if again is not None and not repeats:
+        step = next(
+            (i for i, pair in enumerate(zip(found.losses, again.losses, strict=True)) if pair[0] != pair[1]), -1
         )
-    gradients = worst(found.gradients, expected.gradients)
-    first = next((name for name, distance in gradients.items() if not distance <= bar.gradient), None)
-    if first is not None:
-        count = sum(not distance <= bar.gradient for distance in gradients.values())
-        problems.append(
-            f"gradients of step 1 differ in {count} of {len(gradients)} parameters, first {first}: "
-            f"{gradients[first]:.1e} of its norm, the bar is {bar.gradient:.0e}{_ratio(found, expected, first)}"
-        )
-    norm = relative(found.grad_norms[0], expected.grad_norms[0])
-    if not norm <= bar.gradient:
-        problems.append(
-            f"gradient norm of step 1 is {found.grad_norms[0]!r}, the reference's {expected.grad_norms[0]!r}: "
-            f"{norm:.1e} apart, the bar is {bar.gradient:.0e}"
-        )
-    weights = worst(found.weights, expected.weights)
-    if bar.weights is not None:
-        limits = {name: max(bar.weights, ROUNDING_MARGIN * (rounding or {}).get(name, 0.0)) for name in weights}
-        missed = [name for name, distance in weights.items() if not distance <= limits[name]]
-        if missed:
-            first, count = missed[0], len(missed)
-            problems.append(
-                f"weights after {len(expected.losses)} steps differ in {count} of {len(weights)} parameters, first "
-                f"{first}: {weights[first]:.1e} of its norm, the bar is {limits[first]:.0e}"
-                f"{_first_step(found, expected, bar.weights)}"
-            )
-    repeats = [value.hex() for value in found.losses] == [value.hex() for value in again.losses]
-    if not repeats:
-        step = next(i for i, pair in enumerate(zip(found.losses, again.losses, strict=True)) if pair[0] != pair[1])
-        problems.append(f"run twice, the loss differs from step {step + 1} on")
-    gradient_name = max(gradients, key=lambda name: gradients[name])
-    weights_name = max(weights, key=lambda name: weights[name])
+        where = f"the loss differs from step {step + 1} on" if step >= 0 else "norms or validation differ"
+        problems.append(f"run twice, {where}")
+    losses = [relative(*pair) for pair in zip(found.losses, expected.losses, strict=True)]
+    gradient_name = max(gradients, key=lambda name: gradients[name], default="")
+    weights_name = max(weights, key=lambda name: weights[name], default="")
     return Row(
         layout,
-        not unequal and not extra,
-        not wrong_tokens,
-        loss,
-        gradients[gradient_name],
-        gradient_name,
-        weights[weights_name],
-        weights_name,
-        repeats,
-        problems,
+        initial_equal=not unequal and not extra,
+        samples_equal=not wrong,
+        loss=losses[0],
+        losses=max(losses),
+        norms=max(relative(*pair) for pair in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        gradient=gradients.get(gradient_name, 0.0),
+        gradient_name=gradient_name,
+        weights=weights.get(weights_name, 0.0),
+        weights_name=weights_name,
+        validation=max(relative(*pair) for pair in zip(found.validation, expected.validation, strict=True)),
+        repeats=repeats,
+        problems=problems,
     )
+
+
+def moments_of(steps: int) -> list[str]:
+    """Return names for the entries of ``Findings.tokens``."""
+    found = []
+    for step in range(1, steps + 1):
+        found.append(f"step {step}")
+        if step in validated_after(steps):
+            found.append(f"validation after step {step}")
+    return found
+
+
+def _bits(findings: Findings) -> list[str]:
+    return [value.hex() for value in (*findings.losses, *findings.grad_norms, *findings.validation)]
+
+
+def _in_numbers(found: Findings, expected: Findings, bar: Bar, gradients: Mapping[str, float]) -> list[str]:
+    """Compare losses, gradients and gradient norms of all steps, and the validation losses."""
+    problems = []
+    for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
+        limit, off = bar.loss if step == 1 else max(bar.later, bar.loss), relative(ours, theirs)
+        if not off <= limit:
+            problems.append(_apart(f"loss of step {step}", ours, theirs, limit))
+            break
+    missed = [name for name, distance in gradients.items() if not distance <= bar.gradient]
+    if missed:
+        first = missed[0]
+        problems.append(
+            f"gradients of step 1 differ in {len(missed)} of {len(gradients)} parameters, first {first}: "
+            f"{gradients[first]:.1e} of its norm, the bar is {bar.gradient:.0e}{_ratio(found, expected, first)}"
+        )
+    for step, (ours, theirs) in enumerate(zip(found.grad_norms, expected.grad_norms, strict=True), start=1):
+        limit = bar.gradient if step == 1 else max(bar.later_norm, bar.gradient)
+        if not relative(ours, theirs) <= limit:
+            problems.append(_apart(f"gradient norm of step {step}", ours, theirs, limit))
+            break
+    steps = validated_after(len(expected.losses))
+    for step, ours, theirs in zip(steps, found.validation, expected.validation, strict=True):
+        if not relative(ours, theirs) <= max(bar.later, bar.loss):
+            problems.append(_apart(f"validation loss after step {step}", ours, theirs, max(bar.later, bar.loss)))
+            break
+    return problems
+
+
+def _apart(what: str, ours: float, theirs: float, limit: float) -> str:
+    return f"{what} is {ours!r}, the reference's {theirs!r}: {relative(ours, theirs):.1e} apart, the bar is {limit:.0e}"
+
+
+def _in_weights(
+    found: Findings, expected: Findings, bar: Bar, weights: Mapping[str, float], rounding: Mapping[str, float]
+) -> list[str]:
+    """Compare the weights after the last step."""
+    if bar.weights is None:
+        return []
+    limits = {name: max(bar.weights, ROUNDING_MARGIN * rounding.get(name, 0.0)) for name in weights}
+    missed = [name for name, distance in weights.items() if not distance <= limits[name]]
+    if not missed:
+        return []
+    return [
+        f"weights after {len(expected.losses)} steps differ in {len(missed)} of {len(weights)} parameters, first "
+        f"{missed[0]}: {weights[missed[0]]:.1e} of its norm, the bar is {limits[missed[0]]:.0e}"
+        f"{_first_step(found, expected, bar.weights)}"
+    ]
+
+
+MOST_ROUND = 0.5
+"""Share of a parameter's float32 master weights that may have no bits beyond bfloat16's: by chance 2**-16 do."""
+
+
+def _in_masters(found: Findings, expected: Findings) -> list[str]:
+    """Check that master weights have more bits than the weights, and that the weights are the masters rounded."""
+    problems = []
+    moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
+    lacking = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
+    if lacking:
+        problems.append(
+            f"master weights of {lacking[0]} ({len(lacking)} of {len(expected.masters)} parameters) have no bits "
+            f"beyond bfloat16 after {len(expected.losses)} steps: the optimizer must step float32 weights"
+        )
+    stale = [
+        name
+        for name, master in found.masters.items()
+        if expected.masters and not _equal(found.weights.get(name), master.to(expected.weights[name].dtype))
+    ]
+    if stale:
+        problems.append(f"weights are not the master weights rounded, first {stale[0]} ({len(stale)} parameters)")
+    return problems
+
+
+def _round_share(master: Tensor) -> float:
+    """Return the share of elements that bfloat16 holds exactly; zeros do not count."""
+    nonzero = master[master != 0]
+    return float((nonzero.bfloat16().to(nonzero.dtype) == nonzero).double().mean()) if nonzero.numel() else 1.0
 
 
 def _equal(found: Tensor | None, expected: Tensor) -> bool:

@@ -18,10 +18,11 @@ from framework.seeding import derive
 
 
 class VerifyFeed(NamedTuple):
-    """Samples by global index; sample i ignores its first ``i * 7 mod (S/2)`` labels, so that samples count unevenly.
+    """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m the next odd number from S/2 on.
 
-    A loss averaged per micro-batch, or divided by the number of micro-batches, then differs from the mean over labels.
-    Of samples with one label each every fourth is ignored. Labels that are no integers all count.
+    So samples count unevenly from the first step, and so do two or four replicas, since m is odd. A loss averaged per
+    micro-batch, or per replica, then differs from the mean over labels. Of samples with one label each, three in eight
+    are ignored: 1, 1, 0 and 1 among four replicas of two. Labels that are no integers all count.
     """
 
     sample: Callable[[int], tuple[Any, Tensor]]
@@ -38,8 +39,8 @@ class VerifyFeed(NamedTuple):
             if labels.dtype != torch.int64:
                 continue
             if labels.dim() > 1:
-                labels[row, : index * 7 % max(1, labels.shape[1] // 2)] = IGNORED_LABEL
-            elif index % 4 == 3:
+                labels[row, : index * 7 % (max(1, labels.shape[1] // 2) | 1)] = IGNORED_LABEL
+            elif index % 8 in (1, 2, 7):
                 labels[row] = IGNORED_LABEL
         return default_collate([row[0] for row in rows]), labels, torch.tensor(indices)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from framework.config import Pipeline, RunConfig
 from framework.errors import ConfigError
@@ -142,11 +141,20 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     )
 
 
-def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> list[Layout]:
-    """The config's own layout, if it fits, and a spread of others: each axis alone, pairs, all three.
+def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_length: int) -> bool:
+    """Return whether a layout fits the model, its samples and the batch, as far as their traits tell."""
+    return (
+        layout.num_stages <= traits.num_layers
+        and global_batch % (layout.dp * layout.micro_batch_size) == 0
+        and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
+        and (layout.tp == 1 or traits.is_sharded)
+        and (layout.recompute != "selective" or traits.has_selective)
+        and not (traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute != "none"))
+    )
 
-    What the model cannot have is left out: ``traits.left_out()`` says why.
-    """
+
+def own_layout(config: RunConfig, global_batch: int) -> Layout:
+    """Return the layout of a configuration."""
     own = config.parallel
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
     micro = config.batch.micro_batch_size or 1
@@ -159,86 +167,17 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
                 f"{config.pipeline.schedule_file} is for chunks={chunks}, which with dp {dp} does not divide the "
                 f"{global_batch} samples of a step here: give verify its --layouts"
             )
-    wanted = [
-        Layout(
-            dp,
-            own.pp,
-            own.tp,
-            schedule,
-            own.zero,
-            own.sequence,
-            micro,
-            config.pipeline.interleave or 0,
-            config.pipeline.recompute,
-            own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
-            own.reduce == "step",
-            own.offload,
-        ),
-        Layout(),
-        Layout(dp=2, zero=0),
-        Layout(dp=4),
-        Layout(dp=4, zero=2, shard=2),
-        Layout(dp=2, zero=3, offload=True),
-        Layout(pp=2),
-        Layout(pp=4, schedule="gpipe"),
-        Layout(tp=2),
-        Layout(tp=2, sequence=True, micro_batch_size=2),
-        Layout(tp=4),
-        Layout(dp=2, pp=2, schedule="gpipe"),
-        Layout(dp=2, tp=2, zero=0, sequence=True),
-        Layout(pp=2, tp=2),
-        Layout(dp=2, pp=2, tp=2),
-        Layout(dp=2, pp=2, tp=2, sequence=True, schedule="gpipe", micro_batch_size=2),
-        Layout(pp=2, schedule="interleaved_1f1b", recompute="full"),
-        Layout(dp=2, pp=2, schedule="zb_h1"),
-        Layout(pp=2, tp=2, schedule="zb_v"),
-        *[Layout(pp=2, schedule="zb_h1"), Layout(pp=4, schedule="zb_h1")] * traits.has_running,
-    ]
-    if traits.couples_samples:
-        micro = micro if global_batch % micro == 0 and 1 < micro <= global_batch // 4 else 2
-        wanted = [layout._replace(micro_batch_size=micro) for layout in wanted]
-    length = config.data.sequence_length
-    fitting = [
-        layout
-        for layout in wanted
-        if layout.size <= max_ranks
-        and layout.num_stages <= traits.num_layers
-        and global_batch % (layout.dp * layout.micro_batch_size) == 0
-        and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and length % layout.tp == 0))
-        and (layout.tp == 1 or traits.is_sharded)
-        and not (traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute != "none"))
-    ]
-    return list(dict.fromkeys(fitting))
-
-
-def shrink(options: dict[str, Any]) -> dict[str, Any]:
-    """Builder options of a large model -> the same proportions, small: at most 4 layers, 8 heads of at most 8 elements.
-
-    Knows options by the names that our models use; whatever else a builder takes is left alone.
-    """
-    small = dict(options)
-    if isinstance(small.get("num_layers"), int):
-        small["num_layers"] = min(small["num_layers"], 4)
-    if isinstance(small.get("num_decoder_layers"), int):
-        small["num_decoder_layers"] = min(small["num_decoder_layers"], 4)
-    if isinstance(small.get("head_dim"), int):
-        small["head_dim"] = min(small["head_dim"], 8)
-    if isinstance(small.get("sliding_window"), int):
-        small["sliding_window"] = min(small["sliding_window"], 12)  # fewer than the tokens of a sample: it matters
-    heads = small.get("num_heads")
-    hidden = small.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int):
-        kv_heads = small.get("num_kv_heads", heads)
-        per_group = max(1, heads // kv_heads)
-        new_kv = min(kv_heads, 4)
-        new_heads = new_kv * min(per_group, 2)
-        head_size = min(hidden // heads, 8)
-        small["num_heads"] = new_heads
-        if "num_kv_heads" in small:
-            small["num_kv_heads"] = new_kv
-        small["hidden_size"] = new_heads * head_size
-        if isinstance(small.get("ffn_size"), int):
-            small["ffn_size"] = 8 * math.ceil(small["ffn_size"] / hidden * small["hidden_size"] / 8)
-    if isinstance(small.get("vocab_size"), int) and small["vocab_size"] > 1000:
-        small["vocab_size"] = 500 + small["vocab_size"] % 8  # keeps the remainder that tp has to pad
-    return small
+    return Layout(
+        dp,
+        own.pp,
+        own.tp,
+        schedule,
+        own.zero,
+        own.sequence,
+        micro,
+        config.pipeline.interleave or 0,
+        config.pipeline.recompute,
+        own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
+        own.reduce == "step",
+        own.offload,
+    )

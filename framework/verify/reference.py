@@ -1,12 +1,16 @@
-"""The plain run: one process, the whole model, a Python loop over the samples, torch's own optimizer and clipping.
+"""The plain run: the user's untouched ``builder()`` module, one process, a Python loop over the samples, torch's own
+loss, clipping and optimizer.
 
-Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding. Shared with the layouts are only the
-definitions of what is to be the same: the builder, initial weights by name, dropout masks by name, the samples, the
-learning rate of a step.
+Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks,
+parametrizations, buffers and ``nn.Dropout`` modules are the user's own. Put in from outside are the initial values, by
+name, and the dropout masks, by their published definition (:mod:`framework.verify.dropout`). Shared with the layouts
+are the definitions of what is to be the same: initial values, the samples, the learning rate of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.config import Optimizer, RunConfig
 from framework.data.example import example
+from framework.errors import ModelError, UserError
 from framework.feeds import Source
-from framework.model import PlainModel, build_model
+from framework.imports import place
+from framework.model import PlainModel, build_model, find_builder
 from framework.optimizer.eight_bit import AdamW8bit
 from framework.optimizer.schedule import learning_rate
 from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
 from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
+from framework.seeding import seeded
+from framework.verify.dropout import KeyedDropout
 
 
 class Findings(NamedTuple):
-    """What a run has shown: per step, and per parameter under its canonical name, whole and unpadded, on CPU.
+    """The numbers of a run: per step, and per parameter under its canonical name, whole and unpadded, on CPU.
 
     Running buffers are among the initial values and the weights.
     """
@@ -33,12 +41,16 @@ class Findings(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     tokens: list[dict[int, int]]
-    """Per step: global sample index -> checksum of its token ids and labels."""
+    """Per step, then per validation: global sample index -> checksum of its token ids and labels."""
     initial: dict[str, Tensor]
     gradients: dict[str, Tensor]
     """Of step 1, before clipping."""
     weights: dict[str, Tensor]
     """After the last step."""
+    masters: dict[str, Tensor]
+    """After the last step, the master weights that the optimizer steps; empty where it steps the weights."""
+    validation: list[float]
+    """Loss in eval mode on one global batch, after the first step and after the last."""
 
 
 def checksum(inputs: Any, labels: Tensor) -> int:
@@ -49,24 +61,30 @@ def checksum(inputs: Any, labels: Tensor) -> int:
     return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
 
 
-def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
-    """The whole model with its initial weights, as plain torch; tied weights are one parameter."""
-    made: dict[str, nn.Parameter] = {}
-    for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
-        canonical = model.canonical(name)
-        if canonical not in made:
-            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype), requires_grad=outline.requires_grad)
-        owner_name, _, attribute = name.rpartition(".")
-        model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
-    return model.layers
+def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
+    """Return the module that the user's builder returns, with the framework's initial values, in ``dtype``.
 
-
-def _loss_sum(model: PlainModel, output: Any, labels: Tensor) -> Tensor:
-    """Of the labels that count: the model's own loss, or cross-entropy over the last dim."""
-    if model.loss is not None:
-        return model.loss(output, labels).sum()
-    logits = output if output.dtype == torch.float64 else output.float()
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    Parameters stay the builder's own objects. Declared ties that the builder does not share become one parameter.
+    Constant buffers stay as they are. ``model``: gives initial values and ties, by name.
+    """
+    with seeded(config.run.seed, "verify plain run"):
+        layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
+    for name, parameter in list(layers.named_parameters(remove_duplicate=False)):
+        canonical, (owner_name, _, attribute) = model.canonical(name), name.rpartition(".")
+        owner = layers.get_submodule(owner_name)
+        if canonical != name and layers.get_parameter(canonical) is not parameter:
+            owner._parameters[attribute] = layers.get_parameter(canonical)
+        elif parameter.is_meta:  # a builder that leaves them there for the framework to fill
+            shared = [n for n, p in layers.named_parameters(remove_duplicate=False) if p is parameter]
+            real = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+            for other in shared:
+                layers.get_submodule(other.rpartition(".")[0])._parameters[other.rpartition(".")[2]] = real
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            parameter.copy_(model.initial(name))
+    return layers
 
 
 def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,8 +93,12 @@ def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
-def _optimizer(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
     """torch's own, on whole parameters; of the one that it does not have, ours on whole parameters."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
@@ -88,6 +110,141 @@ def _optimizer(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.O
     return torch.optim.AdamW(groups, **options)
 
 
+class PlainRun:
+    """One plain process in training. See :func:`run_reference`."""
+
+    def __init__(self, config: RunConfig, feed: Source, dtype: torch.dtype, micro_batch_size: int) -> None:
+        assert config.batch.global_batch is not None
+        self.config, self.feed, self.dtype, self.micro_batch_size = config, feed, dtype, micro_batch_size
+        self.global_batch = config.batch.global_batch
+        model = build_model(config.model.builder, config.model.options, config.run.seed)
+        outline = Example(*example(config, micro_batch_size))
+        self.running = running_buffers(model.layers, outline.cast(torch.float32).inputs)
+        self.layers = untouched_layers(config, model, dtype)
+        cast_running(self.layers, self.running, dtype)
+        cast_statistics(self.layers, dtype)
+        self.dropout = KeyedDropout(self.layers, config.run.seed)
+        self.loss = getattr(self.layers, "loss", None)
+        self.parameters = {model.canonical(n): p for n, p in self.layers.named_parameters() if p.requires_grad}
+        self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
+        self.labels_per_step = self.global_batch * outline.labels_per_sample
+        self.masters = self.parameters
+        """What is stepped: of bfloat16 weights float32 copies, whose gradients are sums in float32."""
+        if dtype == torch.bfloat16:
+            self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
+        self.optimizer = _optimizer(list(self.masters.values()), config.optimizer)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return copies of weights and running buffers, by canonical name."""
+        found = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
+        return found | widened(running_values(self.layers, self.running))
+
+    def microbatches(self, step: int) -> list[tuple[Any, Tensor, Tensor]]:
+        """Return (inputs, labels, sample indices (B,)) of the micro-batches of a global batch, in order."""
+        first = step * self.global_batch
+        starts = range(first, first + self.global_batch, self.micro_batch_size)
+        return [self.feed.microbatch(start, 0, 1, self.micro_batch_size, 1, 0) for start in starts]
+
+    def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor) -> Tensor:
+        """Return the sum over the labels that count: of the model's own loss, or of the cross-entropy."""
+        self.dropout.begin(sample_indices)
+        output = self.layers(cast_floats(inputs, self.dtype))
+        labels = cast_floats(labels, self.dtype)
+        if self.loss is not None:
+            found: Tensor = self.loss(output, labels)
+            return found[labels != IGNORED_LABEL].sum()
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+    def step(self, step: int, findings: Findings) -> None:
+        """One optimizer step on global batch ``step``, counted from 0."""
+        batch = self.microbatches(step)
+        num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
+        # in bfloat16 gradients are rounded as the layouts' are: scaled by the labels that a step could have
+        divisor = self.labels_per_step if self.dtype == torch.bfloat16 else num_tokens
+        total = 0.0
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)  # one that nothing uses has a gradient of zero: it is decayed
+        for inputs, labels, sample_indices in batch:
+            loss_sum = self.loss_sum(inputs, labels, sample_indices)
+            total += float(loss_sum.detach())
+            (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+            if self.dtype == torch.bfloat16:  # a long sum would lose most of itself
+                self._add_up()
+        if divisor != num_tokens:
+            for master in self.masters.values():
+                assert master.grad is not None
+                master.grad *= divisor / num_tokens
+        if step == 0:
+            findings.gradients.update({n: _gradient(p) for n, p in self.masters.items()})  # clipping is in place
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.optimizer.clip_norm or float("inf"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        self.optimizer.step()
+        if self.masters is not self.parameters:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self.masters[name])
+        findings.losses.append(total / num_tokens)
+        findings.grad_norms.append(float(norm))
+        findings.tokens.append(checksums(batch))
+
+    def _add_up(self) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = self.masters[name].grad
+            assert gradient is not None
+            if parameter.grad is not None:
+                gradient += parameter.grad
+                parameter.grad = None
+
+    def validate(self, batch_index: int, findings: Findings) -> None:
+        """Add the loss of a global batch in eval mode."""
+        modes = {module: module.training for module in self.layers.modules()}
+        self.layers.eval()
+        batch = self.microbatches(batch_index)
+        with torch.no_grad():
+            total = sum(float(self.loss_sum(*microbatch)) for microbatch in batch)
+        for module, training in modes.items():  # what the builder has put into eval mode stays there
+            module.training = training
+        num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)
+        findings.validation.append(total / max(num_tokens, 1))
+        findings.tokens.append(checksums(batch))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach().clone()
+
+
+def checksums(batch: list[tuple[Any, Tensor, Tensor]]) -> dict[int, int]:
+    """Return global sample index -> checksum of the sample."""
+    return {
+        index: checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
+        for inputs, labels, indices in batch
+        for row, index in enumerate(indices.tolist())
+    }
+
+
+def validated_after(steps: int) -> list[int]:
+    """Return the numbers of steps after which a run validates: on the way, so that it must return to train mode."""
+    return sorted({1, steps})
+
+
+@contextmanager
+def _explained(config: RunConfig) -> Iterator[None]:
+    """Turn an error of the user's model in plain torch into one message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the plain run of {config.model.builder} failed{place(error)}: {type(error).__name__}: {error}. verify "
+            f"holds layouts against the model in plain torch: call the builder and train its module in a loop of one "
+            f"sample at a time, until that works"
+        ) from error
+
+
 def run_reference(
     config: RunConfig, feed: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
 ) -> Findings:
@@ -95,55 +252,19 @@ def run_reference(
 
     ``micro_batch_size``: samples that go through the model at once. It changes nothing but where samples see each other
     (BatchNorm).
+
+    Raises:
+        ModelError: the model does not run in plain torch.
     """
-    global_batch = config.batch.global_batch
-    assert global_batch is not None
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
-    running = running_buffers(model.layers, Example(*example(config, micro_batch_size)).cast(torch.float32).inputs)
-    layers = plain_layers(model, dtype)
-    cast_running(layers, running, dtype)
-    cast_statistics(layers, dtype)
-    parameters = {model.canonical(name): p for name, p in layers.named_parameters() if p.requires_grad}
-    groups = [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = _optimizer(groups, config.optimizer)
-    findings = Findings([], [], [], {name: p.detach().clone() for name, p in parameters.items()}, {}, {})
-    findings.initial.update(widened(running_values(layers, running)))
-    for step in range(steps):
-        checksums: dict[int, int] = {}
-        loss_sum = torch.zeros((), dtype=torch.float64)
-        num_tokens = 0
-        optimizer.zero_grad()
-        sums: dict[str, Tensor] = {}
-        for index in range(step * global_batch, (step + 1) * global_batch, micro_batch_size):
-            inputs, labels, sample_indices = feed.microbatch(index, 0, 1, micro_batch_size, 1, 0)
-            for row in range(micro_batch_size):
-                checksums[index + row] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
-            model.draw.sample_indices = sample_indices
-            output = layers(cast_floats(inputs, dtype))
-            loss = _loss_sum(model, output, cast_floats(labels, dtype))
-            loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.detach().double()
-            num_tokens += int((labels != IGNORED_LABEL).sum())
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:  # added up in float32 at least: bfloat16 would lose most of a long sum
-                    sums[name] = sums.get(name, 0) + parameter.grad.to(torch.promote_types(dtype, torch.float32))
-                    parameter.grad = None
-        for name, parameter in parameters.items():
-            mean = sums[name] / num_tokens if name in sums else torch.zeros_like(parameter)
-            parameter.grad = mean.to(dtype)  # one that nothing uses has a gradient of zero: it is decayed, as with us
-            if step == 0:
-                findings.gradients[name] = mean.detach().clone()  # clipping is in place
-        clip = config.optimizer.clip_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step, config.train.steps)
-        optimizer.step()
-        findings.losses.append(float(loss_sum / num_tokens))
-        findings.grad_norms.append(float(norm))
-        findings.tokens.append(checksums)
-    findings.weights.update({name: p.detach().clone() for name, p in parameters.items()})
-    findings.weights.update(widened(running_values(layers, running)))
+    with _explained(config):
+        run = PlainRun(config, feed, dtype, micro_batch_size)
+        findings = Findings([], [], [], run.values(), {}, {}, {}, [])
+        with run.dropout.installed():
+            for step in range(steps):
+                run.step(step, findings)
+                if step + 1 in validated_after(steps):
+                    run.validate(steps, findings)
+    findings.weights.update(run.values())
+    if run.masters is not run.parameters:
+        findings.masters.update({name: p.detach().clone() for name, p in run.masters.items()})
     return findings

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from framework.config import RunConfig
 from framework.data.example import example
-from framework.model import build_model
+from framework.model import PlainModel, build_model
 from framework.pipeline.running import couples_samples, running_buffers
 from framework.pipeline.values import Example
+from framework.seeding import SeededDropout
 
 
 class Traits(NamedTuple):
@@ -29,6 +32,14 @@ class Traits(NamedTuple):
     """Forward changes buffers: one replica only."""
     impossible: tuple[str, ...] = ()
     """What the model itself says that it cannot have, and why."""
+    is_tied: bool = False
+    """Two layers share a weight."""
+    has_dropout: bool = False
+    """Some dropout is on."""
+    has_selective: bool = False
+    """The model names parts that are cheap to compute again."""
+    vocab_sizes: tuple[int, ...] = ()
+    """Rows of the weights that are sharded as a vocabulary: tp pads them."""
 
     def left_out(self) -> list[str]:
         """Why some of the default layouts are not there, in words."""
@@ -42,6 +53,16 @@ class Traits(NamedTuple):
         if self.couples_samples:
             found.append("other micro-batch sizes: the samples of one see each other (BatchNorm)")
         return found
+
+
+def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
+    """Return the rows of each weight that the sharding plan cuts as a vocabulary."""
+    found = set()
+    for name, module in model.layers.named_modules():
+        kinds = {kind for pattern, kind in model.plan.items() if fnmatchcase(name, pattern)}
+        if "vocab" in kinds and isinstance(getattr(module, "weight", None), Tensor):
+            found.add(int(module.weight.shape[0]))
+    return tuple(sorted(found))
 
 
 def traits_of(config: RunConfig) -> Traits:
@@ -65,4 +86,8 @@ def traits_of(config: RunConfig) -> Traits:
         impossible=tuple(f"{name}: {why}" for name, why in model.impossible.items()),
         couples_samples=couples_samples(model.layers, running),
         has_running=bool(running),
+        is_tied=any(len({name.partition(".")[0] for name in names}) > 1 for names in model.tied),
+        has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
+        has_selective=bool(model.selective_recompute),
+        vocab_sizes=vocab_sizes(model),
     )

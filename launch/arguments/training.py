@@ -83,8 +83,8 @@ def verify(added: Added) -> None:
         "verify",
         commands.verify,
         "prove that layouts give the numbers of one process",
-        "Trains the model in one plain process and in each layout, in float64, and compares losses, gradients and "
-        "weights. Exit code 1 when a bar is missed.",
+        "Trains the model in one plain process and in each layout, in float64, and compares initial values, losses, "
+        "gradients, weights and validation. Exit code 1 when a bar is missed or a layout cannot be run.",
         "meshwright verify configs/demo.toml --layouts dp2,pp2,tp2 pp4,gpipe tp2,sequence",
         takes_overrides=True,
     )
@@ -93,6 +93,12 @@ def verify(added: Added) -> None:
         "--layouts", nargs="+", metavar="LAYOUT", help="such as dp2,pp2,tp2 (default: the file's own and a spread)"
     )
     parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        default="float64",
+        help="precision of both sides, each with bars of its own (default: float64)",
+    )
     parser.add_argument("--whole", action="store_true", help="the model at its full size; otherwise it is shrunk")
     trust_code(parser)
 

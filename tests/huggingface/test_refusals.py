@@ -18,8 +18,8 @@ from framework.config import load
 from framework.errors import ConfigError, ModelError, UserError
 from framework.model import build_model
 from framework.verify import layout_config, parse_layout
-from framework.verify.reference import plain_layers
 from tests.huggingface.architectures import directory, run_config
+from tests.plain import plain_layers
 
 
 @pytest.fixture(autouse=True)

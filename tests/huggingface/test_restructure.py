@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from framework.huggingface.restructure.library import library
 from framework.model import PlainModel, build_model
 from framework.verify import parse_layout, verify
-from framework.verify.reference import plain_layers
 from launch.pool import RankPool
 from tests.huggingface.architectures import directory, run_config
+from tests.plain import plain_layers
 
 LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
 FAST = ("qwen3", "gemma2", "olmo2", "granite")

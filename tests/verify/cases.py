@@ -11,8 +11,8 @@ import pytest
 
 from framework.blueprint import DTYPES
 from framework.config import RunConfig
-from framework.verify import Layout, layout_config, run_reference
-from framework.verify.compare import BARS, Row, compare
+from framework.verify import Layout, Row, compare, layout_config, run_reference
+from framework.verify.compare import bar_of
 from framework.verify.reference import Findings
 from framework.verify.run import groupings, merge, open_feed, rounding_of, run_layout
 from launch.pool import RankPool
@@ -127,8 +127,8 @@ def prove(
     expected, rounding = references.expected(config, global_batch, steps, dtype)
     text = layout_config(config, layout, global_batch, dtype).model_dump_json()
     found = merge(pool.run(run_layout, layout.size, text, steps, True))
-    again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else found
-    return compare(str(layout), found, again, expected, BARS[dtype], rounding)
+    again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else None
+    return compare(str(layout), found, again, expected, bar_of(dtype, layout), rounding)
 
 
 DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]

@@ -1,0 +1,137 @@
+"""Initial values: are those that the framework draws by name the ones that the user's builder wanted?
+
+Both are random, so statistics are compared. The builder is called several times under different seeds. What is the same
+in all calls is a constant and must be equal; of the rest, mean and standard deviation must lie within what the calls
+differ by, and within 8 standard errors. A model that carries ``initialise`` declares its values there: it is
+called on the builder's module, over all parameters in order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from framework.config import RunConfig
+from framework.model import PlainModel, find_builder
+from framework.seeding import seeded
+
+STANDARD_ERRORS = 8.0
+"""For 1,000 normal parameters a false alarm has a chance of 1e-12."""
+INDEPENDENT = 6.0
+"""Standard errors that the builder's own draws may be apart. Beyond, elements depend on each other (such as one random
+number in all of them), and standard errors mean nothing."""
+SPREADS = 8.0
+"""Then the allowance, in units of the range over the builder's own draws."""
+FEWEST = 16
+"""Elements, over all draws, from which statistics are taken. Constants are compared in any number."""
+LARGE = 4_000_000
+"""Parameters from which the builder is called 3 times instead of 5."""
+
+
+def wanted_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
+    """Return the values of the untouched module under one seed, by name. Meta parameters are left out."""
+    with seeded(config.run.seed, "verify initial values", draw):
+        layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
+        initialise = getattr(layers, "initialise", None)
+        found: dict[str, Tensor] = {}
+        for name, parameter in layers.named_parameters(remove_duplicate=False):
+            if initialise is not None:
+                full = torch.empty(parameter.shape, dtype=torch.float32)
+                with torch.no_grad():
+                    initialise(name, full)
+                found[name] = full
+            elif not parameter.is_meta:
+                found[name] = _real(parameter.detach())
+    return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the tensor; of a complex one real and imaginary parts in a last dim."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
+    """Return a sentence for each parameter whose initial value is not what the builder wanted."""
+    size = sum(parameter.numel() for parameter in model.layers.parameters())
+    draws = [wanted_values(config, draw) for draw in range(3 if size > LARGE else 5)]
+    problems = []
+    for name in draws[0]:
+        if model.canonical(name) != name:
+            continue
+        said = difference(_real(model.initial(name)), [draw[name] for draw in draws])
+        if said:
+            problems.append(
+                f"initial value of {name}: {said}. Set it in the module's reset_parameters(), or give the model an "
+                f"attribute initialise(name, tensor)"
+            )
+    return problems
+
+
+def difference(found: Tensor, wanted: list[Tensor]) -> str:
+    """Return how the drawn values differ from the builder's draws, or "" where they may be of one distribution."""
+    if found.shape != wanted[0].shape:
+        return f"has shape {tuple(found.shape)}, the builder's {tuple(wanted[0].shape)}"
+    found = found.to(wanted[0].dtype).flatten().double()
+    all_wanted = torch.stack([each.flatten() for each in wanted]).double()
+    constant = (all_wanted == all_wanted[0]).all(0)
+    random = all_wanted[:, ~constant]
+    if not random.numel() or _is_continuous(random):
+        off = constant & (found != all_wanted[0])
+        if bool(off.any()):
+            at = int(off.nonzero()[0])
+            count = int(off.sum())
+            return (
+                f"{count} of {found.numel()} elements that the builder makes constant differ, the first is "
+                f"{float(found[at]):.6g}, the builder's {float(all_wanted[0, at]):.6g}"
+            )
+        found = found[~constant]
+    else:
+        random = all_wanted
+    if random.numel() < FEWEST:
+        return ""
+    for what, statistic, error in (("mean", _mean, _mean_error), ("std", _log_std, _log_std_error)):
+        if what == "std" and found.numel() < FEWEST:
+            continue
+        theirs = [statistic(each) for each in random]
+        one, spread = error(random.flatten(), found.numel()), max(theirs) - min(theirs)
+        margin = STANDARD_ERRORS * one + (SPREADS * spread if spread > INDEPENDENT * one else 0.0)
+        ours = statistic(found)
+        if not min(theirs) - margin <= ours <= max(theirs) + margin:
+            return (
+                f"drawn with mean {_mean(found):.3g} and std {_std(found):.3g}, and the untouched module has mean "
+                f"{_mean(random.flatten()):.3g} and std {_std(random.flatten()):.3g}"
+            )
+    return ""
+
+
+def _is_continuous(values: Tensor) -> bool:
+    """True where hardly any value occurs twice: equal values then are constants, and not chance."""
+    first = values[0]
+    return len(set(first.tolist())) > 0.9 * first.numel()
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean())
+
+
+def _std(values: Tensor) -> float:
+    return float(values.std(correction=0))
+
+
+def _log_std(values: Tensor) -> float:
+    return math.log(_std(values) + 1e-30)
+
+
+def _mean_error(values: Tensor, count: int) -> float:
+    """Standard error of the mean of ``count`` elements."""
+    return _std(values) / math.sqrt(count)
+
+
+def _log_std_error(values: Tensor, count: int) -> float:
+    """Standard error of the logarithm of the standard deviation, by the values' own kurtosis (3 at least)."""
+    centred = values - values.mean()
+    variance = float(centred.square().mean())
+    kurtosis = float(centred.pow(4).mean()) / max(variance**2, 1e-300)
+    return math.sqrt((max(kurtosis, 3.0) - 1.0) / (4.0 * count))

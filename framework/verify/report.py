@@ -1,0 +1,100 @@
+"""Rows and table of a comparison: text for a terminal."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+HEADER = (
+    *("layout", "init", "samples", "loss 1", "losses", "norms", "gradient", "weights", "validation", "again"),
+    "verdict",
+)
+
+
+class Row(NamedTuple):
+    """One layout against the reference. Distances are relative."""
+
+    layout: str
+    initial_equal: bool = False
+    samples_equal: bool = False
+    loss: float = 0.0
+    """Of step 1."""
+    losses: float = 0.0
+    """The worst of all steps."""
+    norms: float = 0.0
+    """The worst gradient norm of all steps."""
+    gradient: float = 0.0
+    """Of step 1, the worst parameter's: norm of the difference over the norm of the reference's."""
+    gradient_name: str = ""
+    weights: float = 0.0
+    """The same, of the weights after the last step."""
+    weights_name: str = ""
+    validation: float = 0.0
+    """The worst loss in eval mode."""
+    repeats: bool | None = None
+    """The same layout run twice gave the same bits in every step's loss. None: run once."""
+    problems: list[str] = []
+    """Every bar that is missed, with the first parameter and the first step that differ."""
+    failure: str = ""
+    """``refused: reason`` or ``cannot run: reason``: there are no numbers."""
+
+    @property
+    def passed(self) -> bool:
+        """True when there are numbers and no bar is missed."""
+        return not self.problems and not self.failure
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        if self.failure:
+            return self.failure.partition(":")[0]
+        return "same numbers" if self.passed else "DIFFERENT"
+
+    def cells(self) -> tuple[str, ...]:
+        """Text for the columns of HEADER."""
+        if self.failure:
+            return (self.layout, *[""] * (len(HEADER) - 2), self.verdict)
+        numbers = (self.loss, self.losses, self.norms, self.gradient, self.weights, self.validation)
+        return (
+            self.layout,
+            "equal" if self.initial_equal else "DIFFER",
+            "equal" if self.samples_equal else "DIFFER",
+            *(f"{number:.1e}" for number in numbers),
+            {None: "-", True: "equal", False: "DIFFER"}[self.repeats],
+            self.verdict,
+        )
+
+
+class Report(NamedTuple):
+    """All layouts."""
+
+    title: str
+    rows: list[Row]
+    problems: list[str] = []
+    """Failed checks of the model itself, which hold for every layout."""
+
+    @property
+    def passed(self) -> bool:
+        """True when no check of the model failed and no layout misses a bar."""
+        return not self.problems and all(row.passed for row in self.rows)
+
+    def table(self) -> str:
+        """Text for a terminal: a row per layout, then the problems in words."""
+        cells = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        for row in self.rows:
+            lines += [f"{row.layout}: {problem}" for problem in (*row.problems, *[row.failure] * bool(row.failure))]
+        return "\n".join([self.title, "", *lines, *self.problems, "", self._verdict()])
+
+    def _verdict(self) -> str:
+        different = sum(bool(row.problems) for row in self.rows)
+        without = sum(bool(row.failure) for row in self.rows)
+        said = []
+        if different:
+            said.append(f"{different} of {len(self.rows)} layouts differ")
+        if without:
+            said.append(f"{without} of {len(self.rows)} layouts could not be run")
+        if self.problems:
+            said.append(f"{len(self.problems)} initial values are not the builder's")
+        return "; ".join(said) or f"all {len(self.rows)} layouts agree"

@@ -1,0 +1,93 @@
+"""``meshwright verify``: which model, samples and layouts are proven, on ranks of this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from framework.config import RunConfig
+    from framework.verify import Layout, Row
+
+MOST_RANKS = 8
+"""Ranks that verify runs on this machine."""
+SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
+"""Samples of a step and tokens of a sample, of a shrunk model."""
+
+
+def verify(config_path: str, overrides: list[str], words: list[str], steps: int, dtype: str, *, whole: bool) -> int:
+    """Prove layouts; print what is proven, a line for each layout and the table. Returns the exit code.
+
+    ``words``: the layouts; without any, those that cover the pair table.
+    """
+    from framework.config import load
+    from launch.pool import RankPool
+
+    config = load(config_path, overrides)
+    with RankPool(MOST_RANKS) as pool:
+        from framework.verify import parse_layout
+        from framework.verify import verify as proved
+
+        layouts = [parse_layout(text) for text in words]
+        global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
+        config = prepare(config, whole=whole)
+        twice = None
+        if not layouts:
+            layouts, twice = choose_layouts(config, global_batch)
+        largest = max(layout.size for layout in layouts)
+        if largest > MOST_RANKS:
+            raise ConfigError(
+                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}"
+            )
+        report = proved(
+            config,
+            layouts,
+            pool,
+            global_batch=global_batch,
+            steps=steps,
+            dtype=dtype,
+            random_tokens=not whole,
+            twice=twice,
+            on_row=tell_row,
+        )
+    print(report.table())
+    return 0 if report.passed else 1
+
+
+def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
+    """Return the configuration that is proven, and print how it differs from the one that is trained."""
+    from framework.optimizer.eight_bit import SMALLEST
+    from framework.verify import make_small, turn_dropout_on
+
+    if config.data.builder is not None:
+        print("the model whole, on its own samples")
+    elif not whole:
+        config, said = make_small(config, SMALL_SEQUENCE_LENGTH)
+        print("\n".join(said))
+    if not whole:
+        config, said = turn_dropout_on(config)
+        for line in said:
+            print(line, flush=True)
+    if config.optimizer.name == "adamw8bit":
+        print(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"block_size": SMALLEST})})
+    return config
+
+
+def choose_layouts(config: RunConfig, global_batch: int) -> tuple[list[Layout], list[Layout]]:
+    """Return the default layouts and those of them that are run twice; print what they leave out."""
+    from framework.verify import default_layouts, run_twice, traits_of
+
+    traits = traits_of(config)
+    layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
+    for reason in traits.left_out():
+        print(f"left out: {reason}", flush=True)
+    for sentence in missing:
+        print(sentence, flush=True)
+    return layouts, run_twice(layouts)
+
+
+def tell_row(row: Row) -> None:
+    """Print a line as soon as a layout is done."""
+    print(f"  {row.layout}: {row.verdict}", flush=True)
