@@ -6,7 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from framework.blueprint import DTYPES, draw_blueprint
 from framework.config import RunConfig
 from framework.errors import UserError
 from framework.model import build_model
-from framework.verify.compare import bar_of, compare, worst
+from framework.verify.compare import SAME_ROUNDING, bar_of, compare, worst
 from framework.verify.feed import VerifyFeed
 from framework.verify.initial import initial_problems
 from framework.verify.layouts import Layout, layout_config
@@ -56,6 +56,37 @@ def rounding_of(
     return {name: max(distance[name] for distance in distances) for name in distances[0]}
 
 
+def noise_of(
+    expected: Findings, plain: RunConfig, feed: VerifyFeed, micro_batch_size: int, others: Sequence[int]
+) -> dict[str, float]:
+    """Return, per parameter, how far apart two bfloat16 gradients of step 1 may be by rounding alone.
+
+    That is twice the distance from a float64 run, the farthest of several orders of the same sums (``others``, as for
+    :func:`rounding_of`).
+    """
+    exact = run_reference(plain, feed, 1, torch.float64, micro_batch_size)
+    runs = [expected, *(run_reference(plain, feed, 1, torch.bfloat16, size) for size in others)]
+    distances = [worst(found.gradients, exact.gradients) for found in runs]
+    return {name: 2.0 * max(distance[name] for distance in distances) for name in distances[0]}
+
+
+class Reference(NamedTuple):
+    """The plain run, and how far rounding alone carries it."""
+
+    findings: Findings
+    rounding: dict[str, float]
+    """Of weights, per parameter; float32 only."""
+    noise: dict[str, float]
+    """Of gradients, per parameter; bfloat16 only."""
+    passed_s: float
+
+    def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
+        """Return the noise of a layout: where all activations are rounded alike, only that of ``tied`` weights, whose
+        gradients torch sums in bfloat16 and stages in float32."""
+        alike = bar_of("bfloat16", layout) is SAME_ROUNDING
+        return {name: value for name, value in self.noise.items() if not alike or name in tied}
+
+
 def failure_of(error: Exception) -> str:
     """Return ``refused: reason`` for what a user can change, ``cannot run: reason`` with its place for the rest."""
     cause = error if isinstance(error, UserError) else error.__cause__
@@ -94,24 +125,25 @@ def verify(
     plain = layout_config(config, Layout(), global_batch, dtype)
     traits, feed = traits_of(plain), open_feed(plain, random_tokens)
     model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
-    problems = initial_problems(plain, model)
+    problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
 
     @functools.cache
-    def reference(micro_batch_size: int) -> tuple[Findings, dict[str, float] | None, float]:
-        """Also how far rounding alone carries its weights, where that is looked at; and seconds."""
+    def reference(micro_batch_size: int) -> Reference:
         start_s = time.monotonic()
         expected = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
         passed_s = time.monotonic() - start_s
-        if dtype != "float32":
-            return expected, None, passed_s
-        others = () if traits.couples_samples else groupings(global_batch)
-        return expected, rounding_of(expected, plain, feed, steps, micro_batch_size, others), passed_s
+        others, rounding, noise = () if traits.couples_samples else groupings(global_batch), {}, {}
+        if dtype == "float32":
+            rounding = rounding_of(expected, plain, feed, steps, micro_batch_size, others)
+        if dtype == "bfloat16":
+            noise = noise_of(expected, plain, feed, micro_batch_size, others)
+        return Reference(expected, rounding, noise, passed_s)
 
     rows = []
     for layout in layouts:
         # samples that see each other in their micro-batch must have the same company in the plain run
-        expected, rounding, passed_s = reference(layout.micro_batch_size if traits.couples_samples else 1)
-        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * passed_s)
+        expected = reference(layout.micro_batch_size if traits.couples_samples else 1)
+        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.passed_s)
         try:
             laid_out = layout_config(config, layout, global_batch, dtype)
             draw_blueprint(laid_out)  # what cannot be is said here, before anything runs
@@ -123,7 +155,8 @@ def verify(
         else:
             found = [merge(each) for each in runs]
             again = found[1] if len(found) > 1 else None
-            row = compare(str(layout), found[0], again, expected, bar_of(dtype, layout), rounding)
+            bar, noise = bar_of(dtype, layout), expected.noise_in(layout, tied)
+            row = compare(str(layout), found[0], again, expected.findings, bar, expected.rounding, noise)
         rows.append(row)
         on_row(row)
     of_tokens = "" if config.data.builder is not None else f" of {config.data.sequence_length} tokens"
