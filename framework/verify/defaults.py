@@ -43,7 +43,7 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
 
     def choices(layout: Layout) -> set[tuple[object, object]]:
         switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0)
-        return {*enumerate(switches), ("zero", layout.zero * (layout.dp > 1)), ("once", layout.reduces_once)}
+        return {*enumerate(switches), ("zero", layout.zero if layout.dp > 1 else None), ("once", layout.reduces_once)}
 
     left = set[tuple[object, object]]().union(*map(choices, layouts))
     found: list[Layout] = []

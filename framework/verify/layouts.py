@@ -154,10 +154,12 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
 
 
 def own_layout(config: RunConfig, global_batch: int) -> Layout:
-    """Return the layout of a configuration."""
+    """Return the layout of a configuration, with micro-batches so small that a step has two at least."""
     own = config.parallel
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
-    micro = config.batch.micro_batch_size or 1
+    micro = max(1, min(config.batch.micro_batch_size or 1, global_batch // (2 * dp)))
+    while global_batch % (dp * micro) and micro > 1:
+        micro -= 1
     schedule: str = config.pipeline.schedule
     if config.pipeline.schedule_file is not None:
         schedule, chunks = OWN, read_schedule(config.pipeline.schedule_file).chunks

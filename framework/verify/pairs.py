@@ -146,6 +146,11 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
     return found
 
 
+def is_full(layout: Layout, global_batch: int) -> bool:
+    """Return whether a step has micro-batches enough to show what accumulates, and a pipeline in full swing."""
+    return global_batch // (layout.dp * layout.micro_batch_size) >= max(2, layout.pp)
+
+
 class Choice(NamedTuple):
     """Layouts that cover the table, and what they leave."""
 
@@ -171,10 +176,11 @@ def choose(
     possible = [
         layout
         for layout in candidates(max_ranks, micro_batch_sizes)
-        if is_possible(layout, traits, global_batch, sequence_length)
+        if is_possible(layout, traits, global_batch, sequence_length) and is_full(layout, global_batch)
     ]
     numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs())}
-    masks = {layout: _mask(layout, traits, numbers) for layout in (*first, *possible)}
+    masks = {layout: _mask(layout, traits, numbers) for layout in possible}
+    masks |= {layout: _mask(layout, traits, numbers) * is_full(layout, global_batch) for layout in first}
     layouts = list(dict.fromkeys(first))
     covered = 0
     for layout in layouts:
