@@ -98,6 +98,7 @@ def failure_of(error: Exception) -> str:
         stacks = re.findall(r"^rank (\d+):\n(?:(?!rank |  File).*\n)*  (File .*)", str(error), re.MULTILINE)
         return f"cannot run: {lines[0]} {'; '.join(f'rank {rank}: {frame}' for rank, frame in stacks)}".rstrip()
     frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
+    frames = [frame for frame in frames if "site-packages" not in frame[0]] or frames
     where = f" (at {frames[-1][0]}:{frames[-1][1]})" if frames else ""
     return f"cannot run: {lines[0]}{where}"
 
