@@ -16,17 +16,18 @@ from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
 from framework.errors import CheckpointError
+from framework.feeds import Source
 from framework.mesh.mesh import Mesh
 from framework.state import restore
 
 
-def data_fingerprint(parts: Parts) -> dict[str, str]:
+def data_fingerprint(feed: Source) -> dict[str, str]:
     """What must be the same data after a resume: hashes where the corpus has a fingerprint, else its size."""
-    if isinstance(parts.feed, DatasetFeed):
-        return parts.feed.samples.fingerprint()
-    if not isinstance(parts.feed, Feed | SpanCorruptionFeed):
+    if isinstance(feed, DatasetFeed):
+        return feed.samples.fingerprint()
+    if not isinstance(feed, Feed | SpanCorruptionFeed):
         return {}
-    corpus = parts.feed.corpus
+    corpus = feed.corpus
     if isinstance(corpus, Corpus):
         return _fingerprint_of(corpus)
     return {
@@ -60,7 +61,7 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         try:
             manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
-            found = (None, checkpoints.compatible(manifest, config, data_fingerprint(parts), place=str(path)))
+            found = (None, checkpoints.compatible(manifest, config, data_fingerprint(parts.feed), place=str(path)))
         except CheckpointError as error:
             found = (str(error), [])
     problem, changes = mesh.world.gather_objects(found)[0]

@@ -9,20 +9,27 @@ When a share fails, nothing of that attempt is published and what was written is
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from framework.blueprint import Blueprint, batch_numbers
 from framework.build import Parts
-from framework.checkpoint import Attempt, Head, begin, prune, to_host
+from framework.checkpoint import Attempt, Head, Kind, ShardReport, begin, find, prune, to_host
 from framework.checkpoint.files import Warn, to_stderr
-from framework.errors import CheckpointError
+from framework.checkpoint.manifest import Entry, File, Part, parse, render
+from framework.checkpoint.save import merge
+from framework.checkpoint.shard import DTYPES, file_name
+from framework.config import RunConfig
+from framework.errors import CheckpointError, ConfigError
+from framework.feeds import Source
 from framework.resume import data_fingerprint
-from framework.state import pieces
+from framework.state import TrainState, named_weights, pieces
 
 LONGEST_PAUSE_S = 0.5
 """Between two looks at what is being written, while nothing else is done."""
@@ -60,7 +67,7 @@ class Saver:
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
-        head = self._head()
+        head = head_of(parts.config, parts.state, data_fingerprint(parts.feed))
         mine = self._begin(head.step) if mesh.rank == 0 else None
         begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
         if begun.problem is not None:
@@ -132,21 +139,6 @@ class Saver:
 
     # -------------------------------------------------------------------------------------------------------- pieces
 
-    def _head(self) -> Head:
-        parts, state = self.parts, self.parts.state
-        return Head(
-            step=state.step,
-            samples_seen=state.samples_seen,
-            seed=parts.config.run.seed,
-            config=parts.config.model_dump(mode="json"),
-            data_fingerprint=data_fingerprint(parts),
-            state={
-                "tokens_seen": state.tokens_seen,
-                "optimizer_steps": state.optimizer_steps,
-                "skipped_in_a_row": state.skipped_in_a_row,
-            },
-        )
-
     def _begin(self, step: int) -> _Begun:
         attempt = secrets.token_hex(4)
         try:
@@ -195,15 +187,27 @@ class Saver:
     def _give_up(self, attempt: Attempt, problems: list[str]) -> None:
         self._attempt = None
         self.parts.behind.abandon()
-        if self.parts.config.checkpoint.on_failure == "fail":
+        if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
             self.parts.behind.end()  # what was written is removed before this process ends
         self._tell(attempt.head.step, problems)
 
     def _tell(self, step: int, problems: list[str]) -> None:
         text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
+        if not self._has_saved():
+            raise CheckpointError(
+                f"{text}\nthe run ends, whatever checkpoint.on_failure says: it has no checkpoint yet, and every step "
+                f"more would be lost with it. Mend this, and start it again"
+            )
         if self.parts.config.checkpoint.on_failure == "fail":
             raise CheckpointError(f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
+
+    def _has_saved(self) -> bool:
+        """Whether a checkpoint of this run stands, an imported model (step 0) not counted. Every rank calls it."""
+        if self.saved_step is not None:
+            return True
+        stands = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
+        return bool(self.parts.mesh.world.gather_objects(stands)[0])
 
     def _tell_published(self) -> None:
         published = self.parts.behind.take_published()
@@ -217,6 +221,53 @@ class Saver:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:
             self._warn(f"older checkpoints could not be deleted: {error}")
+
+
+def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> Head:
+    """Return what a checkpoint of this state says besides its tensors."""
+    return Head(
+        step=state.step,
+        samples_seen=state.samples_seen,
+        seed=config.run.seed,
+        config=config.model_dump(mode="json"),
+        data_fingerprint=fingerprint,
+        state={
+            "tokens_seen": state.tokens_seen,
+            "optimizer_steps": state.optimizer_steps,
+            "skipped_in_a_row": state.skipped_in_a_row,
+        },
+    )
+
+
+def check_manifest(blueprint: Blueprint, feed: Source) -> None:
+    """Write the manifest of the run's last step and read it back, in memory: what no save could write is found first.
+
+    Raises:
+        ConfigError: it cannot be written, or not be read again, with the reason.
+    """
+    config = blueprint.config
+    samples = config.train.steps * batch_numbers(config).global_batch
+    state = TrainState(
+        step=config.train.steps,
+        optimizer_steps=config.train.steps,
+        samples_seen=samples,
+        tokens_seen=samples * blueprint.example.labels_per_sample,
+    )
+    file, tensors = file_name(shard_name(0, 0), 0), {}
+    try:
+        for name, weight in named_weights(blueprint):
+            if weight.dtype not in DTYPES:
+                raise CheckpointError(f"tensor {name!r}: dtype {weight.dtype} has no place in a checkpoint")
+            key, offset = Kind.WEIGHTS.of(name), (0,) * len(weight.shape)
+            parts = (Part(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
+            tensors[key] = Entry(shape=weight.shape, dtype=DTYPES[weight.dtype], pieces=parts)
+        report = ShardReport(tensors=tensors, files={file: File(size=0, sha256="0" * 64)})
+        manifest = merge(head_of(config, state, data_fingerprint(feed)), [report])
+        is_same = parse(render(manifest), "manifest.json") == manifest
+    except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
+        raise ConfigError(f"no checkpoint of this run could be written and read again:\n  {error}") from error
+    if not is_same:
+        raise ConfigError("no checkpoint of this run could be read again: its manifest reads back as something else")
 
 
 def shard_name(pp_rank: int, tp_rank: int) -> str:

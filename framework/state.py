@@ -21,13 +21,18 @@ from framework.parameters import ParameterInfo
 
 def saved_weights(blueprint: Blueprint) -> Iterator[Weight]:
     """The tensors of the model that are saved, each once, whole."""
+    return (weight for _, weight in named_weights(blueprint))
+
+
+def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, Weight]]:
+    """Return (name, tensor) of every weight and running buffer that a checkpoint holds, each once, whole."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if blueprint.model.canonical(name) == name:
-            yield Weight(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
+            yield name, Weight(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
     for name in blueprint.running:
         buffer = layers.get_buffer(name)
-        yield Weight(tuple(buffer.shape), buffer.dtype, False)
+        yield name, Weight(tuple(buffer.shape), buffer.dtype, False)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.optimizer.flat import states_of
 from framework.process import GiveUp, end_process
 from framework.resume import resume
-from framework.saving import Saver
+from framework.saving import Saver, check_manifest
 from framework.state import saved_weights
 from framework.stderr import say as speak
 from framework.step import StepStats, take_step, validate
@@ -63,7 +63,8 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     """
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
-    open_feeds(config)
+    feed, _ = open_feeds(config)
+    check_manifest(blueprint, feed)
     check_space(
         make_directory(config),
         checkpoint_bytes(saved_weights(blueprint), len(states_of(config.optimizer))),

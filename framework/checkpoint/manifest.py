@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from framework.checkpoint.counts import contradictions
 from framework.errors import CheckpointError
 
 FORMAT: Final = "meshwright-checkpoint"
@@ -24,6 +25,9 @@ MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 
 Count = Annotated[int, Field(ge=0, lt=2**60)]
+"""Of elements and bytes."""
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+"""Not below any bound of the configuration: see [bounds of whole numbers] in framework/config/schema.py."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
 """A plain name: no separator, no leading dot, so that no piece can lie outside its checkpoint."""
@@ -105,9 +109,9 @@ class Manifest(Strict):
 
     format: Literal["meshwright-checkpoint"]
     version: Literal[1]
-    step: Count
-    samples_seen: Count
-    seed: Count
+    step: Int64
+    samples_seen: Int64
+    seed: Int64
     config: dict[str, Any]
     data_fingerprint: dict[str, str]
     versions: dict[str, str]
@@ -164,8 +168,9 @@ def parse(text: bytes, place: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """What is wrong between the parts of a well-formed manifest: names, files, and each tensor covered exactly once."""
-    problems = []
+    """What is wrong between the parts of a well-formed manifest: counts, names, files, and each tensor covered exactly
+    once."""
+    problems = contradictions(manifest.step, manifest.samples_seen, manifest.seed, manifest.config, manifest.state)
     kinds = {str(kind) for kind in Kind}
     used: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():

@@ -84,4 +84,19 @@ def derive(batch: Batch, dp: int) -> Batch:
         micro_batch_size = global_batch // (chunks * dp)
     elif chunks is None:
         chunks = global_batch // (micro_batch_size * dp)
+    _check_bounds(micro_batch_size, chunks, global_batch)
     return Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=global_batch)
+
+
+def _check_bounds(micro_batch_size: int, chunks: int, global_batch: int) -> None:
+    """Refuse a derived number that the file could not have named itself. Raises :class:`ConfigError`."""
+    for name, value, most in (
+        ("micro_batch_size", micro_batch_size, 10**6),
+        ("chunks", chunks, 10**6),
+        ("global_batch", global_batch, 10**9),
+    ):
+        if value > most:
+            raise ConfigError(
+                f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is allowed: lower "
+                f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}"
+            )

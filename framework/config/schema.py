@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
+# NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63 (checkpoint/manifest).
+# Every whole number here has an upper bound below that, and so has every product that a checkpoint records:
+# train.steps x batch.global_batch is at most 10**18. A new key of whole numbers takes one of these types.
 Count = Annotated[int, Field(gt=0, le=10**6)]
 """Of ranks, micro-batches, samples: what is written out, one by one, must end."""
 Length = Annotated[int, Field(gt=0, le=10**9)]
+Steps = Annotated[int, Field(ge=0, le=10**9)]
+"""A number of steps that may be none."""
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+"""What TOML, a manifest and a tensor of int64 can hold."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -33,7 +40,7 @@ class Run(Section):
         description="letters, digits, dots, dashes and underscores, a letter or digit first: it names a directory",
     )
     directory: str = Field(default="runs", pattern=r"^[^\x00]+$", description="a path")
-    seed: int = Field(default=1234, ge=0)
+    seed: Int64 = 1234
 
 
 class Model(Section):
@@ -114,7 +121,7 @@ class Parallel(Section):
     zero = 3 the shards of weights and gradients do, too."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
     """That memory is mapped to files here, so that it may be more than there is; with zero = 3 that of the states."""
-    bucket_bytes: PositiveInt | None = None
+    bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
     """Of gradients that are summed over the replicas in one message. Left out: 25 MiB or, if that is more, 4 MiB for
     each replica: a message goes around in as many steps as there are replicas, and each of them has to be worth it."""
     tp_across_nodes: bool = False
@@ -129,7 +136,7 @@ class Pipeline(Section):
     """A schedule of one's own, instead of ``schedule``."""
     interleave: Count | None = None
     """Stages of one pipeline rank; left out: 2 for the schedules that need several, otherwise 1."""
-    balance: Literal["time", "parameters", "layers"] | list[PositiveInt] = "time"
+    balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
     """What a stage's share is measured in; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is not kept for backward but computed again: nothing, what the model names, or whole layers."""
@@ -151,13 +158,13 @@ class Optimizer(Section):
     learning_rate: PositiveFloat = 3e-4
     min_learning_rate: float = Field(default=0.0, ge=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: int = Field(default=0, ge=0)
+    warmup_steps: Steps = 0
+    decay_steps: Steps = 0
     """Only for wsd: the number of last steps in which the learning rate falls."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW, as is eps."""
     eps: PositiveFloat = 1e-8
-    block_size: int = Field(default=256, ge=8, multiple_of=8)
+    block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
     """Of adamw8bit: elements that are scaled together. Matrices whose rows it does not divide stay in 32 bits."""
     momentum: Share = 0.9
     """Of SGD; 0: it keeps nothing."""
@@ -170,24 +177,24 @@ class Optimizer(Section):
 class Train(Section):
     """How long, in which precision, on what."""
 
-    steps: PositiveInt = 100
+    steps: Length = 100
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = False
     """torch.compile each layer on its own."""
-    validate_every: int = Field(default=0, ge=0)
+    validate_every: Steps = 0
     """Steps between validations; 0: only after the last step (if there is validation data)."""
-    validate_steps: PositiveInt = 8
+    validate_steps: Length = 8
     """Global batches in one validation."""
 
 
 class Checkpoint(Section):
     """When to save; resuming needs no key: the same command again goes on."""
 
-    every: int = Field(default=0, ge=0)
+    every: Steps = 0
     """Steps between checkpoints; 0: only after the last step."""
-    keep_last: PositiveInt = 2
-    keep_every: int = Field(default=0, ge=0)
+    keep_last: Length = 2
+    keep_every: Steps = 0
     """Checkpoints of steps that this divides are never deleted; 0: only the newest stay."""
     asynchronous: bool = True
     """Train on while a checkpoint is written: a step waits only for a copy in host memory, of what its rank writes."""
@@ -200,9 +207,9 @@ class Watch(Section):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite: the run ends and names where it began; or this step is left out."""
-    most_skipped: PositiveInt = 3
+    most_skipped: Length = 3
     """Steps in a row that are left out; one more ends the run."""
-    drift_every: int = Field(default=100, ge=0)
+    drift_every: Steps = 100
     """Steps between comparisons of what several ranks hold alike, which are also made before each checkpoint; 0: none
     at all."""
 
@@ -210,15 +217,15 @@ class Watch(Section):
 class Tracking(Section):
     """What is told to whom. ``metrics.jsonl`` is always written: it is the truth."""
 
-    log_every: PositiveInt = 1
+    log_every: Length = 1
     console: bool = True
     wandb: Literal["auto", "online", "offline", "off"] = "off"
     """auto: online with a key and a network, otherwise offline."""
     project: str = "meshwright"
-    trace_step: int = Field(default=5, ge=0)
+    trace_step: Steps = 5
     """Which step after each start is measured span by span, for `meshwright draw RUN`; its last one if it has fewer; 0:
     none. A run that resumes is measured again."""
-    stragglers_every: int = Field(default=20, ge=0)
+    stragglers_every: Steps = 20
     """After so many steps each it is said who makes the others wait, if somebody does: a rank, a link, the sums over
     replicas; 0: never."""
 
@@ -233,13 +240,13 @@ class Launch(Section):
     is set. "": all, in the order of the bus."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0
     """For how long nothing may move on a rank: longer is a hang, and ends the run with who waits for whom. A save, a
     validation batch or a first step that compiles counts like anything else."""
     cluster: str = ""
     """A TOML file that says what the cluster has, in the form of a run's links.toml: `meshwright doctor` holds what it
     measures against it."""
-    max_restarts: int = Field(default=0, ge=0)
+    max_restarts: Annotated[int, Field(ge=0, le=10**6)] = 0
     """How often `meshwright train` starts a run that failed again by itself, from its newest checkpoint; torchrun and
     srun have their own ways."""
 

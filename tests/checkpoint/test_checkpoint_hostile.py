@@ -100,6 +100,58 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, fake: Any, name: str) -> 
         open_checkpoint(path)
 
 
+def as_a_run_saves(manifest: dict[str, Any]) -> None:
+    """Ten steps of eight samples, the last two of them skipped."""
+    manifest.update(
+        samples_seen=8 * manifest["step"],
+        config={
+            "run": {"seed": manifest["seed"]},
+            "batch": {"global_batch": 8},
+            "data": {"sequence_length": 32, "task": "causal", "builder": None},
+            "watch": {"on_nonfinite": "skip", "most_skipped": 3},
+        },
+        state={"optimizer_steps": 8, "skipped_in_a_row": 2, "tokens_seen": 10 * 8 * 32},
+    )
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "the cursor moved on": (lambda m: m.update(samples_seen=88), "samples_seen = 88, .* 8 = 80"),
+    "the cursor set back": (lambda m: m.update(samples_seen=0), "samples_seen = 0, .* 8 = 80"),
+    "another seed": (lambda m: m.update(seed=7), r"seed = 7, and its run\.seed = 1234"),
+    "more steps taken": (
+        lambda m: m["state"].update(optimizer_steps=11),
+        "optimizer_steps = 11, more than its step 10",
+    ),
+    "more skipped": (lambda m: m["state"].update(skipped_in_a_row=3), "skipped_in_a_row = 3, .* at most 2"),
+    "more than allowed": (
+        lambda m: m["state"].update(skipped_in_a_row=4, optimizer_steps=6),
+        r"its run allowed 3 \(watch\.most_skipped",
+    ),
+    "skipped by a run that stops": (
+        lambda m: m["config"]["watch"].update(on_nonfinite="stop"),
+        "skipped_in_a_row = 2, and its run allowed 0",
+    ),
+    "more tokens": (lambda m: m["state"].update(tokens_seen=2561), "tokens_seen = 2561, more than 80 samples of 32"),
+    "no number": (lambda m: m["state"].update(skipped_in_a_row="2"), "skipped_in_a_row = '2', which must be a whole"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_counts_that_contradict_each_other_are_refused(tmp_path: Path, fake: Any, name: str) -> None:
+    """The one before is taken, and the warning has both numbers."""
+    change, message = CONTRADICTIONS[name]
+    fake.save(tmp_path, 9)
+    path = fake.save(tmp_path, 10)
+    forge(path, as_a_run_saves)
+    open_checkpoint(path).verify()
+    forge(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+    warned: list[str] = []
+    found = newest_valid(tmp_path, warn=warned.append)
+    assert found is not None and found.manifest.step == 9 and len(warned) == 1
+
+
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe{", b"[]", b"null", b'{"format": 1, "format": 2}'])
 def test_what_is_no_manifest_is_refused(tmp_path: Path, fake: Any, text: bytes) -> None:
     path = fake.save(tmp_path, 1)

@@ -41,7 +41,9 @@ options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 ).filter(lambda found: not list(secrets_in(found, ("model", "options"))))  # hypothesis takes words from the source too
 configs = st.builds(
     RunConfig,
-    run=st.builds(Run, name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True), seed=st.integers(0)),
+    run=st.builds(
+        Run, name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True), seed=st.integers(0, 2**63 - 1)
+    ),
     model=st.builds(Model, options=options),
     data=st.builds(Data, train=words.filter(bool), tokenizer=st.none() | words),
     batch=st.builds(Batch, micro_batch_size=st.integers(1, 8), chunks=st.integers(1, 8), global_batch=st.none()),

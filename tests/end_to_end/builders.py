@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import models.gpt2
@@ -103,3 +104,20 @@ def two_outputs(vocab_size: int = 300) -> nn.Sequential:
 def of_another_width(vocab_size: int = 300) -> nn.Sequential:
     """The second layer does not take what the first one gives."""
     return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(9, vocab_size))
+
+
+class Seen(nn.Module):
+    """Remembers, in a buffer of a dtype that no checkpoint holds, whether it was ever used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.logical_not_()
+        return x
+
+
+def with_a_boolean_buffer(**options: Any) -> nn.Sequential:
+    """GPT-2 behind such a layer."""
+    return in_front(models.gpt2.build(**options), "norm", Seen)
