@@ -7,6 +7,7 @@ from pathlib import Path
 
 from framework import checkpoint as checkpoints
 from framework.build import Parts
+from framework.checkpoint.compatible import SAMPLED
 from framework.checkpoint.files import Warn, to_stderr
 from framework.checkpoint.manifest import Manifest
 from framework.checkpoint.read import first_sound
@@ -22,7 +23,7 @@ from framework.state import restore
 
 
 def data_fingerprint(feed: Source) -> dict[str, str]:
-    """What must be the same data after a resume: hashes where the corpus has a fingerprint, else its size."""
+    """What must be the same data after a resume: what its fingerprint says, and a sampled hash of its bytes."""
     if isinstance(feed, DatasetFeed):
         return feed.samples.fingerprint()
     if not isinstance(feed, Feed | SpanCorruptionFeed):
@@ -39,10 +40,13 @@ def data_fingerprint(feed: Source) -> dict[str, str]:
 
 def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     known = fingerprint.read(corpus.prefix.parent)
+    sampled = {SAMPLED: corpus.sampled()}
     if known is None or corpus.known is None:
-        return {"train_tokens": str(len(corpus.stream))}
+        return {"train_tokens": str(len(corpus.stream))} | sampled
     mask = {"mask": known.files[f"{corpus.prefix.name}.mask"]} if corpus.mask else {}
-    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": known.files["tokenizer.json"]} | mask
+    beside = corpus.prefix.with_name("tokenizer.json")
+    tokenizer = fingerprint.file_sha256(beside) if beside.is_file() else known.files["tokenizer.json"]
+    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": tokenizer} | mask | sampled
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:

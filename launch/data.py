@@ -1,4 +1,4 @@
-"""`meshwright data prepare` and `data show`: what they print, and the bar while a corpus is being prepared."""
+"""What `meshwright data prepare`, `show` and `verify` print, and the bar while a corpus is being prepared."""
 
 from __future__ import annotations
 
@@ -57,6 +57,25 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
         shown(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
     return 0
+
+
+def verify(options: argparse.Namespace, _: list[str]) -> int:
+    """Hold every byte of prepared corpora against their fingerprint; exit code 1 where one differs."""
+    from framework.data import fingerprint
+
+    folder: Path = options.place
+    known = fingerprint.read(folder)
+    if known is None:
+        from framework.errors import DataError
+
+        raise DataError(
+            f"{folder} has no {fingerprint.FILE_NAME}, so nothing is known that its bytes could be held against: name "
+            f"a folder that `meshwright data prepare` has written"
+        )
+    damaged = fingerprint.damaged_files(folder, known)
+    for name in known.files:
+        print(f"{folder / name}: {'differs, or is missing' if name in damaged else 'whole'}")
+    return 1 if damaged else 0
 
 
 class Display:

@@ -30,6 +30,9 @@ FRESH = ("model.builder", "model.options")
 FREE = {"model.options.dropout"}
 """And what of these may change all the same: it decides no weight and no logit."""
 
+SAMPLED = "sampled bytes"
+"""In the data fingerprint: a hash of a sample of the corpus's bytes. Checkpoints of older versions do not have it."""
+
 ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
 """Values between which such a field may change all the same: a checkpoint has the same of both."""
 
@@ -60,7 +63,12 @@ def compatible(
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
     for name in sorted(manifest.data_fingerprint.keys() | data_fingerprint.keys()) if not is_fresh else ():
         before, after = manifest.data_fingerprint.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
-        if before != after:
+        if before is _ABSENT and name.startswith(SAMPLED):
+            differences.append(
+                f"data fingerprint {name!r}: the checkpoint has none yet; whether the bytes of the corpus are those "
+                f"that it was trained on cannot be seen this time"
+            )
+        elif before != after:
             problems.append(
                 f"data fingerprint {name!r} was {_show(before)} and is {_show(after)}: "
                 f"the samples seen so far were others"

@@ -26,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
+from hashlib import sha256
 from math import lcm
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from framework.data import fingerprint as fingerprints
 from framework.data.fingerprint import Entropy, Split
-from framework.data.indexed import MappedStream, Mask, TokenStream, documents, inspect, mask_path
+from framework.data.indexed import Mask, TokenStream, documents, inspect, mask_path
 from framework.errors import DataError
 
 IGNORE = -100
@@ -60,7 +61,7 @@ class Corpus:
     ``vocab_size``: the model's; None: any id will do. ``eod_id``: the end of document, where no fingerprint says it.
     ``eod_mask_loss``: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
     ``num_sentinels``: the last ids of the vocabulary are something else, and no text may use them.
-    ``packing``, ``document_boundaries``: see above. ``light``: read without megatron-core.
+    ``packing``, ``document_boundaries``: see above.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class Corpus:
         num_sentinels: int = 0,
         packing: Packing = "stream",
         document_boundaries: bool = False,
-        light: bool = False,
     ) -> None:
         """Check everything that can be checked before a rank starts; with a fingerprint no token is read for it."""
         self.prefix = Path(prefix)
@@ -82,7 +82,7 @@ class Corpus:
         self.num_sentinels = num_sentinels
         self.text_ids = None if vocab_size is None else vocab_size - num_sentinels
         """Text may use the ids below."""
-        self.stream = (MappedStream if light else TokenStream)(inspect(self.prefix))
+        self.stream = TokenStream(inspect(self.prefix))
         self.mask = Mask(self.stream.index)
         self.documents = documents(self.stream.index)
         self.document_boundaries = document_boundaries
@@ -107,6 +107,15 @@ class Corpus:
     def open(self) -> None:
         """Now and not in the first step: see :meth:`TokenStream.open`."""
         self.stream.open()
+
+    def sampled(self) -> str:
+        """Return one hash of a sample of its files as they are now. Raises DataError where one cannot be read."""
+        paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
+        try:
+            hashes = [fingerprints.sampled_sha256(path) for path in paths if path.is_file()]
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})") from error
+        return sha256("".join(hashes).encode()).hexdigest()
 
     def example(self, number: int) -> Example:
         """Sample ``number``: its tokens, its labels, where documents begin in it."""
@@ -287,7 +296,8 @@ class _Known(NamedTuple):
 
 
 def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
-    """What a fingerprint beside the corpus tells of it; of its hashes none is computed again here."""
+    """What a fingerprint beside the corpus tells of it; of its hashes those of samples are held
+    against the files."""
     found = fingerprints.read(prefix.parent)
     split = found.splits.get(prefix.name) if found else None
     if found is None or split is None:
@@ -303,4 +313,5 @@ def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
             f"{mask_path(prefix)} is missing: only {split.counting:,} of the {split.tokens:,} tokens of {prefix} are "
             f"labels, and it says which. Copy it from where the corpus was prepared, or prepare it again"
         )
+    fingerprints.check_sampled(prefix.parent, prefix.name, found)
     return _Known(split, found.end_of_document_id, found.vocab_size)

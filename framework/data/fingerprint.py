@@ -6,6 +6,7 @@ to do, and a result can name exactly what it was trained on. A corpus without on
 
 from __future__ import annotations
 
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,8 @@ from framework.errors import DataError
 
 FILE_NAME = "fingerprint.json"
 _READ_BYTES = 1 << 20
+SAMPLED_BLOCKS, SAMPLED_BYTES = 256, 4096
+"""Of a file that is looked at without being read whole."""
 
 
 class _Part(BaseModel):
@@ -83,6 +86,8 @@ class Fingerprint(_Part):
     schema_version: Literal[1] = 1
     files: dict[str, str]
     """File name -> sha256, for each ``.bin``, ``.idx`` and ``tokenizer.json``."""
+    sampled: dict[str, str] = {}
+    """File name -> :func:`sampled_sha256`, of what a run reads. Empty in those of older versions."""
     splits: dict[str, Split]
     vocab_size: int
     end_of_document_id: int
@@ -114,6 +119,30 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sampled_sha256(path: Path) -> str:
+    """Hex digest of a file's size and of SAMPLED_BLOCKS blocks of it, or of all its bytes where these are no more.
+
+    The first and the last block and, of each equal part between, one at a place that follows from the size alone. At
+    most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the file, is
+    found; one that lies between the blocks is not: see :func:`file_sha256`.
+    """
+    with path.open("rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = sha256(f"{size}\n".encode())
+        for start in sampled_places(size):
+            digest.update(os.pread(stream.fileno(), SAMPLED_BYTES, start))
+    return digest.hexdigest()
+
+
+def sampled_places(size: int) -> list[int]:
+    """Return where the blocks of a file of so many bytes begin."""
+    if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
+        return list(range(0, size, SAMPLED_BYTES))
+    last, parts = size - SAMPLED_BYTES, SAMPLED_BLOCKS - 2
+    drawn = np.random.Generator(np.random.PCG64(size)).random(parts)
+    return [0, *(int((part + share) / parts * last) for part, share in enumerate(drawn)), last]
+
+
 def read(folder: Path) -> Fingerprint | None:
     """The fingerprint in a folder; None where there is none; :class:`DataError` where it cannot be understood."""
     path = folder / FILE_NAME
@@ -137,3 +166,35 @@ def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
         for name, expected in fingerprint.files.items()
         if not (folder / name).is_file() or file_sha256(folder / name) != expected
     ]
+
+
+def sampled_files(folder: Path) -> dict[str, str]:
+    """Return the sampled hash of every file of a corpus that a run reads."""
+    return {path.name: sampled_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in READ}
+
+
+READ = (".bin", ".idx", ".mask")
+"""Endings of the files that a run reads in every step."""
+
+
+def check_sampled(folder: Path, name: str, fingerprint: Fingerprint) -> None:
+    """Hold the files of one split against the fingerprint beside them, as far as a sample does.
+
+    Raises:
+        DataError: one was changed since it was prepared, or cannot be read.
+    """
+    for file in (f"{name}{ending}" for ending in READ):
+        expected = fingerprint.sampled.get(file)
+        path = folder / file
+        if expected is None or not path.is_file():
+            continue
+        try:
+            found = sampled_sha256(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror} (errno {error.errno})") from error
+        if found != expected:
+            raise DataError(
+                f"{path} was changed after the corpus was prepared: its bytes are not those that {FILE_NAME} beside "
+                f"it tells of. Prepare it again, or copy it again from where it is whole; `meshwright data verify "
+                f"{folder}` names every file that differs"
+            )

@@ -1,4 +1,4 @@
-"""The door to megatron.core.datasets: Megatron's ``.bin``/``.idx`` pair, checked whole before it is opened.
+"""Megatron's ``.bin``/``.idx`` pair, checked whole before it is opened; the door to megatron.core.datasets.
 
     prefix.bin   the tokens of all documents, one after the other, as one plain array
     prefix.idx   b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, num_sequences n u64, num_document_ends d u64,
@@ -12,6 +12,8 @@ corpus is reported before any rank starts. No other file imports ``megatron.core
 
 from __future__ import annotations
 
+import io
+import os
 import struct
 import warnings
 from bisect import bisect_right
@@ -161,8 +163,8 @@ class Documents:
     """Where the documents of a corpus begin and end, in tokens; read from the index as it is asked for."""
 
     index: Index
-    starts: NDArray[np.int64]
-    """First token of each; mapped from the file where a document is a sequence, as almost always."""
+    starts: NDArray[np.int64] | FileReader
+    """First byte of each; read from the file as it is asked for where a document is a sequence, as almost always."""
     itemsize: int
     """What ``starts`` is to be divided by."""
 
@@ -174,7 +176,7 @@ class Documents:
         """First token of a document; for their number the end of the last one."""
         if number >= len(self):
             return self.index.num_tokens
-        return int(self.starts[number]) // self.itemsize
+        return int(self._read(number, 1)[0]) // self.itemsize
 
     def at(self, token: int) -> int:
         """The document that holds a token; of empty ones that begin there, the last."""
@@ -182,62 +184,94 @@ class Documents:
 
     def all_starts(self) -> NDArray[np.int64]:
         """(documents + 1,): of each, and the end."""
-        starts = np.asarray(self.starts).astype(np.int64) // self.itemsize
+        starts = self._read(0, len(self)) // self.itemsize
         return np.append(starts, np.int64(self.index.num_tokens))
+
+    def _read(self, first: int, count: int) -> NDArray[np.int64]:
+        if not isinstance(self.starts, FileReader):
+            return self.starts[first : first + count]
+        offset = _HEADER.size + 4 * self.index.num_sequences + 8 * first
+        return self.starts.read(np.dtype(np.int64), offset, count)
 
 
 def documents(index: Index) -> Documents:
     """The documents of a corpus that :func:`inspect` has checked."""
     n, file = index.num_sequences, idx_path(index.prefix)
-    offsets = np.memmap(file, np.int64, "r", offset=_HEADER.size + 4 * n, shape=(n,))
     if index.num_documents == n:
-        return Documents(index, offsets, index.dtype.itemsize)
+        return Documents(index, FileReader(file), index.dtype.itemsize)
+    offsets = np.fromfile(file, np.int64, n, offset=_HEADER.size + 4 * n)
     firsts = np.fromfile(file, np.int64, index.num_documents, offset=_HEADER.size + 12 * n)
     byte_starts = np.append(offsets, index.num_tokens * index.dtype.itemsize)[firsts]
     return Documents(index, byte_starts, index.dtype.itemsize)
 
 
-class TokenStream:
-    """All tokens of a corpus as one stream, memory-mapped by Megatron's ``IndexedDataset``; read in slices.
+class FileReader:
+    """Bytes of a file by position, with pread and no mapping: a file that is cut short is an error, and no SIGBUS."""
 
-    Opened by :meth:`open`, or at the first read: who only checks a corpus does not import megatron-core.
-    """
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = path.stat().st_size
+
+    @cached_property
+    def _file(self) -> io.FileIO:
+        return self.path.open("rb", buffering=0)
+
+    def open(self) -> None:
+        """Open the file now, and not at the first read."""
+        _ = self._file
+
+    def read(self, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
+        """Return ``count`` numbers from the byte ``start`` on, (count,).
+
+        Raises:
+            DataError: the file has become shorter, or cannot be read.
+        """
+        found = np.empty(count, dtype)
+        into, got = memoryview(found.data).cast("B") if count else memoryview(b""), 0
+        try:
+            while got < len(into):
+                read = os.preadv(self._file.fileno(), [into[got:]], start + got)
+                if read == 0:
+                    break
+                got += read
+            now = os.fstat(self._file.fileno()).st_size if got < len(into) else 0
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). See to its file system; "
+                f"the same command goes on from the last checkpoint"
+            ) from error
+        if got < len(into):
+            raise DataError(
+                f"{self.path} has {now:,} bytes, and {self._size:,} were there when it was opened: it was cut short "
+                f"while it was in use. Copy it again from where it is whole; the same command goes on from the last "
+                f"checkpoint"
+            )
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_file"}
+
+
+class TokenStream:
+    """All tokens of a corpus as one stream, read in slices."""
 
     def __init__(self, index: Index) -> None:
         """``index``: of :func:`inspect`, so that what is opened was checked."""
         self.index = index
-
-    @cached_property
-    def _dataset(self) -> Any:
-        return megatron_indexed_dataset().IndexedDataset(str(self.index.prefix))
+        self._tokens = FileReader(bin_path(index.prefix))
 
     def open(self) -> None:
-        """Import megatron-core, which takes seconds, and map the file: now, and not in the first step of a run."""
-        _ = self._dataset
+        """Open the file: now, and not in the first step of a run."""
+        self._tokens.open()
 
     def __len__(self) -> int:
         """Number of tokens."""
         return self.index.num_tokens
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens ``[start, start + count)`` as a copy, (count,) int64: no view keeps the mapping open."""
+        """Tokens ``[start, start + count)`` as a copy, (count,) int64."""
         assert start >= 0 and start + count <= len(self), (start, count, len(self))
-        offset_bytes = start * self.index.dtype.itemsize
-        raw: NDArray[Any] = self._dataset.bin_reader.read(self.index.dtype.type, count, offset_bytes)
-        return raw.astype(np.int64)
-
-
-class MappedStream(TokenStream):
-    """The same without megatron-core: for commands that look at a few tokens and want no seconds of import."""
-
-    @cached_property
-    def _dataset(self) -> Any:
-        return np.memmap(bin_path(self.index.prefix), self.index.dtype, "r")
-
-    def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """As of any stream."""
-        assert start >= 0 and start + count <= len(self), (start, count, len(self))
-        return np.asarray(self._dataset[start : start + count]).astype(np.int64)
+        return self._tokens.read(self.index.dtype, start * self.index.dtype.itemsize, count).astype(np.int64)
 
 
 class Mask:
@@ -246,7 +280,7 @@ class Mask:
     def __init__(self, index: Index) -> None:
         """Raises DataError: a mask that is not of this corpus."""
         path = mask_path(index.prefix)
-        self._bytes: NDArray[np.uint8] | None = None
+        self._bytes: FileReader | None = None
         if not path.is_file():
             return
         if path.stat().st_size != index.num_tokens:
@@ -254,7 +288,7 @@ class Mask:
                 f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
                 f"each: it was cut short or is of another corpus. Next: {_AGAIN}"
             )
-        self._bytes = np.memmap(path, np.uint8, "r")
+        self._bytes = FileReader(path)
 
     def __bool__(self) -> bool:
         """Whether some may not count."""
@@ -264,7 +298,7 @@ class Mask:
         """Of tokens ``[start, start + count)``: (count,) bool."""
         if self._bytes is None:
             return np.ones(count, dtype=np.bool_)
-        found: NDArray[np.bool_] = np.asarray(self._bytes[start : start + count]) != 0
+        found: NDArray[np.bool_] = self._bytes.read(np.dtype(np.uint8), start, count) != 0
         return found
 
 

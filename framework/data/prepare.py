@@ -154,6 +154,7 @@ def _build(aside: Path, splits: sources.Splits, wanted: fingerprints.Source, say
         )
     made = Fingerprint(
         files={path.name: fingerprints.file_sha256(path) for path in sorted(aside.iterdir())},
+        sampled=fingerprints.sampled_files(aside),
         splits=written,
         vocab_size=vocab_size,
         end_of_document_id=end,

@@ -57,6 +57,7 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
     hashes |= {path.name: fingerprints.file_sha256(path) for path in work.corpus.iterdir() if path.name not in hashes}
     made = Fingerprint(
         files=dict(sorted(hashes.items())),
+        sampled=fingerprints.sampled_files(work.corpus),
         splits=splits,
         vocab_size=known.vocab_size,
         end_of_document_id=known.end,

@@ -51,9 +51,9 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
     """
     tokenizer = load(tokenizer_file)
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    whole = Corpus(prefix, 1, light=True)
+    whole = Corpus(prefix, 1)
     length = sequence_length if packing == "documents" else min(sequence_length, max(1, len(whole.stream) - 1))
-    corpus = Corpus(prefix, length, packing=packing, document_boundaries=True, light=True)
+    corpus = Corpus(prefix, length, packing=packing, document_boundaries=True)
     console = Console(highlight=False, soft_wrap=True)
     known, documents = corpus.known, len(corpus.documents)
     counting = "" if known is None or known.split.counting is None else f", {known.split.counting:,} of them labels"

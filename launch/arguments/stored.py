@@ -24,6 +24,16 @@ def data(added: Added) -> None:
     sources = of_data.add_subparsers(title="commands", dest="source", metavar="WHAT", required=True)
     _data_prepare(sources)
     _data_show(sources)
+    verified = command(
+        sources,
+        "verify",
+        corpora.verify,
+        "every byte of a prepared corpus against its hashes",
+        "Reads every file of a folder that `data prepare`, `stdlib` or `files` has written and compares its sha256 "
+        "with fingerprint.json; exit code 1 when one differs. A run itself looks at sizes and a sample of each file.",
+        "meshwright data verify data/pages",
+    )
+    verified.add_argument("place", type=Path, metavar="DIR", help="the folder of the corpus")
     stdlib = command(
         sources,
         "stdlib",

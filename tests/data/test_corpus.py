@@ -36,17 +36,15 @@ def write(prefix: Path, documents: list[list[int]], mask: list[int] | None = Non
 
 
 @QUICK
-@given(texts=DOCUMENTS, length=st.integers(1, 8), masked=st.booleans(), light=st.booleans())
-def test_windows_with_boundaries(
-    tmp_path: Path, texts: list[list[int]], length: int, masked: bool, light: bool
-) -> None:
+@given(texts=DOCUMENTS, length=st.integers(1, 8), masked=st.booleans())
+def test_windows_with_boundaries(tmp_path: Path, texts: list[list[int]], length: int, masked: bool) -> None:
     """Token by token: what document each belongs to says where one starts and which labels count."""
     stream = [(token, number) for number, text in enumerate(texts) for token in text]
     if len(stream) <= length:
         return
     mask = [token % 3 > 0 for token, _ in stream]
     prefix = write(tmp_path / "c", texts, [int(m) for m in mask] if masked else None)
-    corpus = Corpus(prefix, length, document_boundaries=True, light=light)
+    corpus = Corpus(prefix, length, document_boundaries=True)
     assert corpus.num_samples == (len(stream) - 1) // length
     for number in range(corpus.num_samples):
         found = corpus.example(number)

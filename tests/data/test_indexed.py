@@ -144,7 +144,7 @@ def test_a_prefix_with_its_suffix_says_what_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.torture
 def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
-    """A check imports neither torch nor megatron-core; opening does, without a warning of any kind."""
+    """A check imports neither torch nor megatron-core; nor does reading, and there is no warning of any kind."""
     prefix = build(tmp_path / "c")
     code = (
         "import sys; from pathlib import Path; from framework.data.indexed import TokenStream, inspect\n"

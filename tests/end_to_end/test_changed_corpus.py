@@ -1,0 +1,150 @@
+"""A corpus whose bytes have changed is noticed at the next start; a copy of the same bytes is accepted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from framework.checkpoint import find
+from framework.config import RunConfig
+from framework.data import fingerprint
+from framework.data.corpus import Corpus
+from framework.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
+from framework.errors import DataError, UserError
+from framework.train import run_directory, work
+from launch.cli import main
+from launch.pool import RankPool
+from tests.checkpoint.test_checkpoint_hostile import forge
+from tests.end_to_end.driving import changed, layout, run_config, train
+
+
+def flip_all(file: Path) -> None:
+    """Every token id another one, with the size and the time of the last write as they were."""
+    was = file.stat()
+    (np.fromfile(file, np.uint16) ^ 1).tofile(file)
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def refused(rank: int, world_size: int, config: RunConfig) -> str:
+    try:
+        work(config)
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.fixture
+def copied(corpus: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(corpus, tmp_path / "corpus"))
+
+
+@pytest.mark.parametrize("origin", ["ours", "ours, older", "Megatron's"])
+def test_flipped_token_ids_are_noticed_at_the_next_start(
+    origin: str, copied: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    place = copied / FILE_NAME
+    if origin == "ours, older":
+        known = json.loads(place.read_text())
+        del known["sampled"]
+        place.write_text(json.dumps(known))
+    elif origin == "Megatron's":
+        place.unlink()
+    config = run_config(copied, tmp_path / "runs", parallel=layout(""), train={"steps": 2})
+    train(pool, config)
+    further = changed(config, train={"steps": 4})
+    flip_all(copied / "train.bin")
+    (said,) = pool.run(refused, 1, further)
+    assert ("train.bin was changed after" if origin == "ours" else "data fingerprint 'sampled bytes' was") in said
+    flip_all(copied / "train.bin")
+    assert "going on from" in train(pool, further)
+
+
+def test_the_same_bytes_elsewhere_and_later_are_accepted(copied: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(copied, tmp_path / "runs", parallel=layout(""), train={"steps": 2})
+    train(pool, config)
+    moved = copied.rename(tmp_path / "moved")
+    for path in moved.iterdir():
+        os.utime(path)
+    data = {"train": str(moved / "train"), "validation": None, "tokenizer": str(moved / "tokenizer.json")}
+    assert "going on from" in train(pool, changed(config, train={"steps": 4}, data=data))
+
+
+def test_a_checkpoint_without_a_sampled_hash_goes_on_with_a_note(copied: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(copied, tmp_path / "runs", parallel=layout(""), train={"steps": 2})
+    train(pool, config)
+    forge(find(run_directory(config))[0].path, lambda manifest: manifest["data_fingerprint"].pop("sampled bytes"))
+    said = train(pool, changed(config, train={"steps": 4}))
+    assert "changed: data fingerprint 'sampled bytes': the checkpoint has none yet" in said
+
+
+def test_validation_mask_and_tokenizer_are_looked_at_too(copied: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(copied, tmp_path / "runs", parallel=layout(""), train={"steps": 2})
+    train(pool, config)
+    further = changed(config, train={"steps": 4})
+    flip_all(copied / "validation.bin")
+    assert "validation.bin was changed" in pool.run(refused, 1, further)[0]
+    flip_all(copied / "validation.bin")
+    with (copied / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    assert "data fingerprint 'tokenizer' was" in pool.run(refused, 1, further)[0]
+
+
+def test_a_large_file_is_sampled_and_what_lies_between_is_for_data_verify(tmp_path: Path) -> None:
+    size = 5 * SAMPLED_BLOCKS * SAMPLED_BYTES + 77
+    places = sampled_places(size)
+    assert len(set(places)) == SAMPLED_BLOCKS and places == sorted(places) and places[-1] + SAMPLED_BYTES == size
+    gaps = [b - a - SAMPLED_BYTES for a, b in itertools.pairwise(places)]
+    assert max(gaps) <= 2 * size / SAMPLED_BLOCKS
+    file = tmp_path / "large.bin"
+    data = bytearray(os.urandom(size))
+    file.write_bytes(data)
+    before = sampled_sha256(file)
+    for start in (places[0], places[100] + 9, size - 1):
+        data[start] ^= 1
+        file.write_bytes(data)
+        assert sampled_sha256(file) != before
+        data[start] ^= 1
+    between = next(a + SAMPLED_BYTES for a, gap in zip(places, gaps, strict=False) if gap > 0)
+    data[between] ^= 1
+    file.write_bytes(data)
+    assert sampled_sha256(file) == before and fingerprint.file_sha256(file)
+
+
+def test_data_verify_reads_every_byte(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(copied)]) == 0
+    assert f"{copied / 'train.bin'}: whole" in capsys.readouterr().out
+    flip_all(copied / "train.bin")
+    (copied / "validation.idx").unlink()
+    assert main(["data", "verify", str(copied)]) == 1
+    said = capsys.readouterr().out
+    assert f"{copied / 'train.bin'}: differs" in said and f"{copied / 'validation.idx'}: differs, or is missing" in said
+    (copied / FILE_NAME).unlink()
+    assert main(["data", "verify", str(copied)]) == 2
+
+
+def test_a_corpus_that_is_cut_short_under_a_run_is_named(copied: Path) -> None:
+    """No SIGBUS: what is missing is an error with the file's name."""
+    open_corpus = Corpus(copied / "train", 32)
+    open_corpus.open()
+    last = open_corpus.num_samples - 1
+    open_corpus.example(last)
+    os.truncate(copied / "train.bin", 4096)
+    with pytest.raises(DataError, match=r"train\.bin has 4,096 bytes, and .* were there when it was opened"):
+        open_corpus.example(last)
+
+
+@pytest.mark.parametrize("ending", ["mask", "idx"])
+def test_so_is_what_lies_beside_it(ending: str, copied: Path) -> None:
+    tokens = np.fromfile(copied / "train.bin", np.uint16)
+    np.ones(len(tokens), np.uint8).tofile(copied / "train.mask")
+    found = Corpus(copied / "train", 32, document_boundaries=True)
+    found.example(found.num_samples - 1)
+    os.truncate(copied / f"train.{ending}", 0)
+    with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and .* were there when it was opened"):
+        found.example(found.num_samples - 1)
