@@ -67,6 +67,8 @@ class Parts(Forward):
     """Looked at in each step: a request to one rank ends the run on all of them after it."""
     behind: Behind = field(default_factory=Behind)
     """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
+    files_lost: Callable[[], bool] = lambda: False
+    """Looked at in each step: the run's directory is no longer the one that it began in. See watch/run_files."""
     restarts: int = 0
     """How often the run had been started before."""
     on_gradients: Callable[[Parts, float], None] | None = None

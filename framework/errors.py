@@ -45,6 +45,12 @@ class LockError(UserError):
     """Another job works in the run directory, or its lock cannot be used."""
 
 
+class RunFilesError(UserError):
+    """The run's own files were removed, replaced or could not be written while it trained."""
+
+    exit_code = 20
+
+
 class NonFiniteError(UserError):
     """A loss or a gradient is NaN or infinite; the step was not taken on any rank."""
 

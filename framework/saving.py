@@ -9,6 +9,7 @@ When a share fails, nothing of that attempt is published and what was written is
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import time
@@ -26,11 +27,14 @@ from framework.checkpoint.manifest import Entry, File, Part, parse, render
 from framework.checkpoint.save import merge
 from framework.checkpoint.shard import DTYPES, file_name
 from framework.config import RunConfig
-from framework.errors import CheckpointError, ConfigError
+from framework.errors import CheckpointError, ConfigError, RunFilesError
 from framework.feeds import Source
 from framework.resume import data_fingerprint
 from framework.state import TrainState, named_weights, pieces
+from framework.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files
 
+LAST_TRIES = 3
+"""How often a directory that is lost at the end of a run is made again."""
 LONGEST_PAUSE_S = 0.5
 """Between two looks at what is being written, while nothing else is done."""
 
@@ -47,9 +51,20 @@ class _Begun(NamedTuple):
 class Saver:
     """One per rank; every rank calls the same methods after the same steps."""
 
-    def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None], warn: Warn = to_stderr) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        directory: Path,
+        say: Callable[[str], None],
+        warn: Warn = to_stderr,
+        files: RunFiles | None = None,
+    ) -> None:
+        """``files``: of the run, on every rank; None: nobody watches them."""
         self.parts = parts
         self.directory = directory
+        self._files = files
+        self._fingerprint = data_fingerprint(parts.feed)
+        """Of the start: a corpus that changes under the run is then noticed at the next one."""
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self._attempt: Attempt | None = None
@@ -67,7 +82,7 @@ class Saver:
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
-        head = head_of(parts.config, parts.state, data_fingerprint(parts.feed))
+        head = head_of(parts.config, parts.state, self._fingerprint)
         mine = self._begin(head.step) if mesh.rank == 0 else None
         begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
         if begun.problem is not None:
@@ -88,6 +103,7 @@ class Saver:
             shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
             to_host(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
             is_first=mesh.rank == 0,
+            beforehand=lambda: sync_run_files(self.directory, self._warn),
             afterwards=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
         )
         if not checkpoint.asynchronous:
@@ -131,16 +147,63 @@ class Saver:
         """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
         self.finish()
         step = self.parts.state.step
+        for _ in range(LAST_TRIES):
+            if not self._are_files_lost():
+                break
+            self.recover()
+            if self.saved_step != step:
+                self.start()
+                self.finish()
         if self.saved_step != step:
             raise CheckpointError(
                 f"the checkpoint of the last step, {step}, could not be written, as was warned of above; the same "
                 f"command goes on from the one before"
             )
 
+    def recover(self) -> None:
+        """Make the run's lost files again, on every rank; a checkpoint is then to be saved at once.
+
+        Raises:
+            RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
+        """
+        assert self._files is not None
+        mesh, behind = self.parts.mesh, self.parts.behind
+        behind.abandon()
+        behind.end()
+        self._attempt = None
+        mine = self._files.recover() if mesh.rank == 0 else None
+        found: Recovery = mesh.world.gather_objects(mine, Recovery)[0]
+        if found.must_stop:
+            self._stop(found)
+        self._warn(found.message)
+        if found.is_new:
+            self.saved_step = None
+            reopen_outputs(self.directory)
+
+    def _stop(self, found: Recovery) -> None:
+        """Save where the directory lies now, if it lies anywhere, and end the run."""
+        step, saved = self.parts.state.step, "the steps since its last checkpoint are lost"
+        if self.saved_step == step:
+            saved = f"step {step} was saved before"
+        elif found.moved_to is not None:
+            self.directory, self._files = found.moved_to, None
+            with contextlib.suppress(CheckpointError):  # warned of already
+                self.start()
+                self.finish()
+            if self.saved_step == step:
+                saved = f"step {step} is saved in {found.moved_to}, from where the run can go on"
+        raise RunFilesError(f"{found.message}. The run stops after step {step}: {saved}")
+
+    def _are_files_lost(self) -> bool:
+        """The same on every rank. Every rank calls it."""
+        return bool(self.parts.mesh.world.gather_objects(self.parts.files_lost())[0])
+
     # -------------------------------------------------------------------------------------------------------- pieces
 
     def _begin(self, step: int) -> _Begun:
         attempt = secrets.token_hex(4)
+        if self.parts.files_lost() and self._files is not None:  # what would be made there is not this run's
+            return _Begun(attempt, f"{self.directory} is gone, or another's", may_pass=True)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
@@ -193,6 +256,9 @@ class Saver:
 
     def _tell(self, step: int, problems: list[str]) -> None:
         text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
+        if self._are_files_lost():
+            self._warn(f"{text}\n  the run's directory is not there any more: see the next step")
+            return
         if not self._has_saved():
             raise CheckpointError(
                 f"{text}\nthe run ends, whatever checkpoint.on_failure says: it has no checkpoint yet, and every step "

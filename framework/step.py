@@ -37,6 +37,8 @@ class StepStats(NamedTuple):
     """Some rank could not write its share of the checkpoint that is under way."""
     skipped: bool = False
     """Loss or gradient were not finite: weights and optimizer are as they were."""
+    files_lost: bool = False
+    """The run's directory, or its lock, is not what it was when the run began."""
 
 
 def take_step(parts: Parts) -> StepStats:
@@ -75,14 +77,23 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
     """
     config = parts.config
-    loss_sum, counted, square_norm, busy, passed, stop, not_written = sum_numbers(parts, result).tolist()
+    loss_sum, counted, square_norm, busy, passed, stop, not_written, lost = sum_numbers(parts, result).tolist()
     counted = max(counted, 1.0)
     factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(square_norm) * factor
     rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
-    stats = StepStats(loss_sum / counted, grad_norm, rate, int(counted), 1.0 - busy / passed, stop > 0, not_written > 0)
+    stats = StepStats(
+        loss_sum / counted,
+        grad_norm,
+        rate,
+        int(counted),
+        1.0 - busy / passed,
+        stop > 0,
+        not_written > 0,
+        files_lost=lost > 0,
+    )
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
         return stats._replace(skipped=True)
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
@@ -90,8 +101,9 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
 
 
 def sum_numbers(parts: Parts, result: Result) -> Tensor:
-    """What ties owe each other, then (7,) float64 over all ranks: loss, labels that counted, square of the gradient's
-    norm, busy and passed time, requests to stop, checkpoints that failed. Nothing is read on the host."""
+    """Sum tied-weight gradients, then all-reduce (8,) float64 over all ranks: loss, labels that counted, square of the
+    gradient's norm, busy and passed time, requests to stop, checkpoints that failed, run files that are lost. Nothing
+    is read on the host."""
     mesh = parts.mesh
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -100,7 +112,7 @@ def sum_numbers(parts: Parts, result: Result) -> Tensor:
     num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if speaks else zero
     busy_s, passed_s = result.computing()
     spare = parts.optimizer.spare_square_norm() * 0.0  # not finite where another rank's copy may well be
-    notes = [parts.asked.requested(), parts.behind.failed()]
+    notes = [parts.asked.requested(), parts.behind.failed(), parts.files_lost()]
     own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)
     norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
     shared = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])

@@ -23,7 +23,8 @@ from framework.checkpoint.space import check_space, checkpoint_bytes
 from framework.config import RunConfig, keep, resolve
 from framework.data.corpus import Corpus, unigram_entropy
 from framework.data.samples import Feed
-from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted
+from framework.durable import make_directory_synced
+from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
 from framework.feeds import describe_feed, open_feeds
 from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
@@ -46,6 +47,7 @@ from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
 from framework.watch.nodes import check_nodes
 from framework.watch.peaks import note_peaks
+from framework.watch.run_files import RunFiles
 from framework.watch.starts import note_start
 from framework.watch.stragglers import Straggler, Stragglers
 
@@ -84,7 +86,7 @@ def make_directory(config: RunConfig) -> Path:
     directory = run_directory(config)
     problem = None
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory_synced(directory)
     except OSError as error:
         problem = "is a file" if isinstance(error, FileExistsError) else f"cannot be made: {error.strerror}"
     if problem is None and not os.access(directory, os.W_OK | os.X_OK):
@@ -113,13 +115,15 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)
-    with alone_in(directory, mesh):
-        _train_in(directory, config, mesh, give_up)
+    with alone_in(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
+        _train_in(files, config, mesh, give_up)
 
 
-def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
+def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
     """Build, resume, train and leave the mesh; ``config`` is resolved."""
+    directory = files.directory
     parts = build(config, mesh)
+    parts.files_lost = files.are_lost
     say = speak if mesh.rank == 0 else _keep_quiet
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if of_data := describe_feed(parts.feed, config.train.steps * batch_numbers(config).global_batch):
@@ -129,6 +133,7 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         keep(directory, config)
         if parts.state.step < config.train.steps:
             parts.restarts = note_start(directory, parts.state.step, mesh.grid, mesh.nodes)
+        files.remember()
     tracker = build_tracker(
         directory,
         is_writer=mesh.rank == 0,
@@ -141,25 +146,29 @@ def _train_in(directory: Path, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         unit=parts.blueprint.example.unit,
         wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
         project=config.tracking.project,
+        is_ours=lambda: not files.are_lost(),
     )
     watchdog = Watchdog(mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up)
     with parts.asked:  # to the end: what comes after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:
-                train(parts, directory, tracker, say)
+                train(parts, files, tracker, say)
         except Preempted:
             close_mesh(mesh)
             raise
         close_mesh(mesh)
+    if tracker.lost is not None:
+        raise RunFilesError(f"{tracker.lost}. The run itself is done and saved up to step {parts.state.step}")
 
 
-def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], None]) -> None:
+def train(parts: Parts, files: RunFiles, tracker: Tracker, say: Callable[[str], None]) -> None:
     """Step until ``train.steps``; record, validate and save on the way.
 
     Raises:
         Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
         NonFiniteError: on every rank, from a step that was not taken.
         DriftError: on every rank, before a checkpoint of copies that differ is written.
+        RunFilesError: on every rank, when the run's directory is another's now, or cannot be made again.
     """
     config, state = parts.config, parts.state
     if state.step >= config.train.steps:
@@ -170,9 +179,9 @@ def train(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[str], 
                 say(_against_unigrams(parts, validate(parts)))
         say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
         return
-    saver = Saver(parts, directory, say)
+    saver = Saver(parts, files.directory, say, files=files)
     try:
-        _take_steps(parts, directory, tracker, say, saver)
+        _take_steps(parts, files.directory, tracker, say, saver)
     except (NonFiniteError, DriftError):  # on all ranks alike: what was sound is still written to its end
         with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
             saver.finish()
@@ -192,6 +201,8 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
         stats = take_step(parts)
         step_s = time.perf_counter() - start_s
         stragglers.note(parts.last, step_s)
+        if stats.files_lost:
+            saver.recover()
         pipeline = trace.gather(parts, ticks) if ticks else []
         if tracing:
             trace.keep(pipeline, parts, directory)
@@ -205,8 +216,8 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
             with parts.mesh.activity.during("validating"):
                 validation_loss = validate(parts)
         tracker.write(record(parts, stats, step_s, validation_loss, saver.take_save_s(), straggler))
-        saver.look(stats.not_written)
-        saving = stopping or _is_due(state.step, config.checkpoint.every, last)
+        saver.look(stats.not_written and not stats.files_lost)
+        saving = stopping or stats.files_lost or _is_due(state.step, config.checkpoint.every, last)
         if config.watch.drift_every and _is_due(state.step, config.watch.drift_every, saving):
             check_drift(parts)
         if saving or state.step == first_step:
@@ -214,6 +225,8 @@ def _take_steps(parts: Parts, directory: Path, tracker: Tracker, say: Callable[[
         if saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start()
+                if stats.files_lost:
+                    saver.finish(retention=False)
         if stopping:
             raise Preempted(
                 f"stopped by {_signals(parts)} after step {state.step} of {config.train.steps}; {_kept(saver)}, "

@@ -87,10 +87,11 @@ class Behind:
         pieces: list[Piece],
         *,
         is_first: bool,
+        beforehand: Callable[[], object] = lambda: None,
         afterwards: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin to write. ``shard_name``: None for a rank that writes nothing. ``afterwards``: what the first rank does
-        when the checkpoint has appeared. An earlier save must have been ended."""
+        """Begin to write. ``shard_name``: None for a rank that writes nothing. ``beforehand``, ``afterwards``: called
+        on the first rank's thread before the checkpoint appears, and after. An earlier save must have been ended."""
         assert self._thread is None, "one save at a time"
         for event in (self._settled, self._abandoned):
             event.clear()
@@ -98,7 +99,10 @@ class Behind:
         self.written_bytes = 0
         self._begun_s = time.monotonic()
         self._thread = threading.Thread(
-            target=self._work, args=(attempt, shard_name, pieces, is_first, afterwards), name="checkpoint", daemon=True
+            target=self._work,
+            args=(attempt, shard_name, pieces, is_first, beforehand, afterwards),
+            name="checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -140,6 +144,7 @@ class Behind:
         shard_name: str | None,
         pieces: list[Piece],
         is_first: bool,
+        beforehand: Callable[[], object],
         afterwards: Callable[[], object],
     ) -> None:
         done = not is_first
@@ -156,6 +161,7 @@ class Behind:
                 )
             pieces.clear()
             if is_first and self._all_written(attempt):
+                beforehand()
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
                 self._published.put((attempt.final, time.monotonic() - self._begun_s))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from framework.durable import sync_directory
 from framework.errors import CheckpointError
 from framework.stderr import tell
 
@@ -57,15 +58,6 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable: a synced file whose name is not is lost all the same."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256_of(path: Path) -> str:

@@ -24,7 +24,6 @@ from framework.checkpoint.files import (
     explained,
     regular_size,
     step_name,
-    sync_directory,
     to_stderr,
     write_synced,
 )
@@ -44,6 +43,7 @@ from framework.checkpoint.manifest import (
 )
 from framework.checkpoint.read import open_checkpoint
 from framework.checkpoint.shard import REPORT_SUFFIX, ShardReport
+from framework.durable import sync_directory
 from framework.errors import CheckpointError
 from framework.versions import versions
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.checkpoint.files import explained, sync_directory, write_synced
+from framework.checkpoint.files import explained, write_synced
 from framework.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
+from framework.durable import sync_directory
 from framework.errors import CheckpointError
 from framework.parameters import ParameterInfo
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from framework.config.load import dump
 from framework.config.schema import RunConfig
 from framework.config.toml import to_toml
+from framework.durable import replace_synced
 
 
 def keep(directory: Path, config: RunConfig) -> None:
-    """Write both files, each whole or not at all. ``config``: resolved."""
+    """Write both files, each whole or not at all, and on the disk. ``config``: resolved."""
     for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
-        path = directory / name
-        aside = path.with_suffix(".tmp")
-        aside.write_text(text)
-        aside.replace(path)
+        replace_synced(directory / name, text.encode())

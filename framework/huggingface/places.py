@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint.files import delete, explained, sync_directory
+from framework.checkpoint.files import delete, explained
+from framework.durable import sync_directory
 from framework.errors import CheckpointError
 
 OnBytes = Callable[[int, int], None]

@@ -29,12 +29,13 @@ def build_tracker(
     wandb: WandbMode = WandbMode.OFF,
     project: str = "meshwright",
     warn: Callable[[str], None] = warn_on_stderr,
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> Tracker:
     """The tracker of one process. Only the one with ``is_writer`` (rank 0) tells anything; the others' does nothing.
 
     ``config`` is what wandb shows as the run's configuration, JSON-able. ``resumed_step``: the step of the checkpoint
     that was loaded; what ``metrics.jsonl`` holds beyond it is dropped. Build it after loading, therefore.
-    ``unit``: of what goes in.
+    ``unit``: of what goes in. ``is_ours``: whether the directory is still this run's.
     """
     if not is_writer:
         return Tracker(warn=warn)
@@ -43,4 +44,4 @@ def build_tracker(
         sinks.append(ConsoleSink(total_steps, log_every, unit=unit))
     if wandb is not WandbMode.OFF:
         sinks.append(WandbSink(run_directory, project=project, name=name, config=config, mode=wandb, warn=warn))
-    return Tracker(JsonlSink(run_directory / METRICS_FILE, resumed_step), sinks, warn=warn)
+    return Tracker(JsonlSink(run_directory / METRICS_FILE, resumed_step, is_ours), sinks, warn=warn)

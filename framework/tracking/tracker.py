@@ -58,6 +58,8 @@ class Tracker:
     ) -> None:
         self._truth = truth
         self._truth_failures = 0
+        self.lost: str | None = None
+        """After ``close``: what of the truth was lost for good, in words."""
         self._warn = warn
         self._close_limit_s = close_limit_s
         self._closed = False
@@ -79,9 +81,7 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
-        truth = self._truth
-        if truth is not None:
-            self._guard_truth(lambda: truth.close(failed))
+        self._close_truth(failed)
         for lane in self._lanes:
             lane.end(failed)
         deadline = time.monotonic() + self._close_limit_s
@@ -97,14 +97,60 @@ class Tracker:
         self.close(failed=error is not None)
 
     def _guard_truth(self, action: Callable[[], None]) -> None:
-        """The truth is tried again with every record: what failed (a full disk) may pass. It warns once."""
+        """The truth is tried again with every record: what failed (a full disk) may pass. Warns of the first failure,
+        the tenth, the hundredth, and when all is written again."""
         try:
             action()
         except Exception as error:
-            if self._truth_failures == 0:
-                message = f"{_name(self._truth)}: {error}. The run goes on; it is tried again with every record."
-                quietly(self._warn, message)
             self._truth_failures += 1
+            if self._truth_failures in WARN_AT:
+                quietly(
+                    self._warn,
+                    f"{_why(self._truth, error)}. The run goes on; its records wait in memory "
+                    f"({_waiting(self._truth):,} so far) and it is tried again with every step",
+                )
+        else:
+            if self._truth_failures:
+                quietly(self._warn, f"{_place(self._truth)} is written again, with all that waited")
+            self._truth_failures = 0
+
+    def _close_truth(self, failed: bool) -> None:
+        """The last try. What is lost for good is kept in ``lost``, and said."""
+        truth = self._truth
+        if truth is None:
+            return
+        why = ""
+        try:
+            truth.close(failed)
+        except Exception as error:
+            why = f": {_why(truth, error)}"
+        dropped: int = getattr(truth, "dropped", 0)
+        number = _waiting(truth) + dropped
+        if number or why:
+            self.lost = (
+                f"{number:,} record{'s' * (number != 1)} of this run could not be written to {_place(truth)}{why}"
+            )
+            quietly(self._warn, self.lost)
+
+
+WARN_AT = frozenset(10**power for power in range(12))
+"""Failures in a row that are warned of."""
+
+
+def _waiting(truth: Sink | None) -> int:
+    return int(getattr(truth, "waiting", 0))
+
+
+def _place(truth: Sink | None) -> str:
+    """The path of the file, or the name of the sink."""
+    return str(getattr(truth, "path", type(truth).__name__))
+
+
+def _why(truth: Sink | None, error: Exception) -> str:
+    """Path, reason and errno."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename or _place(truth)} cannot be written: {error.strerror} (errno {error.errno})"
+    return f"{_place(truth)} cannot be written: {type(error).__name__}: {error}"
 
 
 class _Lane:

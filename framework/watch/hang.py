@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from framework.errors import HangEcho, HangError, Preempted, UserError
+from framework.errors import HangEcho, HangError, Preempted, RunFilesError, UserError
 from framework.mesh.mesh import Mesh
 from framework.process import GiveUp
 from framework.stderr import tell
@@ -95,7 +95,7 @@ class Watchdog:
         self._ended.set()
         for thread in self._threads:
             thread.join(self._tick_s)
-        if self._mesh.rank == 0:
+        if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the place may be another run's
             how = Ended(how="finished")
             if error is not None:
                 message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

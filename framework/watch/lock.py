@@ -35,6 +35,8 @@ PATIENCE_S = 2.0
 OWN_JOB_PATIENCE_S = 240.0
 """The same for an earlier life of this very Slurm job: on a node that was cut off it lives until somebody kills it."""
 PAUSE_S = 0.1
+TRIES = 3
+"""How often a lock is taken anew that was removed meanwhile."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What flock says where the file system knows no locks."""
 
@@ -51,12 +53,20 @@ class RunLock:
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
         self._descriptor: int | None = None
+        self._is_watched = True
         os.register_at_fork(after_in_child=self._close)  # O_CLOEXEC is for those that exec
 
     def __enter__(self) -> Self:
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if self._got(fcntl.LOCK_EX):
+            locked = self._open_and_lock()
+            for _ in range(TRIES):
+                if self.is_in_place():
+                    break
+                self._close()  # removed between opening and locking: it keeps nobody out
+                locked = self._open_and_lock()
+            else:
+                self._is_watched = False  # a file system that gives one file several numbers
+            if locked and self._descriptor is not None:
                 text = json.dumps(_holder()) + "\n"
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, text.encode(), 0)
@@ -66,6 +76,10 @@ class RunLock:
                 raise _unusable(self.path, error) from error
             raise
         return self
+
+    def _open_and_lock(self) -> bool:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self._got(fcntl.LOCK_EX)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close()
@@ -82,6 +96,34 @@ class RunLock:
                 self._got(fcntl.LOCK_SH, warn=False)
             finally:
                 self._close()
+
+    def is_in_place(self) -> bool:
+        """Return whether the open file is the one at the path. What the system cannot answer counts as yes."""
+        if self._descriptor is None or not self._is_watched:
+            return True
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that does not answer: writes will tell
+            return True
+
+    def take_again(self) -> None:
+        """Make the file again, or take the one that is there, and lock it. Its directory is there.
+
+        Raises:
+            LockError: another job has it, or the file cannot be opened.
+        """
+        fresh = RunLock(self.path.parent)
+        try:
+            fresh.__enter__()
+        except LockError:
+            if not _is_mine(self.path):  # the file system gave the same file another number
+                raise
+            self._is_watched = False
+            return
+        self._close()
+        self._descriptor, fresh._descriptor = fresh._descriptor, None
 
     def _got(self, how: int, *, warn: bool = True) -> bool:
         """Whether the file is locked now: False where there are no locks. Waits a little for a job that is dying."""
@@ -111,23 +153,25 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path, mesh: Mesh) -> Iterator[None]:
-    """Within: the ranks of this mesh alone work in ``directory``; rank 0 holds its lock. Every rank calls it.
+def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
+    """Within: the ranks of this mesh alone work in ``directory``; rank 0 holds its lock, and gets it. Every rank calls
+    it.
 
     Raises:
         LockError: the same on every rank.
     """
     problem: str | None = None
+    lock: RunLock | None = None
     with contextlib.ExitStack() as held:
         if mesh.rank == 0:
             try:
-                held.enter_context(RunLock(directory))
+                lock = held.enter_context(RunLock(directory))
             except LockError as error:
                 problem = str(error)
         problem = mesh.world.gather_objects(problem)[0]
         if problem is not None:
             raise LockError(problem)
-        yield
+        yield lock
 
 
 def _holder() -> dict[str, str | int]:
@@ -139,6 +183,14 @@ def _holder() -> dict[str, str | int]:
     }
     job = os.environ.get("SLURM_JOB_ID")
     return holder | {"slurm_job": job} if job else holder
+
+
+def _is_mine(path: Path) -> bool:
+    """Whether the file names this very process as its holder."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found = json.loads(path.read_text())
+        return bool(found["host"] == socket.gethostname() and found["process"] == os.getpid())
+    return False
 
 
 def _is_own_job(path: Path) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from framework.durable import append_synced, replace_synced
 from framework.mesh.grid import Grid
 from framework.mesh.view import draw
 
@@ -35,7 +36,6 @@ def note_start(directory: Path, step: int, grid: Grid, nodes: Sequence[str]) -> 
     before = 0
     with contextlib.suppress(OSError):
         before = place.read_bytes().count(b"\n") if place.exists() else 0
-        with place.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        (directory / PLACEMENT).write_text(draw(grid, list(nodes)) + "\n")
+        append_synced(place, (json.dumps(line) + "\n").encode())
+        replace_synced(directory / PLACEMENT, (draw(grid, list(nodes)) + "\n").encode())
     return before

@@ -171,7 +171,7 @@ def test_a_run_that_fails_says_so_to_the_sinks(record) -> None:
     assert sink.closed == [True]
 
 
-def test_a_truth_that_cannot_be_written_warns_once_and_the_run_goes_on(tmp_path, record, warnings) -> None:
+def test_a_truth_that_cannot_be_written_is_tried_again_and_the_run_goes_on(tmp_path, record, warnings) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     other = Kept()
@@ -182,7 +182,8 @@ def test_a_truth_that_cannot_be_written_warns_once_and_the_run_goes_on(tmp_path,
         tracker.write(record(4))
     assert other.steps == [1, 2, 3, 4]
     assert [found.step for found in read_records(blocked / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert len(warnings) == 1 and "JsonlSink" in warnings[0]
+    assert len(warnings) == 2 and f"{blocked} cannot be written: File exists (errno 17)" in warnings[0]
+    assert "is written again" in warnings[1]
 
 
 def test_a_warning_that_cannot_be_written_stops_nothing(record) -> None:

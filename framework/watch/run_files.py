@@ -1,0 +1,178 @@
+"""The files of a live run: still there, still its own? One stat of the lock per step; made again where they are gone.
+
+    what is found                                        what the run does
+    the lock alone is gone                               takes it again; another job has it: stops
+    the directory is gone: deleted, or moved away        makes it again from memory, saves at once, goes on
+    another, empty directory in its place                the same
+    another run's directory in its place                 stops, and never writes there; moved: saves where it lies now
+    another file system in its place (unmounted)         stops
+
+From memory: configuration, starts and placement; metrics.jsonl and the ranks' logs from their open descriptors, which
+hold the bytes of a deleted file. Older checkpoints, traces and what else was there is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from framework.checkpoint.files import Warn
+from framework.checkpoint.read import find
+from framework.durable import make_directory_synced, replace_synced, sync_directory, sync_file
+from framework.errors import LockError
+from framework.runs import RESOLVED
+from framework.tracking.build import METRICS_FILE
+from framework.tracking.jsonl import AGAIN
+from framework.watch.lock import FILE, RunLock
+from framework.watch.starts import PLACEMENT, STARTS
+
+KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
+"""Small files that a run writes at its start and keeps in memory."""
+PRESUPPOSED = (*KEPT, METRICS_FILE, AGAIN)
+"""What a checkpoint presupposes beside itself."""
+DELETED = " (deleted)"
+"""How the kernel marks the path of an open file that has no name any more."""
+
+
+class Recovery(NamedTuple):
+    """What was done about files that were lost."""
+
+    message: str
+    must_stop: bool = False
+    """The directory belongs to somebody else now, or cannot be made again."""
+    is_new: bool = False
+    """The directory was made again, and has no checkpoint."""
+    moved_to: Path | None = None
+    """Where the directory of a run that must stop lies now."""
+
+
+class RunFiles:
+    """The directory of a live run, as the rank that holds its lock sees it; other ranks see nothing lost."""
+
+    def __init__(self, directory: Path, lock: RunLock | None) -> None:
+        """``lock``: held; None on the ranks that do not hold it."""
+        self.directory = directory
+        self._lock = lock
+        self._descriptor = -1 if lock is None else _open(directory)
+        self._kept: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def remember(self) -> None:
+        """Read the small files that the start of the run has written."""
+        for name in KEPT:
+            with contextlib.suppress(OSError):
+                self._kept[name] = (self.directory / name).read_bytes()
+
+    def are_lost(self) -> bool:
+        """Return whether the lock that is held is no longer the file at its path. One stat; called in every step."""
+        return self._lock is not None and not self._lock.is_in_place()
+
+    def recover(self) -> Recovery:
+        """Find out what has happened, and make again what can be. Never writes where another run is."""
+        assert self._lock is not None
+        directory, was = self.directory, os.fstat(self._descriptor)
+        try:
+            now = directory.stat()
+        except OSError:
+            now = None
+        try:
+            if now is not None and os.path.samestat(was, now):
+                self._lock.take_again()
+                return Recovery(f"{directory / FILE}, the lock of this run, was removed or replaced: it is taken again")
+            gone = self._what_happened()
+            above = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+            if above.stat().st_dev != was.st_dev:
+                return _stop(f"{directory} is on another file system than before: was it unmounted?")
+            if now is not None and _is_anothers(directory):
+                return _stop(f"{directory} {gone}, and another run's directory is in its place", self._moved_to())
+            self._make_again()
+        except LockError as error:
+            return _stop(f"the lock of this run was removed while it trained, and {error}")
+        except OSError as error:
+            return _stop(f"{directory} is gone and cannot be made again: {error.filename}: {error.strerror}")
+        return Recovery(
+            f"{directory} {gone} while the run trains. It is made again from memory: configuration, starts, metrics "
+            f"and logs; this step is saved now. Older checkpoints and traces are not there any more",
+            is_new=True,
+        )
+
+    def _make_again(self) -> None:
+        assert self._lock is not None
+        make_directory_synced(self.directory)
+        self._lock.take_again()
+        self.close()
+        self._descriptor = _open(self.directory)
+        for name, data in self._kept.items():
+            replace_synced(self.directory / name, data)
+
+    def _what_happened(self) -> str:
+        moved_to = self._moved_to()
+        return "was deleted" if moved_to is None else f"was moved to {moved_to}"
+
+    def _moved_to(self) -> Path | None:
+        """Return where the directory lies now, if it lies anywhere."""
+        with contextlib.suppress(OSError):
+            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+            if not str(path).endswith(DELETED) and os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+                return path
+        return None
+
+
+def _stop(message: str, moved_to: Path | None = None) -> Recovery:
+    return Recovery(message, must_stop=True, moved_to=moved_to)
+
+
+def _open(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _is_anothers(directory: Path) -> bool:
+    """Whether a directory has what only a run writes. What this run may have made itself meanwhile does not count."""
+    return any((directory / name).exists() for name in (*PRESUPPOSED, FILE)) or bool(find(directory))
+
+
+def sync_run_files(directory: Path, warn: Warn) -> None:
+    """Flush all that a checkpoint presupposes to the disk, before the checkpoint appears.
+
+    A file that cannot be flushed is warned of: the checkpoint is worth more than it.
+    """
+    for path in (*(directory / name for name in PRESUPPOSED), directory):
+        try:
+            sync_directory(path) if path == directory else sync_file(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warn(
+                f"{path} cannot be flushed to the disk ({error.strerror}, errno {error.errno}): it may not survive a "
+                f"power cut"
+            )
+
+
+def reopen_outputs(directory: Path) -> None:
+    """Give this process's stdout and stderr their file back, with all it held, where it was deleted with the run.
+
+    Every rank calls it when the directory is there again. Other outputs (a terminal, a pipe, another file) stay.
+    """
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            place = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            inside = Path(place.removesuffix(DELETED))
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if not is_file or not place.endswith(DELETED) or not inside.is_relative_to(directory.resolve()):
+                continue
+            inside.parent.mkdir(parents=True, exist_ok=True)
+            target = os.open(inside, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if os.fstat(target).st_size == 0:  # stdout and stderr are one file: the first has brought its bytes
+                with Path(f"/proc/self/fd/{descriptor}").open("rb") as old:
+                    while block := old.read(1 << 20):
+                        os.write(target, block)
+            os.dup2(target, descriptor)
+            os.close(target)
