@@ -41,6 +41,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another model."""
 
 
+class UnreadableError(CheckpointError):
+    """The system refuses to read a checkpoint, which says nothing about its bytes: no reason to pass it over."""
+
+
 class LockError(UserError):
     """Another job works in the run directory, or its lock cannot be used."""
 

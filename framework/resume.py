@@ -16,7 +16,7 @@ from framework.data.corpus import Corpus
 from framework.data.dataset import DatasetFeed
 from framework.data.samples import Feed
 from framework.data.span_corruption import SpanCorruptionFeed
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, UnreadableError
 from framework.feeds import Source
 from framework.mesh.mesh import Mesh
 from framework.state import restore
@@ -101,16 +101,18 @@ def newest_sound(
     """
 
     def look(path: Path) -> Path:
-        problem, digest = None, ""
+        problem, digest, unreadable = None, "", False
         try:
             checkpoint = checkpoints.open_checkpoint(path)
             checkpoint.verify(slice(mesh.rank, None, mesh.grid.size))
             digest = checkpoint.digest
         except CheckpointError as error:
-            problem = str(error)
-        answers: list[tuple[str | None, str]] = mesh.world.gather_objects((problem, digest))
-        problems = list(dict.fromkeys(text for text, _ in answers if text is not None))
-        if not problems and len({found for _, found in answers}) > 1:
+            problem, unreadable = str(error), isinstance(error, UnreadableError)
+        answers: list[tuple[str | None, str, bool]] = mesh.world.gather_objects((problem, digest, unreadable))
+        problems = list(dict.fromkeys(text for text, _, _ in answers if text is not None))
+        if any(refused for _, _, refused in answers):
+            raise UnreadableError("\n".join(problems))
+        if not problems and len({found for _, found, _ in answers}) > 1:
             problems = [f"{path}: not all ranks find the same checkpoint there: is it on a file system that all share?"]
         if problems:
             raise CheckpointError("\n".join(problems))

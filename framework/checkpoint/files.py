@@ -6,15 +6,20 @@ import hashlib
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from framework.durable import sync_directory
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, UnreadableError
 from framework.stderr import tell
 
 Warn = Callable[[str], None]
+Found = TypeVar("Found")
+READ_PAUSES_S = 0.1, 0.5, 2.0
+"""Between tries to read what the system refuses to."""
 
 
 def to_stderr(message: str) -> None:
@@ -61,16 +66,47 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of a file as it lies on the disk now."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hash of a file as it lies on the disk now. Raises UnreadableError."""
+
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retried(read, path)
+
+
+def retried(read: Callable[[], Found], path: Path) -> Found:
+    """Read, and try again a few times when the system refuses: a network file system may recover.
+
+    Raises:
+        UnreadableError: it refused each time; with the errno of the last.
+    """
+    for pause_s in (*READ_PAUSES_S, None):
+        try:
+            return read()
+        except OSError as error:
+            if pause_s is None:
+                raise UnreadableError(
+                    f"{error.filename or path}: cannot be read: {error.strerror} (errno {error.errno}), tried "
+                    f"{len(READ_PAUSES_S) + 1} times. Nothing is known to be wrong with its bytes: see to the file "
+                    f"system and give the same command again; or move its directory away to go on from the one before"
+                ) from error
+            time.sleep(pause_s)
+    raise AssertionError
 
 
 def regular_size(path: Path) -> int | None:
-    """Size in bytes of a regular file; None when there is none or it is something else, a symlink above all."""
-    try:
-        found = path.lstat()
-    except OSError:
+    """Size in bytes of a regular file; None when there is none or it is something else, a symlink above all. Raises
+    UnreadableError."""
+
+    def look() -> os.stat_result | None:
+        try:
+            return path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    found = retried(look, path)
+    if found is None:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from framework.checkpoint.files import (
     Warn,
     checkpoints_directory,
-    explained,
     regular_size,
+    retried,
     sha256_of,
     step_name,
     to_stderr,
 )
 from framework.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, intersection, parse, render_sums
 from framework.checkpoint.shard import TORCH_DTYPES, held_box
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, UnreadableError
 from framework.parameters import ParameterInfo
 
 MAX_MANIFEST_BYTES = 2**30
@@ -106,12 +106,15 @@ def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path
     told of each before. None: there are none.
 
     Raises:
+        UnreadableError: one cannot be read, and may well be sound.
         CheckpointError: there are some, and none is sound.
     """
     failures = []
     for path in paths:
         try:
             return look(path)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             failures.append(str(error))
             warn(f"checkpoint {path.name} is passed over: {error}")
@@ -159,8 +162,10 @@ class Checkpoint:
     def _damage(self, name: str) -> str | None:
         try:
             actual = sha256_of(self.path / name)
-        except OSError as error:
-            return f"cannot be read: {error.strerror} (errno {error.errno})"
+        except UnreadableError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return "is missing"
+            raise
         if actual != self.manifest.files[name].sha256:
             return "its sha256 is not the one in the manifest: the file is damaged"
         return None
@@ -238,5 +243,4 @@ def _read_small(path: Path) -> bytes:
         raise CheckpointError(f"{path}: is missing (or no regular file)")
     if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file")
-    with explained(path):
-        return path.read_bytes()
+    return retried(path.read_bytes, path)

@@ -44,7 +44,7 @@ from framework.checkpoint.manifest import (
 from framework.checkpoint.read import open_checkpoint
 from framework.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from framework.durable import sync_directory
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, UnreadableError
 from framework.versions import versions
 
 
@@ -74,6 +74,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
         try:
             with open_checkpoint(final) as found:
                 found.verify()
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             aside = directory / f"broken-{final.name}-{attempt}"
             final.rename(aside)

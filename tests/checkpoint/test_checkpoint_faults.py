@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import random
 import signal
@@ -13,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import Kind, begin, find, newest_valid, open_checkpoint, prune, publish, write_shard
+from framework.checkpoint import Kind, begin, files, find, newest_valid, open_checkpoint, prune, publish, write_shard
 from framework.checkpoint.save import final_directory
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, UnreadableError
 
 FILES = ["manifest.json", "SHA256SUMS", "pp0-tp0-00000.safetensors", "pp0-tp1-00001.safetensors"]
 
@@ -89,6 +91,47 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, fake: Any) -> None:
     fake.save(tmp_path, 100).rename(tmp_path / "checkpoints" / "step-00000900")
     with pytest.raises(CheckpointError, match="manifest is of step 100"):
         newest_valid(tmp_path, warn=lambda _: None)
+
+
+# A disk that refuses to read
+
+
+class RefusingDisk:
+    """Answers reads of one file with an errno, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int) -> None:
+        self.left, opened = times, io.open
+
+        def open_(file: Any, *how: Any, **more: Any) -> Any:
+            if str(file) == str(path) and self.left:
+                self.left -= 1
+                raise OSError(number, os.strerror(number), str(file))
+            return opened(file, *how, **more)
+
+        monkeypatch.setattr(io, "open", open_)
+        monkeypatch.setattr(files, "READ_PAUSES_S", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_read_error_is_no_damage(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, file: str, number: int
+) -> None:
+    """One that passes is tried again; one that stays stops the start with its errno, and nothing is passed over."""
+    fake.save(tmp_path, 100, tp=2)
+    newest = fake.save(tmp_path, 200, tp=2)
+    warned: list[str] = []
+    RefusingDisk(monkeypatch, newest / file, number, times=2)
+    found = newest_valid(tmp_path, warn=warned.append)
+    assert found is not None and found.manifest.step == 200 and not warned
+    disk = RefusingDisk(monkeypatch, newest / file, number, times=4)
+    with pytest.raises(UnreadableError, match=rf"{file}: cannot be read: .* \(errno {number}\), tried 4 times"):
+        newest_valid(tmp_path, warn=warned.append)
+    assert not warned and not disk.left
+    RefusingDisk(monkeypatch, newest / file, number, times=4)
+    with pytest.raises(UnreadableError):
+        begin(tmp_path, 200, "a2", warn=warned.append)
+    assert newest.is_dir() and not list(newest.parent.glob("broken-*")) and not warned
 
 
 # An existing step
