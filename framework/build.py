@@ -241,6 +241,7 @@ def make_stage(
         splits_backward=blueprint.schedule.splits_backward,
         running=frozenset(blueprint.running),
     )
+    again.stage.checks_loss = blueprint.model.loss is not None
     return again.stage
 
 

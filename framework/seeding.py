@@ -2,7 +2,8 @@
 
 * Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
 * Dropout: a counter-based hash. Whether an element is kept is a pure function of
-  (seed, layer name, global sample index, position of the element in the sample's whole activation), so a rank that
+  (seed, layer name, number of the call, global sample index, position of the element in the sample's whole
+  activation), so a rank that
   holds a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order,
   and a recomputed forward draws the same mask again.
 """
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,49 +55,97 @@ class Draw:
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
 
 
+NUM_KEYS = 16
+"""Keys that a dropout holds from the start: for so many calls in one forward. Further ones are made when needed."""
+
+
+def key_of(seed: int, name: str, call: int = 0) -> int:
+    """Return the key of one call of a dropout module. The first call's key has no call number."""
+    return derive(seed, "dropout", name, *([call] if call else []))
+
+
+def keep_mask(
+    p: float,
+    key: Tensor,
+    golden: Tensor,
+    sample_indices: Tensor,
+    shape: torch.Size,
+    shard: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """Return the bool mask of kept elements.
+
+    Args:
+        p: share that is dropped.
+        key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
+        sample_indices: (B,) int64, global.
+        shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
+    """
+    device = sample_indices.device
+    whole = list(shape)
+    start = [0] * len(shape)
+    if shard is not None:
+        dim, index, count = shard  # dim may be -1, the last
+        start[dim] = index * shape[dim]
+        whole[dim] = shape[dim] * count
+    position = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in range(len(shape) - 1, 0, -1):
+        along = torch.arange(start[dim], start[dim] + shape[dim], device=device) * stride
+        position = position + along.view([-1] + [1] * (len(shape) - 1 - dim))
+        stride *= whole[dim]
+    keys = _mix((sample_indices * golden) ^ key).view([-1] + [1] * (len(shape) - 1))
+    drawn = _mix(position * golden + keys)
+    return ((drawn >> 32) & 0x7FFFFFFF) >= int(p * 2**31)
+
+
 class SeededDropout(nn.Module):
-    """nn.Dropout whose mask is a function of (seed, layer name, sample, element). Identity in eval mode.
+    """nn.Dropout whose mask is a function of (seed, layer name, call, sample, element). Identity in eval mode.
+
+    ``num_calls`` counts the calls in the forward of one micro-batch; :func:`restart_calls` begins the next one.
 
     ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
     """
 
-    key: Tensor
+    keys: Tensor
     golden: Tensor
 
     def __init__(self, p: float, seed: int, name: str, draw: Draw) -> None:
         super().__init__()
         self.p = p
+        self.seed = seed
+        self.num_calls = 0
         self.name = name
         self.draw = draw
         self.shard: tuple[int, int, int] | None = None
         # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
         # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
-        self.register_buffer("key", torch.tensor(derive(seed, "dropout", name), device="cpu"), persistent=False)
+        keys = [key_of(seed, name, call) for call in range(NUM_KEYS)]
+        self.register_buffer("keys", torch.tensor(keys, device="cpu"), persistent=False)
         self.register_buffer("golden", torch.tensor(GOLDEN, device="cpu"), persistent=False)
+
+    @property
+    def key(self) -> Tensor:
+        """The key of the first call."""
+        return self.keys[0]
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}, shard={self.shard}"
 
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """True where kept; shape (B, ...) as the input's (local)."""
+        """True where kept, in the next call; shape (B, ...) as the input's (local)."""
         sample_indices = self.draw.sample_indices
         assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
-        whole = list(shape)
-        start = [0] * len(shape)
-        if self.shard is not None:
-            dim, index, count = self.shard  # dim may be -1, the last
-            start[dim] = index * shape[dim]
-            whole[dim] = shape[dim] * count
-        position = torch.zeros((), dtype=torch.int64, device=device)
-        stride = 1
-        for dim in range(len(shape) - 1, 0, -1):
-            along = torch.arange(start[dim], start[dim] + shape[dim], device=device) * stride
-            position = position + along.view([-1] + [1] * (len(shape) - 1 - dim))
-            stride *= whole[dim]
-        keys = _mix((sample_indices.to(device) * self.golden) ^ self.key).view([-1] + [1] * (len(shape) - 1))
-        drawn = _mix(position * self.golden + keys)
-        drop_below = int(self.p * 2**31)
-        return ((drawn >> 32) & 0x7FFFFFFF) >= drop_below
+        if self.num_calls >= self.keys.shape[0]:
+            self._add_keys()
+        key = self.keys[self.num_calls]
+        return keep_mask(self.p, key, self.golden, sample_indices.to(device), shape, self.shard)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _add_keys(self) -> None:
+        """Double the number of calls that there are keys for."""
+        have = self.keys.shape[0]
+        more = [key_of(self.seed, self.name, call) for call in range(have, 2 * have)]
+        self.keys = torch.cat([self.keys, torch.tensor(more, device=self.keys.device)])
 
     def forward(self, x: Tensor) -> Tensor:
         outline = x.is_meta and self.draw.sample_indices is None  # shapes are asked for, and there are no samples
@@ -104,7 +153,20 @@ class SeededDropout(nn.Module):
             return x
         if self.p >= 1.0:
             return torch.zeros_like(x)
-        return x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))
+        kept = self.mask(x.shape, x.device)
+        self.num_calls += 1
+        return x * kept * (1.0 / (1.0 - self.p))
+
+
+def dropouts_of(module: nn.Module) -> list[SeededDropout]:
+    """Return the dropouts of a module, itself included."""
+    return [each for each in module.modules() if isinstance(each, SeededDropout)]
+
+
+def restart_calls(dropouts: Sequence[SeededDropout]) -> None:
+    """Begin the forward of a micro-batch: the next call of each dropout is its first."""
+    for dropout in dropouts:
+        dropout.num_calls = 0
 
 
 def seed_dropouts(model: nn.Module, seed: int) -> Draw:

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten
 from framework.seeding import SeededDropout
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-OF_THE_DRAW = {"name", "draw"}
-"""Of a SeededDropout: they decide what it drops."""
+OF_THE_DRAW = {"name", "draw", "seed", "num_calls"}
+"""Of a SeededDropout: they decide which elements it drops, and no shape."""
 
 
 class OfTensor(NamedTuple):

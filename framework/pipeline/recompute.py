@@ -12,8 +12,8 @@ gradients): ``context`` says it for a forward that is about to run, and is enter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+
+from framework.seeding import SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
 """Called as a forward begins; what it returns is entered around the second forward."""
@@ -47,6 +49,26 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
     )
 
 
+def _with_calls(dropouts: Sequence[SeededDropout], context: Context) -> AbstractContextManager[object]:
+    """The context, and the dropouts at the call numbers that they have now."""
+    return _at_calls(dropouts, [dropout.num_calls for dropout in dropouts], context())
+
+
+@contextmanager
+def _at_calls(
+    dropouts: Sequence[SeededDropout], numbers: Sequence[int], context: AbstractContextManager[object]
+) -> Iterator[None]:
+    now = [dropout.num_calls for dropout in dropouts]
+    for dropout, number in zip(dropouts, numbers, strict=True):
+        dropout.num_calls = number
+    try:
+        with context:
+            yield
+    finally:
+        for dropout, number in zip(dropouts, now, strict=True):
+            dropout.num_calls = number
+
+
 def _same(leaf: Any) -> Any:
     return leaf
 
@@ -63,6 +85,7 @@ def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list
 def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:
     """Have each submodule whose full name fits a pattern recomputed, in place; the names found."""
     found = parts_of(layer_name, layer, patterns)
+    dropouts = dropouts_of(layer)  # a part may call one that lies beside it
     for _, module in found:
-        module.forward = partial(recomputed, module.forward, context)
+        module.forward = partial(recomputed, module.forward, partial(_with_calls, dropouts, context))
     return [name for name, _ in found]

@@ -14,7 +14,8 @@ from framework.errors import ModelError
 from framework.pipeline.recompute import Context, recomputed
 from framework.pipeline.running import INSTEAD
 from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
-from framework.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, leaves_of
+from framework.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
+from framework.seeding import dropouts_of, restart_calls
 
 
 class LossPart(NamedTuple):
@@ -65,7 +66,10 @@ class Stage:
         self.split = SplitBackward() if splits_backward else None
         self.running = running
         """Names of the buffers that forward may change."""
+        self.checks_loss = False
+        """True: the loss is the model's own, and is computed once more in the first forward."""
         self._layers = tuple(layers.named_children())
+        self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
         self._seen_all = False
         self._saved: dict[int, _Saved] = {}
         self._notes: dict[int, list[Note]] = {}
@@ -118,8 +122,8 @@ class Stage:
             for name, layer in self._layers:
                 self.before_layer(name)
                 value = self._run(name, layer, value, train)
-            self._seen_all = self._seen_all or train
             if self.output_spec is not None:
+                self._seen_all = self._seen_all or train
                 outputs = leaves_of(value)
                 self._check_outputs(outputs, train)
                 if train:
@@ -127,7 +131,10 @@ class Stage:
                     self._saved[microbatch] = _Saved(leaves, [out for out, spec in specs if spec.needs_gradient])
                 return [output.detach().contiguous() for output in outputs]
             assert labels is not None
+            if train and self.checks_loss and not self._seen_all:
+                check_ignored(self.loss, value, labels)
             loss_sum = self.loss(value, labels).sum()
+            self._seen_all = self._seen_all or train
             if train:
                 self._saved[microbatch] = _Saved(leaves, [loss_sum])
             return LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
@@ -151,7 +158,12 @@ class Stage:
         )
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
-        run: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
+        inner: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
+
+        def run(value: Any) -> Any:
+            restart_calls(self._dropouts[name])  # in the second forward of what is recomputed too
+            return inner(value)
+
         try:
             return recomputed(run, self.recompute[name], value) if name in self.recompute else run(value)
         except RuntimeError as error:

@@ -296,6 +296,26 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
         )
 
 
+def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
+    """Raise :class:`ModelError` unless the loss is zero where labels are ignored. Computes it once more.
+
+    ``labels``: (B, ...) of a micro-batch. All of them are replaced by ``IGNORED_LABEL``. Labels that are no integers
+    are left out: they all count.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return
+    with torch.no_grad():
+        given = tree_map(lambda leaf: leaf.clone(), output)
+        found = loss(given, torch.full_like(labels, IGNORED_LABEL))
+    if torch.equal(found, torch.zeros_like(found)):
+        return
+    raise ModelError(
+        f"model.loss gives {float(found[found != 0].flatten()[0]):.6g} for a label of {IGNORED_LABEL}: such a label is "
+        f"ignored, it is not counted in the mean, and its loss must be zero. Pass ignore_index={IGNORED_LABEL} to "
+        f"F.cross_entropy, or end with .masked_fill(labels == {IGNORED_LABEL}, 0.0)"
+    )
+
+
 def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
     """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more."""
     fits = last.is_tensor and last.leaves[0].shape[:-1] == tuple(labels.shape)
