@@ -6,6 +6,7 @@ import copy
 import difflib
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from framework.errors import ModelError
 
@@ -30,6 +31,45 @@ def check_sparse(layers: nn.Sequential) -> None:
             raise ModelError(
                 f"{name} is a {type(module).__name__} with sparse=True: gradients are summed over replicas in dense "
                 f"buckets. Leave sparse out"
+            )
+
+
+HAS_HOOKS = "_had_hooks"
+"""Set on a parameter whose predecessor had hooks when it went to the meta device."""
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """True when a function is registered on the parameter's gradient."""
+    hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or hasattr(parameter, HAS_HOOKS)
+
+
+def check_parameters(path: str, layers: nn.Sequential) -> None:
+    """Parameters are floating-point, of a known shape, and nothing is registered on their gradients."""
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, UninitializedParameter):
+            owner = layers.get_submodule(name.rpartition(".")[0])
+            raise ModelError(
+                f"{path}: parameter {name} of {type(owner).__name__} has no shape until its first forward, and the "
+                f"model is cut into stages before that: use the module that is not lazy, with its sizes "
+                f"(nn.Linear(in_features, out_features) for nn.LazyLinear)"
+            )
+        if not parameter.is_floating_point():
+            instead = (
+                "keep a real parameter with a last dim of 2, and use torch.view_as_complex(parameter) in forward"
+                if parameter.is_complex()
+                else "register it as a buffer (register_buffer)"
+            )
+            raise ModelError(
+                f"{path}: parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: parameters are kept in "
+                f"flat buckets of train.dtype, a floating-point one. Instead, {instead}"
+            )
+        if has_hooks(parameter):
+            raise ModelError(
+                f"{path}: parameter {name} has a hook on its gradient (register_hook or "
+                f"register_post_accumulate_grad_hook): it would run once for each micro-batch, on sums that depend on "
+                f"the layout. Do in forward what it does (a hook on an activation, or a torch.autograd.Function "
+                f"around the weight), or freeze the parameter with requires_grad_(False)"
             )
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from framework import contract
 from framework.errors import ModelError, UserError
@@ -85,8 +86,12 @@ def parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        is_lazy = isinstance(parameter, UninitializedParameter)
+        if parameter is not None and not parameter.is_meta and not is_lazy:
+            had_hooks = contract.has_hooks(parameter)
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            if had_hooks:
+                setattr(parameter, contract.HAS_HOOKS, True)
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
@@ -166,6 +171,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         raise ModelError(
             f"{path} returned a model of which no parameter requires a gradient: there is nothing to train"
         )
+    contract.check_parameters(path, layers)
     contract.check_sparse(layers)
     contract.separate_repeated_layers(layers)
     contract.check_attributes(path, layers)

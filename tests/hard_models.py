@@ -131,3 +131,76 @@ class OwnTensor(Step):
 
 def own_tensor(vocab_size: int) -> nn.Sequential:
     return nn.Sequential(Embed(vocab_size), OwnTensor(), Head(vocab_size))
+
+
+class InPlace(nn.Module):
+    """Works in place on what its linear gives."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
+        h = self.linear(value["h"])
+        if self.how == "relu":
+            h = F.relu_(h)
+        elif self.how == "mul":
+            h.mul_(0.5)
+        else:
+            h[:, 0] *= 2.0
+        return {**value, "h": value["h"] + h}
+
+
+class InPlaceEmbed(Embed):
+    """Works in place on what its embedding gives."""
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"ids": ids, "h": self.table(ids).mul_(2.0)}
+
+
+def in_place(vocab_size: int, how: str) -> nn.Sequential:
+    return nn.Sequential(InPlaceEmbed(vocab_size), InPlace(how), InPlace(how), Head(vocab_size))
+
+
+def hooked(vocab_size: int, how: str) -> nn.Sequential:
+    """A function on the gradient of a parameter, registered after or in the making of its module."""
+    model = build(vocab_size)
+    weight = model[1].linear.weight
+    if how == "hook":
+        weight.register_hook(lambda gradient: 2.0 * gradient)
+    elif how == "accumulated":
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        made = nn.Parameter(torch.empty(D, D))
+        made.register_hook(lambda gradient: 2.0 * gradient)
+        model[1].linear.weight = made
+    return model
+
+
+class Odd(nn.Linear):
+    """A parameter of another kind beside its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(D, D)
+        self.odd = nn.Parameter(torch.zeros(D, dtype=dtype), requires_grad=False)
+
+
+def odd_parameter(vocab_size: int, dtype: str) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocab_size, D), Odd(getattr(torch, dtype)), nn.Linear(D, vocab_size))
+
+
+def lazy(vocab_size: int) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocab_size, D), nn.LazyLinear(D), nn.Linear(D, vocab_size))
+
+
+def careless_loss(vocab_size: int) -> nn.Sequential:
+    """Counts ignored labels as class 0."""
+    model = build(vocab_size)
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        flat = F.cross_entropy(output.flatten(0, -2), labels.clamp_min(0).flatten(), reduction="none")
+        return flat.view(labels.shape)
+
+    model.loss = loss  # type: ignore[assignment]
+    return model

@@ -128,6 +128,15 @@ def parameters_of(notes: Sequence[Note]) -> set[Tensor]:
     return {note.parameter for note in notes}
 
 
+def _own(output: Tensor) -> Tensor:
+    """Return the output without autograd's note that it is a view.
+
+    ``F.linear`` and ``F.embedding`` return views of what their kernels made. Autograd forbids writing in place into a
+    view that a custom function returns, and ``ReLU(inplace=True)`` behind a linear does so.
+    """
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+
 class _Linear(torch.autograd.Function):
     """x (..., I), weight (O, I), bias (O) or None -> (..., O)."""
 
@@ -135,7 +144,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.mode = weight, bias, mode
-        return F.linear(x, weight, bias)
+        return _own(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,7 +166,7 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding_idx, ctx.by_frequency, ctx.mode = weight, padding_idx, by_frequency, mode
-        return F.embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency)
+        return _own(F.embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency))
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:

@@ -48,6 +48,14 @@ def test_the_numbers_of_one_process(
     assert row.passed, "\n".join(row.problems)
 
 
+@pytest.mark.parametrize("how", ["relu", "mul", "rows"])
+def test_outputs_are_changed_in_place_under_a_split_backward(how: str, pool: RankPool, references: References) -> None:
+    """What a linear or an embedding returns is the layer's own to write into, as in plain torch."""
+    config = hard("in_place", how=how)
+    row = prove(config, parse_layout("pp2,zb_h1"), pool, references, global_batch=4, steps=2, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_frozen_statistics_are_constants(dtype: str, pool: RankPool, references: References) -> None:
     """Of a norm in eval mode; any number of replicas, since nothing changes them."""
@@ -108,3 +116,25 @@ def test_recompute_that_would_recompute_nothing_is_refused() -> None:
     empty = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"recompute_layers": []})})
     with pytest.raises((ModelError, ConfigError), match=r"recompute_layers = \[\]"):
         draw_blueprint(empty)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hooked", {"how": "hook"}, r"parameter 1\.linear\.weight has a hook on its gradient"),
+        ("hooked", {"how": "accumulated"}, r"parameter 1\.linear\.weight has a hook on its gradient"),
+        ("hooked", {"how": "made with it"}, r"parameter 1\.linear\.weight has a hook on its gradient"),
+        ("odd_parameter", {"dtype": "complex64"}, r"1\.odd is complex64: .* torch\.view_as_complex\(parameter\)"),
+        ("odd_parameter", {"dtype": "int64"}, r"1\.odd is int64: .*register_buffer"),
+        ("lazy", {}, r"1\.weight of LazyLinear has no shape until its first forward.*use the module that is not lazy"),
+    ],
+)
+def test_parameters_that_would_lose_something(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        draw_blueprint(layout_config(hard(name, **options), parse_layout("pp2"), 4, "float64"))
+
+
+def test_a_loss_that_counts_ignored_labels(pool: RankPool) -> None:
+    text = layout_config(hard("careless_loss"), parse_layout("pp1"), 4, "float32").model_dump_json()
+    with pytest.raises(RankError, match=r"for a label of -100: such a label is ignored.*ignore_index=-100"):
+        pool.run(run_layout, 1, text, 1, True)
