@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.errors import ModelError
 
@@ -32,6 +34,26 @@ def check_sparse(layers: nn.Sequential) -> None:
                 f"{name} is a {type(module).__name__} with sparse=True: gradients are summed over replicas in dense "
                 f"buckets. Leave sparse out"
             )
+
+
+class WriteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the writes to storages on the meta device, by whatever alias: a tensor's ``.data``, a view, itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts: dict[int, int] = {}
+        self._alive: list[Any] = []  # a storage that is gone could leave its address to another
+
+    def count_of(self, tensor: Tensor) -> int:
+        """Return how often the tensor's storage was written."""
+        return self._counts.get(tensor.untyped_storage()._cdata, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:
+            storage = args[0].untyped_storage()
+            self._alive.append(storage)
+            self._counts[storage._cdata] = self._counts.get(storage._cdata, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 HAS_HOOKS = "_had_hooks"
@@ -142,11 +164,11 @@ def check_buffers(path: str, layers: nn.Sequential) -> None:
             )
 
 
-def check_initial_values(path: str, layers: nn.Sequential) -> None:
+def check_initial_values(path: str, layers: nn.Sequential, writes: WriteCounter) -> None:
     """Without ``initialise``, first values come from each module's ``reset_parameters()`` and from nowhere else.
 
     A module without it, or a builder that has set a value otherwise, is refused: the value would be lost, as each
-    process draws its parameters anew by name. Seen by torch's count of the writes to a parameter.
+    process draws its parameters anew by name. ``writes``: those of the builder.
     """
     checked: set[int] = set()
     for module_name, module in layers.named_modules():
@@ -161,11 +183,13 @@ def check_initial_values(path: str, layers: nn.Sequential) -> None:
                 f"reset_parameters(), or the model an attribute initialise(name, tensor)"
             )
         again = copy.deepcopy(module)
-        before = {attribute: p._version for attribute, p in again.named_parameters(recurse=False)}
-        again.reset_parameters()
+        with WriteCounter() as resets:
+            again.reset_parameters()
         for attribute, parameter in own.items():
-            writes = again.get_parameter(attribute)._version - before[attribute]
-            if parameter._version > writes and id(parameter) not in checked:
+            if (
+                writes.count_of(parameter) > resets.count_of(again.get_parameter(attribute))
+                and id(parameter) not in checked
+            ):
                 raise ModelError(
                     f"{path}: the value of parameter {module_name}.{attribute} is set outside of "
                     f"{type(module).__name__}.reset_parameters(), and would be lost: each process draws its parameters "

@@ -149,7 +149,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     builder = find_builder(path)
     check_options(path, builder, options)
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(), contract.WriteCounter() as writes:
             layers = builder(**options)
     except UserError:
         raise
@@ -179,7 +179,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     contract.check_ties_declared(path, layers, tied)
     contract.check_buffers(path, layers)
     if getattr(layers, "initialise", None) is None:
-        contract.check_initial_values(path, layers)
+        contract.check_initial_values(path, layers, writes)
     owners: dict[str, nn.Module] = {}
     for module_name, module in layers.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]

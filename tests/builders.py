@@ -291,3 +291,14 @@ def softcap(vocab_size: int = 16, width: int = 8) -> nn.Sequential:
     layers = nn.Sequential(nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size), nn.Tanh())
     layers.sharding_plan = {"0": "vocab", "1": "vocab"}
     return layers
+
+
+def values_by_data(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """Sets first values in the way of many scripts: through ``.data``, for all linears."""
+    layers = plain(vocab_size, width)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+
+    return layers.apply(init)

@@ -291,3 +291,8 @@ def test_a_layer_behind_the_split_vocabulary() -> None:
 def test_an_attribute_of_the_wrong_type(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Sequential, attribute, "x", raising=False)
     assert f"model.{attribute} is a str; write it as " in said("plain")
+
+
+def test_a_value_that_is_set_through_data_would_be_lost() -> None:
+    message = said("values_by_data")
+    assert "the value of parameter 1.weight is set outside of Linear.reset_parameters(), and would be lost" in message
