@@ -130,12 +130,13 @@ class Again:
     @contextmanager
     def _as_it_was(self, sample_indices: Tensor | None) -> Iterator[None]:
         assert self.stage is not None
-        now, self.draw.sample_indices = self.draw.sample_indices, sample_indices
+        now, was_again = self.draw.sample_indices, self.draw.is_recompute
+        self.draw.sample_indices, self.draw.is_recompute = sample_indices, True
         try:
             with self.stage.splitting():
                 yield
         finally:
-            self.draw.sample_indices = now
+            self.draw.sample_indices, self.draw.is_recompute = now, was_again
 
 
 def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) -> dict[str, Context]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from framework.errors import ModelError
+
 # splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -53,6 +55,8 @@ class Draw:
     """Which samples are going through the layers now; set by whoever calls forward, read by the dropouts."""
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
+    is_recompute: bool = False
+    """A forward runs inside backward because ``pipeline.recompute`` has asked for it."""
 
 
 NUM_KEYS = 16
@@ -153,6 +157,12 @@ class SeededDropout(nn.Module):
             return x
         if self.p >= 1.0:
             return torch.zeros_like(x)
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and not self.draw.is_recompute:
+            raise ModelError(
+                f"dropout {self.name} runs inside backward: a layer that computes itself again "
+                f"(torch.utils.checkpoint) would drop other elements than in its first forward. Use "
+                f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0"
+            )
         kept = self.mask(x.shape, x.device)
         self.num_calls += 1
         return x * kept * (1.0 / (1.0 - self.p))

@@ -7,8 +7,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from framework.errors import ModelError
 from framework.seeding import Draw, SeededDropout, derive, restart_calls, seed_dropouts, seeded
 
 
@@ -219,3 +221,18 @@ def test_seeded_leaves_torch_s_generator_as_it_was() -> None:
 
 GOLDEN_SEEDS = (919651235255556329, 215670094662801338, 620952848131681351)
 GOLDEN_MASK = "x...xx.........x.xxxxx.x.xxxx..."
+
+
+def test_a_layer_that_computes_itself_again_is_refused() -> None:
+    """Its second forward knows neither its samples nor how often the dropout was called in the first."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    draw = seed_dropouts(layers, 3)
+    draw.sample_indices = torch.arange(2)
+    found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+    with pytest.raises(ModelError, match=r"dropout 1 runs inside backward.*pipeline\.recompute"):
+        found.sum().backward()
+    draw.is_recompute = True
+    layers[1].num_calls = 0
+    found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+    layers[1].num_calls = 0
+    found.sum().backward()

@@ -118,7 +118,7 @@ def test_every_layout_gives_the_numbers_of_one_process(
 
 def test_weights_of_each_head_that_the_plan_leaves_out(tmp_path: Path, pool: RankPool) -> None:
     """phi's plan does not know its norms of q and k: each rank's gradient is of its own heads, and the sum is taken."""
-    path = directory("phi", tmp_path, qk_layernorm=True, resid_pdrop=0.0)
+    path = directory("phi", tmp_path, qk_layernorm=True)
     model = build_model(f"hf:{path}", {}, 1)
     assert model.plan["block*.layer.self_attn.q_layernorm"] == "heads"
     report = verify(run_config(path), [parse_layout("tp2")], pool, global_batch=4, steps=2, random_tokens=True)

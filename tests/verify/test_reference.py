@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from framework import contract
 from framework.config import RunConfig
 from framework.errors import ModelError
 from framework.model import PlainModel, build_model
@@ -121,6 +122,10 @@ def test_torch_is_afterwards_as_it_was() -> None:
 
 
 def test_a_hook_of_a_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain run would show it; a run refuses the model before that, by name."""
+    with pytest.raises(ModelError, match=r"1\.linear\.weight has a hook on its gradient"):
+        plain("hooked", steps=1)
+    monkeypatch.setattr(contract, "has_hooks", lambda parameter: False)
     hooked = plain("hooked", steps=1).gradients
     monkeypatch.setattr(Tensor, "register_hook", lambda tensor, hook: None)
     without = plain("hooked", steps=1).gradients

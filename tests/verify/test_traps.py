@@ -303,7 +303,13 @@ def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
 
 def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
     """The second forward draws dropout for the micro-batch that went forward last."""
-    patch.setattr(Again, "__call__", lambda again: again.stage.splitting())  # type: ignore[union-attr]
+
+    @contextmanager
+    def as_it_is(again: Again) -> Iterator[None]:
+        with again._as_it_was(again.draw.sample_indices):
+            yield
+
+    patch.setattr(Again, "__call__", as_it_is)
 
 
 def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,8 @@ def test_one_rank_says_nothing(pool: RankPool) -> None:
     assert found.own == {} and found.torch == {}
 
 
-def test_all_ranks_together_say_seven_numbers_per_step(pool: RankPool) -> None:
-    """Loss, labels, norm, two times, who was asked to stop and who could not write, in float64, in one message."""
+def test_all_ranks_together_say_eight_numbers_per_step(pool: RankPool) -> None:
+    """Loss, labels, norm, two times, who was asked to stop, who could not write and whose files are lost, in float64, in
+    one message."""
     for found in measured(model_config("gpt2", SIZE), "dp2,pp2", pool):
-        assert found.own["world", "all_reduce"] == (1, 2 * 7 * 8 * 3 / 4)
+        assert found.own["world", "all_reduce"] == (1, 2 * 8 * 8 * 3 / 4)
