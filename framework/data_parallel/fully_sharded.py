@@ -261,6 +261,11 @@ class FullyShardedStage:
                 # without a word from us torch guesses from the forwards so far what backward will need next: after a
                 # micro-batch's first layer another one's last
                 module.set_modules_to_backward_prefetch([module])
+        self._shared = [
+            module
+            for module in self._layers.modules()
+            if isinstance(module, FSDPModule) and len(module._get_fsdp_state()._modules) > 1
+        ]
         sharded = [layer for layer in self._layers if isinstance(layer, FSDPModule)]
         alone = [layer for layer in sharded if len(layer._get_fsdp_state()._modules) == 1]  # others come by twice
         for before, after in itertools.pairwise(alone):
@@ -288,6 +293,17 @@ class FullyShardedStage:
         self._in_halves = False
         self._root.set_requires_gradient_sync(False)
         self._root.set_is_last_backward(False)
+        self._reshard_shared(False)
+
+    def _reshard_shared(self, reshard: bool) -> None:
+        """Set whether backward lets go of the weights that modules share.
+
+        torch gathers them again for a backward only after a forward in which the modules ran inside one root; here each
+        layer is called by itself. With several micro-batches in flight they therefore stay whole until the last one's
+        backward.
+        """
+        for module in self._shared:
+            module.set_reshard_after_backward(reshard, recurse=False)
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """From here on reduce each layer as soon as the next backward of this stage has come by it.
@@ -297,6 +313,7 @@ class FullyShardedStage:
         """
         self._in_halves = awaited is not None
         self._root.set_requires_gradient_sync(awaited is None)
+        self._reshard_shared(last)
 
     def end_reducing(self) -> None:
         """That backward is done."""

@@ -36,6 +36,7 @@ def cut(config: RunConfig, balance: list[int]) -> RunConfig:
         ("dp2,pp2,tp2,gpipe", [4, 4], {}),  # the decoder's embedding with the encoder
         ("pp2,tp2,sequence,mbs2", [6, 2], {"padding_id": 7}),  # what stands behind the last block needs no memory
         ("pp4,zb_h1", [2, 2, 2, 2], {}),
+        ("dp2,pp2,gpipe,zero3", [3, 5], {}),  # the table is shared, with all micro-batches in flight
     ],
 )
 def test_wherever_it_is_cut(

@@ -298,7 +298,6 @@ def test_one_rank_says_nothing(pool: RankPool) -> None:
 
 
 def test_all_ranks_together_say_eight_numbers_per_step(pool: RankPool) -> None:
-    """Loss, labels, norm, two times, who was asked to stop, who could not write and whose files are lost, in float64, in
-    one message."""
+    """Loss, labels, norm, two times, who was asked to stop, could not write or lost its files: one float64 message."""
     for found in measured(model_config("gpt2", SIZE), "dp2,pp2", pool):
         assert found.own["world", "all_reduce"] == (1, 2 * 8 * 8 * 3 / 4)
