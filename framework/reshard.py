@@ -34,7 +34,7 @@ from framework.checkpoint import (
 )
 from framework.checkpoint.save import final_directory
 from framework.checkpoint.shard import MAX_FILE_BYTES
-from framework.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, resolve
+from framework.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, read_resolved, resolve
 from framework.config.given import read_overrides
 from framework.config.keys import KEYS
 from framework.data_parallel.buckets import plan_buckets
@@ -232,7 +232,7 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
     resolved = out / "resolved.json"
     if not resolved.is_file():
         return
-    other = parse(resolved.read_text(), str(resolved))
+    other = read_resolved(resolved)
     if other.model_copy(update={"run": config.run.model_copy(update={"seed": other.run.seed})}) != config:
         raise CheckpointError(
             f"--out {out} is the directory of a run of another configuration ({resolved}): name another"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from framework.errors import ConfigError
 
 RESOLVED = "resolved.json"
@@ -69,7 +69,7 @@ def _none(place: Path) -> str:
 def _run_of(config: Path) -> str:
     """Where the run of a configuration is, or how there comes to be one."""
     try:
-        section = tomllib.loads(config.read_text()).get("run", {})
+        section = parse_toml(read_text(config, MAX_TOML_BYTES)).get("run", {})
         directory = Path(section.get("directory", RUNS)) / section.get("name", "run")
     except (OSError, ValueError, AttributeError, TypeError):
         return _near(config)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
+from framework.bounded import read_bytes
 from framework.errors import DataError, ScheduleError
 from framework.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
 from framework.schedule.draw import Reading, name_of
@@ -199,7 +200,7 @@ def read(path: Path) -> Measured:
         DataError: the file cannot be read, is no trace, or contradicts itself.
     """
     try:
-        trace = Trace.model_validate_json(path.read_bytes())
+        trace = Trace.model_validate_json(read_bytes(path))
         schedule = parse_schedule(trace.schedule)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error

@@ -18,7 +18,7 @@ from framework.blueprint import DTYPES, Blueprint, draw_blueprint
 from framework.build import Forward, compare_digests, make_stage, pick_loss, tell_draw
 from framework.checkpoint import Checkpoint, Kind, find, open_checkpoint
 from framework.checkpoint.files import to_stderr
-from framework.config import RunConfig, change, parse
+from framework.config import RunConfig, change, parse, read_resolved
 from framework.config.given import read_overrides
 from framework.config.keys import KEYS
 from framework.errors import CheckpointError, ConfigError
@@ -72,8 +72,7 @@ def locate(place: Path, step: int | None) -> Place:
     if not found:
         raise CheckpointError(f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)")
     if step is None:
-        text = (run / RESOLVED).read_text()
-        saved = parse(text, str(run / RESOLVED)).model_dump(mode="json")
+        saved = read_resolved(run / RESOLVED).model_dump(mode="json")
         return Place(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
     for each in found:
         if each.step == step:

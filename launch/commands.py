@@ -182,14 +182,14 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plot(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.config import parse
+    from framework.config import read_resolved
     from framework.data.fingerprint import read
     from framework.tracking.plot import loss_curve
 
     resolved = options.directory / "resolved.json"
     unigram_entropy = None
     if resolved.is_file():
-        data = parse(resolved.read_text(), str(resolved)).data
+        data = read_resolved(resolved).data
         corpus = Path(data.validation or (data.train if isinstance(data.train, str) else ""))
         fingerprint = read(corpus.parent) if data.task == "causal" and data.builder is None else None
         split = fingerprint.splits.get(corpus.name) if fingerprint else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from framework.bounded import MAX_TOML_BYTES, read_text
 from framework.config import RunConfig, default_world_size, explain, resolve
 from framework.config.keys import shown
 from framework.config.lines import toml_lines
@@ -58,7 +59,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
         ConfigError: it does not hold together.
     """
     config, places = explain(path, overrides)
-    lines_of = toml_lines(Path(path).read_text())
+    lines_of = toml_lines(read_text(path, MAX_TOML_BYTES))
 
     def origin(*key: str) -> str:
         """Of a key, or of one inside a table that was given as a whole."""

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("framework", "models", "launch")
 
-GROUND = {"errors", "stderr", "process", "durable"}
+GROUND = {"errors", "stderr", "process", "durable", "bounded"}
 AXES = {"tensor_parallel", "pipeline", "data_parallel"}
 SERVICES = {"data", "checkpoint", "tracking"}
 
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "durable": set(),
     "versions": set(),
     "process": {"errors", "stderr"},
+    "bounded": {"errors"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "foreign": GROUND | {"config"},
     "mesh": GROUND,
@@ -87,7 +88,7 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "hugging
 PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
 """No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
 PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling", "framework.runs")
-PURE += ("framework.outputs", "framework.durable")
+PURE += ("framework.outputs", "framework.durable", "framework.bounded")
 PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
 
 FSDP_DOOR = "framework.data_parallel.fully_sharded"

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from framework.bounded import parse_json
 from framework.checkpoint.counts import contradictions
 from framework.errors import CheckpointError
 
@@ -143,8 +144,8 @@ def render_sums(manifest_sha256: str, files: Mapping[str, File]) -> bytes:
 def parse(text: bytes, place: str) -> Manifest:
     """The manifest in ``text``; ``place`` is its path, for messages. Raises CheckpointError with the problems found."""
     try:
-        raw = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except ValueError as error:
         raise CheckpointError(f"{place}: not a manifest: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise CheckpointError(f'{place}: not a manifest: "format" is not "{FORMAT}"')

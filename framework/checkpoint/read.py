@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from framework.bounded import MAX_MANIFEST_BYTES, read_bytes
 from framework.checkpoint.files import (
     Warn,
     checkpoints_directory,
@@ -28,8 +29,6 @@ from framework.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, 
 from framework.checkpoint.shard import TORCH_DTYPES, held_box
 from framework.errors import CheckpointError, UnreadableError
 from framework.parameters import ParameterInfo
-
-MAX_MANIFEST_BYTES = 2**30
 
 
 class Candidate(NamedTuple):
@@ -243,4 +242,4 @@ def _read_small(path: Path) -> bytes:
         raise CheckpointError(f"{path}: is missing (or no regular file)")
     if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file")
-    return retried(path.read_bytes, path)
+    return retried(lambda: read_bytes(path, MAX_MANIFEST_BYTES), path)

@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.bounded import MAX_MANIFEST_BYTES, read_bytes
 from framework.checkpoint.files import (
     Warn,
     checkpoints_directory,
@@ -129,7 +130,7 @@ def publish(temporary: Path, final: Path, head: Head) -> Manifest:
 def read_reports(temporary: Path) -> list[ShardReport]:
     """The reports of all shards, by name."""
     paths = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
-    return [ShardReport.model_validate_json(path.read_bytes()) for path in paths]
+    return [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in paths]
 
 
 def merge(head: Head, reports: Sequence[ShardReport]) -> Manifest:

@@ -1,7 +1,7 @@
 """The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
 
 from framework.config.kept import keep
-from framework.config.load import change, dump, explain, load, parse
+from framework.config.load import change, dump, explain, load, parse, read_resolved
 from framework.config.schema import (
     Batch,
     Checkpoint,
@@ -42,6 +42,7 @@ __all__ = [
     "keep",
     "load",
     "parse",
+    "read_resolved",
     "reduces_each",
     "resolve",
     "shard_factor",

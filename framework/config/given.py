@@ -7,13 +7,13 @@ found in ``load.py``, where both sources have become the same thing.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+from framework.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 from framework.config.keys import KEYS, SECTIONS, Path, split, takes
 from framework.config.secret import names_a_secret
 
@@ -76,7 +76,7 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
     found = re.search(r"at line (\d+), column (\d+)", str(error))
     lines = text.splitlines()
     row = int(found[1]) if found else len(lines)
-    line = lines[row - 1].strip() if 0 < row <= len(lines) else ""
+    line = shortened(lines[row - 1].strip()) if 0 < row <= len(lines) else ""
     if any(map(names_a_secret, re.findall(r"[\w-]+", line))):
         line = ""  # it may hold one, and this goes into logs
     return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
@@ -85,8 +85,8 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
 def read_file(path: File) -> Source:
     """The keys of a TOML file; a file that cannot be read is a problem, with its next move."""
     try:
-        text = path.read_bytes().decode()
-        return Source(list(leaves(tomllib.loads(text), str(path))), [])
+        text = read_bytes(path, MAX_TOML_BYTES).decode()
+        return Source(list(leaves(parse_toml(text), str(path))), [])
     except FileNotFoundError:
         problem = _no_such_file(path)
     except IsADirectoryError:
@@ -109,7 +109,7 @@ def read_value(path: Path, text: str) -> Any:
     if path in KEYS and takes(path, type(None)) and text.lower() in ("none", "null"):
         return None
     try:
-        document = tomllib.loads(f"value = {text}")
+        document = parse_toml(f"value = {text}")
     except ValueError:
         return text
     value = document["value"]

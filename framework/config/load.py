@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from framework.bounded import MIB, check_values, parse_json, read_text
 from framework.config.familiar import FAMILIAR, SHARDING, fold, here
 from framework.config.given import Bare, Given, Source, leaves, read_file, read_overrides
 from framework.config.keys import (
@@ -276,7 +277,8 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     Judges each key, not what holds between them: a configuration made in code need not be one that a file may hold.
     """
     try:
-        document = json.loads(text)
+        document = parse_json(text)
+        check_values(document)
     except ValueError as error:
         raise ConfigError(f"{place}: not valid JSON: {error}; write it again from its TOML file") from None
     if not isinstance(document, dict):
@@ -286,6 +288,20 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     if arranged.problems:
         raise ConfigError(arranged.problems)
     return config
+
+
+def read_resolved(path: File) -> RunConfig:
+    """Return the configuration in a run's ``resolved.json``.
+
+    Raises:
+        ConfigError: the file cannot be read, or :func:`parse` cannot understand it.
+    """
+    try:
+        return parse(read_text(path, MIB), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file") from None
 
 
 def dump(config: RunConfig) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from framework.bounded import read_bytes
 from framework.errors import DataError
 
 FILE_NAME = "fingerprint.json"
@@ -149,7 +150,7 @@ def read(folder: Path) -> Fingerprint | None:
     if not path.is_file():
         return None
     try:
-        return Fingerprint.model_validate_json(path.read_bytes())
+        return Fingerprint.model_validate_json(read_bytes(path))
     except (ValidationError, OSError) as error:
         first: Any = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
         where = ".".join(str(part) for part in first["loc"]) or "file"

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from framework.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
 from framework.data.folders import files_below
 from framework.errors import DataError
 
@@ -176,12 +177,12 @@ def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
 def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[Block]:
     at = position
     try:
-        with file.path.open("rb") as raw, gzip.open(raw, "rb") as stream:
+        with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
             _skip(stream, position)
             told = raw.tell() if position else 0
             while content := stream.read(block_bytes):
                 if not content.endswith(b"\n"):
-                    content += stream.readline()
+                    content += _rest_of_line(stream, f"{file.path}: the line over unpacked byte {at + len(content):,}")
                 now = raw.tell()
                 yield Block(Place(index, at), Place(index, at + len(content)), content, now - told)
                 at, told = at + len(content), now
@@ -191,6 +192,14 @@ def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int)
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+
+def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
+    """Read up to the next line feed, and no more than a line may have. Raises DataError."""
+    rest = stream.readline(MAX_LINE_BYTES + 1)
+    if len(rest) > MAX_LINE_BYTES:
+        raise DataError(f"{place} is longer than the {MAX_LINE_BYTES:,} bytes that a line may have: split it")
+    return rest
 
 
 def _skip(stream: gzip.GzipFile, count: int) -> None:
@@ -270,7 +279,7 @@ def _arrow_error() -> type[Exception]:
 
 def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:
     """The lines whose first byte lies in [start, stop), without their line feeds."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         stream.seek(max(0, start - 1))
         content = stream.read(stop - max(0, start - 1))
         if start > 0:
@@ -279,7 +288,7 @@ def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:
                 return []
             content = content[end_of_other + 1 :]
         if not content.endswith(b"\n"):
-            content += stream.readline()
+            content += _rest_of_line(stream, f"{path}: the line over byte {stop:,}")
     return lines_of(content)
 
 
@@ -294,7 +303,13 @@ def lines_of(content: bytes) -> list[bytes]:
 def text_of(file: InputFile) -> bytes:
     """A whole file, unpacked. Raises DataError."""
     try:
-        return gzip.decompress(file.path.read_bytes()) if file.is_packed else file.path.read_bytes()
+        if not file.is_packed:
+            return read_bytes(file.path, MAX_DOCUMENT_BYTES)
+        with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
+            content = stream.read(MAX_DOCUMENT_BYTES + 1)
+        if len(content) > MAX_DOCUMENT_BYTES:
+            raise DataError(f"{file.path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, the most of one document")
+        return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{file.path} is damaged ({error}): copy it again from where it is whole") from error
     except OSError as error:

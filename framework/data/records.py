@@ -17,6 +17,8 @@ import json
 from enum import Enum
 from typing import Any, NamedTuple
 
+from framework.bounded import parse_json
+
 
 class Form(Enum):
     """What a record says."""
@@ -60,7 +62,7 @@ def decoded(raw: bytes) -> str:
 def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
     """The columns of a JSON object on a line. Raises Broken."""
     try:
-        record = json.loads(decoded(line))
+        record = parse_json(decoded(line))
     except json.JSONDecodeError as error:
         raise Broken(f"is not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:

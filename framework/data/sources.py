@@ -10,6 +10,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from framework.bounded import MAX_DOCUMENT_BYTES, read_bytes
 from framework.data.folders import files_below
 from framework.errors import DataError
 
@@ -158,6 +159,6 @@ def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool)
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, MAX_DOCUMENT_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

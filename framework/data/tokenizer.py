@@ -6,7 +6,6 @@ are merges in the order of their frequency. Training is a function of the texts 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from framework.bounded import parse_json, read_bytes
 from framework.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -80,7 +80,7 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
 def _fields(path: Path) -> dict[str, Any]:
     """Of a JSON object that may be missing."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from framework.bounded import parse_json, read_bytes
 from framework.data.fingerprint import Fingerprint
 from framework.data.tokenizer import USUAL_ENDS, load
 from framework.errors import DataError
@@ -57,7 +57,7 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
         if token is not None and token not in ids:
             raise DataError(f"{path} has no token {token!r}: name one of its own with {option}{_special(tokenizer)}")
     begin = None if begin_token is None else ids[begin_token]
-    digest = sha256(path.read_bytes()).hexdigest()
+    digest = sha256(read_bytes(path)).hexdigest()
     return Known(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
 
 
@@ -71,8 +71,8 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
     config = path.with_name(CONFIG_FILE)
     if config.is_file():
         try:
-            said: Any = json.loads(config.read_bytes())
-        except ValueError as error:
+            said: Any = parse_json(read_bytes(config))
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"{config} is not valid JSON ({error}): copy it again, or name the token with --eod"
             ) from error

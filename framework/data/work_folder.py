@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from framework.bounded import read_bytes
 from framework.data.fingerprint import File
 from framework.data.publish import flush
 from framework.data.readers import BEGINNING, InputFile, Place
@@ -276,7 +277,7 @@ def _at_end(path: Path, size: int) -> IO[bytes]:
 def _read(path: Path, kind: type[Any]) -> Any:
     """None where there is none, or none that can be read: then the work begins anew."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_bytes(path))
     except (FileNotFoundError, ValidationError):
         return None
 

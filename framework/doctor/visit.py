@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from framework.config import RunConfig, bucket_bytes, resolve
 from framework.doctor.facts import look
 from framework.doctor.judge import Finding, judge
@@ -138,8 +138,8 @@ def expected_of(cluster: Path) -> float | None:
         ConfigError: it cannot be read.
     """
     try:
-        found = tomllib.loads(cluster.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        found = parse_toml(read_text(cluster, MAX_TOML_BYTES)).get("across_nodes", {})
+        rate = found.get("bytes_per_s") if isinstance(found, dict) else None
+        return float(rate) if rate is not None else None
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{cluster}: cannot be read: {error}") from None
-    rate = found.get("across_nodes", {}).get("bytes_per_s")
-    return float(rate) if rate is not None else None

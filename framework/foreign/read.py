@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from framework.bounded import MIB, parse_toml, parse_yaml, read_bytes
 from framework.config.lines import toml_lines
 from framework.errors import ConfigError
 from framework.foreign.draft import Item
@@ -19,7 +19,7 @@ def read_text(path: Path) -> str:
         ConfigError: there is none, or it is none.
     """
     try:
-        return path.read_bytes().decode()
+        return read_bytes(path, MIB).decode()
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file: name the configuration to be read") from None
     except IsADirectoryError:
@@ -47,8 +47,8 @@ def read_toml(path: Path, text: str) -> dict[str, Item]:
         ConfigError: not TOML, with the line.
     """
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     lines = toml_lines(text)
     return {key: Item(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
@@ -67,13 +67,13 @@ def read_yaml(path: Path, text: str) -> dict[str, Item]:
     import yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-        root = loader.get_single_node()
-        document = None if root is None else loader.construct_document(root)
+        document, root = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{_place(path, mark and mark.line + 1)}: not valid YAML: {said}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: not a mapping of sections, as nanotron's files are")
     try:

@@ -32,6 +32,13 @@ ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|([A-Za-z_]\w*|[0-9@*#?!$-]))")
 
 
+MAX_SCRIPT_CHARACTERS = 2**17
+MAX_EXPANDED = 2**20
+"""Characters that variables and arrays may come to in all."""
+MAX_SUM = 1000
+"""Characters of one arithmetic expression."""
+
+
 class Word(NamedTuple):
     """What is left of a token when variables are put in."""
 
@@ -51,6 +58,7 @@ class Script:
         self.lines = text.splitlines()
         self.rest = tokens(text, path)
         self.arrays: set[str] = set()
+        self._expanded = 0
         self._statements(live=True, until=())
 
     # -- statements
@@ -134,6 +142,7 @@ class Script:
             self.skipped.append([Word(each, token.line) for each in text.split()])
             return
         before = " ".join(word.text for word in self.variables.get(name, [])) if plus else ""
+        self._count(len(before))
         self.variables[name] = [Word(before + text, token.line)]
         self.arrays.discard(name)
 
@@ -162,6 +171,7 @@ class Script:
             held = self.variables.get(array[1])
             if held is None:
                 return [Word(token.bare, token.line)]
+            self._count(sum(len(word.text) + 1 for word in held))
             return [Word(each, word.line) for word in held for each in split_words(word.text)]
         text = "".join(self._put_in(part) for part in token.parts)
         if any(part.quote for part in token.parts) or "$" not in token.bare:
@@ -205,12 +215,26 @@ class Script:
 
     def _held(self, name: str) -> str | None:
         words = self.variables.get(name)
-        return None if words is None else " ".join(word.text for word in words)
+        if words is None:
+            return None
+        self._count(sum(len(word.text) + 1 for word in words))
+        return " ".join(word.text for word in words)
+
+    def _count(self, characters: int) -> None:
+        """Add to what variables have come to; a script that doubles one ends here."""
+        self._expanded += characters
+        if self._expanded > MAX_EXPANDED:
+            raise ConfigError(
+                f"{self.path}: what its variables hold comes to more than {MAX_EXPANDED:,} characters: write the flags "
+                f"out, or read a script that is shorter"
+            )
 
     def _arithmetic(self, text: str, written: str) -> str:
         text = VARIABLE.sub(self._value, text)
         text = re.sub(r"[A-Za-z_]\w*", lambda match: self._held(match[0]) or match[0], text)
         try:
+            if len(text) > MAX_SUM:
+                return written
             return str(compute(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return written
@@ -253,7 +277,14 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
     Raises:
         ConfigError: a quote or bracket is never closed.
     """
-    script = Script(text, path)
+    if len(text) > MAX_SCRIPT_CHARACTERS:
+        raise ConfigError(
+            f"{path}: {len(text):,} characters, and at most {MAX_SCRIPT_CHARACTERS:,} are read of a script"
+        )
+    try:
+        script = Script(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path}: its blocks are nested too deeply to be followed") from None
     launcher, program, words = _launched(script)
     found: dict[str, Item] = {}
     if program is not None:

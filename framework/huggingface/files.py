@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from framework.bounded import parse_json, read_bytes
 from framework.errors import ModelError
 
 CONFIG = "config.json"
@@ -64,8 +65,8 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path} is missing: {why}")
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = parse_json(read_bytes(path))
+    except ValueError as error:
         raise ModelError(f"{path}: not valid JSON: {error}; get the file again") from None
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import tomllib
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
+from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from framework.config.schema import Section
 from framework.errors import ConfigError
 
@@ -138,7 +138,7 @@ def read_hardware(name: str) -> Hardware:
             f"such as `meshwright calibrate --out FILE.toml` writes"
         )
     try:
-        return _parse(path.read_text(encoding="utf-8"), name)
+        return _parse(read_text(path, MAX_TOML_BYTES), name)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--cluster {name}: cannot be read ({reason})") from None
@@ -146,14 +146,14 @@ def read_hardware(name: str) -> Hardware:
 
 def _parse(text: str, name: str) -> Hardware:
     try:
-        values: dict[str, Any] = tomllib.loads(text)
+        values = parse_toml(text)
         return Hardware.model_validate(values, strict=False)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: not TOML: {error}") from None
     except ValidationError as error:
         raise ConfigError(
             [f"{name}: {_said(each['loc'], each['type'], each['msg'])}" for each in error.errors()]
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: not TOML: {error}") from None
 
 
 def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:

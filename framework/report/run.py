@@ -6,7 +6,7 @@ when something is wrong.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -15,6 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from framework.bounded import (
+    MAX_MANIFEST_BYTES,
+    MIB,
+    check_values,
+    lines,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_text,
+)
 from framework.config import RunConfig, parse
 from framework.data import fingerprint
 from framework.errors import ConfigError, DataError, UserError
@@ -29,6 +39,8 @@ from framework.watch.standing import standing
 from framework.watch.starts import PLACEMENT, STARTS
 
 MOST_REMARKS = 12
+MAX_TEXT_BYTES = 64 * MIB
+"""Of a small file of a run."""
 
 
 class Saved(NamedTuple):
@@ -147,10 +159,14 @@ def _config(directory: Path, remarks: list[str]) -> tuple[dict[str, Any], RunCon
     path = directory / RESOLVED
     text = _text(path)
     try:
-        return json.loads(text), parse(text, str(path))
+        config = parse(text, str(path))
+        return parse_json(text), config
     except ConfigError as error:
         remarks.append(f"{path} is not understood by this version: {error.problems[0]}")
-        found = json.loads(text) if text.strip().startswith("{") else {}
+        found = {}
+        with contextlib.suppress(ValueError):
+            found = parse_json(text)
+            check_values(found)
     except ValueError as error:
         remarks.append(f"{path} is damaged: {error}")
         found = {}
@@ -166,14 +182,16 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
     damaged: list[int] = []
     number = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in lines(file, MIB):
                 try:
-                    records.append(from_json(line))
+                    records.append(from_json(line.decode(errors="replace")))
                 except ValueError:
                     damaged.append(number)
     except OSError as error:
         remarks.append(f"{path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        remarks.append(f"{path}: {error}; it is left out, and what follows")
     for line_number in damaged:
         end = ", the last: it was being written, or its writer was killed" if line_number == number else ""
         remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
@@ -186,7 +204,7 @@ def _attempts(
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(_text(starts).splitlines(), start=1):
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError:
             remarks.append(f"{starts}:{number} is damaged, and left out")
             found = {}
@@ -212,7 +230,7 @@ def _checkpoints(directory: Path, remarks: list[str]) -> tuple[Saved, ...]:
     for path in sorted(directory.glob("step-*")) if directory.is_dir() else ():
         manifest = path / "manifest.json"
         try:
-            tree = json.loads(manifest.read_text())
+            tree = parse_json(read_bytes(manifest, MAX_MANIFEST_BYTES))
             shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
             parallel = tree["config"]["parallel"]
             saved = Saved(
@@ -284,7 +302,7 @@ def _unigrams(config: RunConfig | None) -> float | None:
 def _text(path: Path) -> str:
     """Of a small file; "" where there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, MAX_TEXT_BYTES, errors="replace")
     except OSError:
         return ""
 

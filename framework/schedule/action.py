@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from framework.bounded import read_text
 from framework.errors import ScheduleError
 
 
@@ -241,7 +242,7 @@ def read_schedule(path: str | Path) -> Schedule:
     already, is for :func:`check`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path, encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ScheduleError(

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
+from framework.bounded import MIB, lines, open_regular, parse_json
 from framework.durable import sync_directory
 from framework.errors import DataError
 from framework.tracking.record import StepRecord, from_json, to_json
@@ -37,19 +38,26 @@ def read_records(path: Path) -> Iterator[StepRecord]:
     """
     torn: tuple[int, ValueError] | None = None
     try:
-        file = path.open(encoding="utf-8", errors="replace")
+        file = open_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}). Name the metrics.jsonl of a run.") from error
     with file:
-        for number, line in enumerate(file, start=1):
+        for number, line in _lines(path, file):
             if torn is not None:
                 raise DataError(f"{path}:{torn[0]}: {torn[1]}. Remove this line to read the others.")
             try:
-                record = from_json(line)
+                record = from_json(line.decode(errors="replace"))
             except ValueError as error:
                 torn = (number, error)
             else:
                 yield record
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    try:
+        yield from lines(file, MIB)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}. Remove this line to read the others.") from None
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -88,8 +96,8 @@ def keep_until(path: Path, step: int) -> None:
 def _step_of(line: bytes) -> int | None:
     """None: it is no record."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from framework.bounded import parse_json
+
 GIB = 2**30
 
 Number = int | float
@@ -128,10 +130,7 @@ def to_json(record: StepRecord) -> str:
 
 def from_json(line: str) -> StepRecord:
     """Inverse of :func:`to_json`: equal to the last bit. Raises ValueError for what is not such a line."""
-    try:
-        found = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
+    found = parse_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"a line of metrics is a JSON object, not {type(found).__name__}")
     try:

@@ -16,6 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
+from framework.bounded import read_bytes
 from framework.errors import DataError
 from framework.mesh.grid import Grid
 
@@ -169,7 +170,7 @@ def read_status(run: Path) -> Status:
     """
     path = run / STATUS
     try:
-        return Status.model_validate_json(path.read_bytes())
+        return Status.model_validate_json(read_bytes(path))
     except OSError as error:
         if not run.is_dir():
             raise DataError(f"{run} is no directory: give that of a run, such as runs/demo") from None

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from framework.bounded import MIB, parse_json, read_bytes
 from framework.errors import LockError
 from framework.stderr import tell
 
@@ -198,7 +199,7 @@ def _is_own_job(path: Path) -> bool:
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return False
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return bool(json.loads(path.read_text())["slurm_job"] == os.environ.get("SLURM_JOB_ID"))
+        return bool(parse_json(read_bytes(path, MIB))["slurm_job"] == os.environ.get("SLURM_JOB_ID"))
     return False
 
 
@@ -206,7 +207,7 @@ def _refusal(path: Path) -> str:
     """The message, with as much of the holder as its line tells."""
     who = "another job"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = json.loads(path.read_text())
+        found = parse_json(read_bytes(path, MIB))
         job = f" of Slurm job {found['slurm_job']}" if "slurm_job" in found else ""
         who = f"process {found['process']}{job} on {found['host']}, since {found['since']},"
     return f"{who} works in {path.parent}: wait until it ends, end it, or choose another run.name"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from framework.bounded import read_bytes
 from framework.errors import DataError
 from framework.tracking.memory import peak_memory_bytes
 
@@ -64,7 +65,7 @@ def read_peaks(run: Path) -> Peaks | None:
     """
     place = run / PEAKS
     try:
-        return Peaks.model_validate_json(place.read_bytes())
+        return Peaks.model_validate_json(read_bytes(place))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -1,0 +1,70 @@
+"""Numbers that nothing could be built from: one message within a second, before anything is allocated."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.checkpoint.manifest import Dtype, Entry, Part, coverage
+from framework.config import load, rules
+from framework.errors import ConfigError, ScheduleError
+from framework.schedule import build as building
+from framework.schedule.build import build
+from launch.cli import main
+
+DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--batch.chunks=1000000", "--batch.global_batch=none", "--batch.micro_batch_size=1"], "forwards in a step"),
+        (["--parallel.pp=1000000", "--parallel.tp=1000000"], "ranks: at most"),
+        (["--parallel.pp=1000000"], "at most"),
+        (["--pipeline.schedule=interleaved_1f1b", "--pipeline.interleave=1000000"], "forwards in a step"),
+        (["--model.options.num_layers=1000000000"], "layers are allowed"),
+        (["--batch.micro_batch_size=1000000000000"], "batch.micro_batch_size"),
+        (["--train.steps=1000000000000000000000"], "train.steps"),
+        (["--train.steps=-1"], "train.steps"),
+    ],
+)
+@pytest.mark.parametrize("command", ["dryrun", "config show"])
+def test_absurd_numbers(
+    command: str, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=expected):
+        load(DEMO, words)
+    assert time.process_time() - began < 1
+    assert main([*command.split(), DEMO, *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_derived_micro_batches_are_bounded_too() -> None:
+    """chunks that follow from global_batch meet the bound where the schedule is built."""
+    assert rules.MAX_FORWARDS == building.MAX_FORWARDS
+    with pytest.raises(ScheduleError, match="forwards in a step"):
+        build("1f1b", 16, 10**9)
+
+
+def test_many_pieces_of_a_tensor_are_checked_in_seconds() -> None:
+    """22,500 pieces cut along both dims; and the same with one that stands there twice, instead of another."""
+    side = 150
+    pieces = tuple(
+        Part(file="a.safetensors", key=str(at), offset=(at // side, at % side), shape=(1, 1)) for at in range(side**2)
+    )
+    began = time.process_time()
+    assert coverage(Entry(shape=(side, side), dtype=Dtype.F32, pieces=pieces)) is None
+    said = coverage(Entry(shape=(side, side), dtype=Dtype.F32, pieces=(*pieces[:-1], pieces[7])))
+    assert said is not None and "overlap" in said
+    said = coverage(Entry(shape=(side, side + 1), dtype=Dtype.F32, pieces=pieces))
+    assert said is not None and "22500 of the 22650" in said and len(said) < 1000
+    assert time.process_time() - began < 10
+
+
+def test_absurd_shapes_are_refused() -> None:
+    piece = Part(file="a.safetensors", key="a", offset=(0,) * 20, shape=(2**10,) * 20)
+    said = coverage(Entry(shape=(2**10,) * 20, dtype=Dtype.F32, pieces=(piece,)))
+    assert said is not None and "2^60 elements" in said

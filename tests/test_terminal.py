@@ -1,0 +1,62 @@
+"""Names and messages from outside reach the terminal with their control characters written out."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from framework.stderr import put, say, tell, visible
+from framework.tracking.console import ConsoleSink
+from launch.cli import main
+from tests.report.builders import make_run, record
+
+HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2066", "\x7f", "\x00", "\u2028"]
+
+
+def controls(text: str) -> list[str]:
+    return [each for each in text if each in "\x1b\x07\r\x08\x9b\u202e\u2066\x7f\x00\u2028"]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_every_way_out(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for way in (say, tell, put):
+        way(f"a{hostile}b\n\tc é 漢 🙂")
+    said = capsys.readouterr()
+    assert not controls(said.out + said.err) and said.out.count("\n\tc é 漢 🙂\n") == 2
+    assert visible("\x1b\r\x9b\u202e") == r"\x1b\x0d\u009b\u202e"
+
+
+def test_a_tensor_name_is_shown_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a listing and in an error, as in a file's name."""
+    name = "\x1b]0;owned\x07\r\u202e"
+    directory = make_run(tmp_path / "demo", 20, saved=(10,))
+    manifest = directory / "checkpoints" / "step-00000010" / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    tree["tensors"] = {f"weights/{name}": each for each in tree["tensors"].values()}
+    manifest.write_text(json.dumps(tree))
+    for words in (["checkpoint", "show", manifest.parent], ["report", directory], ["status", tmp_path / name]):
+        main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert not controls(said.out + said.err), words
+    assert r"\x1b]0;owned\x07\x0d\u202e" in said.err
+
+
+def test_a_value_of_a_configuration_is_shown_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[run]\nname = "\\u001b[31mred\\r"\n"\\u001b[2Jkey" = 1\n')
+    assert main(["config", "show", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert not controls(said) and "x1b" in said
+
+
+def test_colours_of_ours_stay() -> None:
+    """A terminal still gets its bar."""
+    file = io.StringIO()
+    sink = ConsoleSink(10, console=Console(file=file, force_terminal=True))
+    sink.write(record(1))
+    sink.close()
+    assert "\x1b[" in file.getvalue()
