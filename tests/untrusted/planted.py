@@ -33,7 +33,11 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
     info = ParameterInfo("0.weight", (2, 2))
     write_shard(temporary, "pp0-tp0", [Piece(Kind.WEIGHTS, info, torch.zeros(2, 2))])
     saved = config.model_dump(mode="json")
-    publish(temporary, final_directory(run, 2), Head(2, 2, 1, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}))
+    publish(
+        temporary,
+        final_directory(run, 2),
+        Head(2, 2, config.run.seed, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}),
+    )
     keep(run, config)
     return run
 

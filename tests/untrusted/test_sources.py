@@ -36,6 +36,7 @@ BUILDERS = {
     "framework/blueprint.py": "the configuration of a command line, or of framework/trained.py or framework/reshard.py",
     "framework/planner/sketch.py": "the configuration of a command line",
     "framework/verify/reference.py": "the configuration of a command line",
+    "framework/verify/rank.py": "the configuration of a command line",
     "framework/verify/run.py": "the configuration of a command line",
     "framework/verify/traits.py": "the configuration of a command line",
     "framework/huggingface/convert/bringing.py": "only the builders of FAMILIES, which are ours",
@@ -49,7 +50,7 @@ READERS = {
     "framework/huggingface/restructure/back.py": "hf:DIRECTORY, and no other",
     "framework/foreign/adopt.py": "written as a file, and not built",
     "framework/report/run.py": "shown, and not built",
-    "framework/verify/run.py": "the configuration of a command line, changed",
+    "framework/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
     "launch/commands.py": "plot: the paths of the corpus",
 }
 """They make a configuration of what a run, a checkpoint or another framework's file says."""
@@ -97,4 +98,9 @@ def test_who_imports_what_a_configuration_names() -> None:
 
 
 def test_who_reads_saved_configurations() -> None:
-    assert importers("parse", "framework.config") | importers("change", "framework.config") == READERS.keys()
+    assert (
+        importers("parse", "framework.config")
+        | importers("change", "framework.config")
+        | importers("read_resolved", "framework.config")
+        == READERS.keys()
+    )
