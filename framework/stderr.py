@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from typing import TextIO
+
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"  # C0, C1, bidirectional marks
+)
+
+
+def visible(text: str) -> str:
+    """Return text with control characters written out (``\\x1b``), but for newlines and tabs.
+
+    Names of runs, tensors and files come from anywhere; a terminal would obey the escape sequences in them.
+    """
+    return _CONTROLS.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    return f"\\x{ord(character):02x}" if character < "\x80" else f"\\u{ord(character):04x}"
+
+
+def _write(stream: TextIO, text: str, *, flush: bool = True) -> None:
+    """Write in one call: ``print`` writes the line feed by itself, and another thread's line comes between."""
+    stream.write(text)
+    if flush:
+        stream.flush()
+
+
+def put(*values: object, end: str = "\n", flush: bool = False) -> None:
+    """Print what a command was asked for, with control characters made visible. Raises OSError, as print does."""
+    if sys.stdout is not None:
+        _write(sys.stdout, visible(" ".join(map(str, values))) + end, flush=flush)
 
 
 def tell(text: str) -> None:
     """Print a line. That it cannot be printed is a reason for nothing: least of all for a run to end."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        _write(sys.stderr, visible(text) + "\n")
     except (OSError, ValueError, AttributeError):
         with contextlib.suppress(OSError, ValueError):  # what is stuck in its buffer would spoil the exit code later
             sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -18,6 +49,7 @@ def tell(text: str) -> None:
 def say(text: str) -> None:
     """Print lines on stdout. A reader that has gone (`| head`, a terminal that was closed) is no reason to end."""
     try:
-        print(text, flush=True)
+        if sys.stdout is not None:
+            _write(sys.stdout, visible(text) + "\n")
     except OSError:
         sys.stdout = None  # for print and the console: nobody listens

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from framework.errors import ConfigError, MeshError
-from framework.stderr import tell
+from framework.stderr import put, tell
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -33,11 +33,11 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = Grid(parallel.pp, num_replicas, parallel.tp)
     check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes)
     if isinstance(parallel.dp, int) and parallel.dp > 0 and parallel.dp != grid.dp:
-        print(
+        put(
             f"{options.config} says dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold dp = "
             f"{grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
         )
-    print(draw(grid, nodes))
+    put(draw(grid, nodes))
     return 0
 
 
@@ -56,7 +56,7 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
     from framework.balance import describe
     from framework.blueprint import draw_blueprint
 
-    print(describe(draw_blueprint(config)))
+    put(describe(draw_blueprint(config)))
     return 0
 
 
@@ -127,14 +127,14 @@ def data_files(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _prepared(summary: object) -> int:
-    print(summary)
+    put(summary)
     return 0
 
 
 def checkpoint_list(options: argparse.Namespace, _: list[str]) -> int:
     from launch import checkpoints
 
-    print(checkpoints.table(options.place))
+    put(checkpoints.table(options.place))
     return 0
 
 
@@ -145,7 +145,7 @@ def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
     for path, problem in checkpoints.verdicts(options.place, options.step):
         damaged = damaged or bool(problem)
         lines = [f"  {line}" for line in problem.splitlines()]
-        print("\n".join([f"{path}: {'DAMAGED' if problem else 'sound'}", *lines]), flush=True)
+        put("\n".join([f"{path}: {'DAMAGED' if problem else 'sound'}", *lines]), flush=True)
     return 1 if damaged else 0
 
 
@@ -153,7 +153,7 @@ def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
     from framework.checkpoint import open_checkpoint
     from launch import checkpoints
 
-    print(checkpoints.contents(open_checkpoint(checkpoints.pick(options.place, options.step).path), options.tensor))
+    put(checkpoints.contents(open_checkpoint(checkpoints.pick(options.place, options.step).path), options.tensor))
     return 0
 
 
@@ -162,7 +162,7 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     from launch import checkpoints
 
     source = checkpoints.pick(options.place, options.step).path
-    print(
+    put(
         checkpoints.resharded(
             source, reshard(source, options.out, overrides, trust_code=options.trust_code), options.out
         )
@@ -173,7 +173,7 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
 def convert(options: argparse.Namespace, overrides: list[str]) -> int:
     from launch import converting
 
-    print(
+    put(
         converting.convert(
             options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
         )
@@ -196,14 +196,14 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
         unigram_entropy = split.unigram_entropy_nats if split else None
     picture = options.out or options.directory / "loss.png"
     loss_curve(options.directory / "metrics.jsonl", picture, unigram_entropy)
-    print(picture)
+    put(picture)
     return 0
 
 
 def status(options: argparse.Namespace, _: list[str]) -> int:
     from launch.status import describe
 
-    print(describe(options.directory))
+    put(describe(options.directory))
     return 0
 
 
@@ -218,7 +218,7 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
     check_place(out, folder=False, example="report.html")
     write_out(out, page(runs))
-    print(out)
+    put(out)
     return 0
 
 
@@ -233,7 +233,7 @@ def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
 def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
     from launch.configs import show
 
-    print(show(options.config, overrides, options.ranks, everything=options.all))
+    put(show(options.config, overrides, options.ranks, everything=options.all))
     return 0
 
 
@@ -241,5 +241,5 @@ def completion(options: argparse.Namespace, _: list[str]) -> int:
     from launch.arguments import build_parser
     from launch.completion import script
 
-    print(script(build_parser(), options.shell), end="")
+    put(script(build_parser(), options.shell), end="")
     return 0

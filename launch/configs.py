@@ -14,7 +14,7 @@ from framework.errors import ConfigError, UserError
 from framework.foreign import account, adopt, file_text
 from framework.outputs import write_out
 from framework.scheduling import draw_schedule
-from framework.stderr import tell
+from framework.stderr import put, tell
 
 MOST_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""
@@ -34,11 +34,11 @@ def import_config(
     _check_schedule(adopted.config, path)
     text = file_text(adopted, path.name)
     if out is None:
-        print(text, end="")
+        put(text, end="")
         tell(account(adopted))
         return
     write_out(out, text)
-    print(f"{account(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+    put(f"{account(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
 
 
 def _check_schedule(config: RunConfig, path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.stderr import tell
+from framework.stderr import put, tell
 
 if TYPE_CHECKING:
     from framework.data.bulk import Progress
@@ -43,7 +43,7 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
         )
     finally:
         display.close()
-    print(outcome)
+    put(outcome)
     return 0
 
 
@@ -53,7 +53,7 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
 
     for number, prefix in enumerate(splits_of(options.place)):
         if number:
-            print()
+            put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
         shown(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
     return 0
@@ -74,7 +74,7 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
         )
     damaged = fingerprint.damaged_files(folder, known)
     for name in known.files:
-        print(f"{folder / name}: {'differs, or is missing' if name in damaged else 'whole'}")
+        put(f"{folder / name}: {'differs, or is missing' if name in damaged else 'whole'}")
     return 1 if damaged else 0
 
 

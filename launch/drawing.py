@@ -16,6 +16,7 @@ from framework.schedule.draw import Panel, Unit, text, timeline_of
 from framework.schedule.picture.axis import unit_of_seconds
 from framework.schedule.simulate import Costs, bubble_share, simulate
 from framework.scheduling import draw_schedule
+from framework.stderr import put
 from framework.trace import newest, read
 
 WIDTH = 100
@@ -72,7 +73,7 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
     if trace.clock_error_s:
         said.append(f"times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms")
     drawn = "\n\n".join(said)
-    print(f"{drawn}\n")
+    put(f"{drawn}\n")
     panels = [Panel(measured, readings=readings), Panel(simulated)]
     write(out or path.parent, path.stem, formats, drawn, panels, Unit.SECONDS)
 
@@ -84,7 +85,7 @@ def draw_config(config: RunConfig, costs: Costs, out: Path | None, formats: Sequ
     grid = text(timeline, shutil.get_terminal_size((WIDTH, 0)).columns)
     kinds = {str(action.kind).lower() for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
     used = [f"{name} {cost:g}" for name, cost in costs._asdict().items() if name in kinds | {"comm"}]
-    print(f"{grid}\n\nin ticks: {', '.join(used)} (change them with --costs)")
+    put(f"{grid}\n\nin ticks: {', '.join(used)} (change them with --costs)")
     if out is not None:
         stem = re.sub(r"[^\w.]+", "-", timeline.name.replace("=", "")).strip(".-")
         write(out, stem, formats, grid, [Panel(timeline)], Unit.TICKS)
@@ -110,7 +111,7 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
         elif picture is not None:
             with writing(path) as file:
                 save(picture, file)
-        print(path)
+        put(path)
 
 
 def parse_costs(words: str) -> Costs:

@@ -13,6 +13,7 @@ from framework.config.schema import Pipeline
 from framework.errors import ConfigError, UserError
 from framework.mesh.grid import Grid, check_placement, nodes_of
 from framework.outputs import check_place, writing
+from framework.stderr import put
 
 if TYPE_CHECKING:
     from framework.dryrun.job import Job
@@ -59,12 +60,12 @@ def dryrun(
     for words, seed in zip(faults, seeds, strict=True):
         _seed(job, words, *seed)
     found = disagreements(job)
-    print(describe(job, nodes, found, time_model))
+    put(describe(job, nodes, found, time_model))
     if out is not None:
         drawn = figure(job, time_model)
         with writing(out) as file:
             save(drawn, file)
-        print(out)
+        put(out)
     sys.stdout.flush()
     return 1 if found else 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.errors import Preempted, UserError
-from framework.stderr import tell
+from framework.stderr import put, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
-        print(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
+        put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     return _ended(
         lambda: restarts.keep_going(
             lambda: local.launch(work, checked),
@@ -228,9 +228,9 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
         print(script, end="")
         tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
         return 0
-    print(picture)
+    put(picture)
     numbers = submit(place, ask.chain)
-    print(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
+    put(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
     return 0
 
 

@@ -24,6 +24,7 @@ from framework.planner.plan_text import chosen_config, describe
 from framework.planner.profile import Practice
 from framework.planner.search import BEST, Plan, usable_bytes
 from framework.planner.sketch import Workbench
+from framework.stderr import put
 from framework.summary import memory
 
 MOST_DEVICES = 2**20
@@ -70,7 +71,7 @@ def plan(
     found = search_hard(workbench, hardware, nodes, best or BEST)
     if not found.best:
         raise ConfigError(_nothing_fits(workbench, hardware, nodes, found))
-    print(describe(workbench, found))
+    put(describe(workbench, found))
     if out is None:
         return
     chosen = chosen_config(found, config.run.name)
@@ -80,7 +81,7 @@ def plan(
     written = {"plan.toml": first + to_toml(chosen), "plan.html": page(workbench, found)}
     for name, text in written.items():
         write_out(out / name, text)
-    print(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
+    put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
 
 
 def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_batch: int | None) -> None:
@@ -198,7 +199,7 @@ def calibrate(out: Path, ranks: int) -> None:
     found = found.model_copy(update={"whole_share": sorted(shares)[len(shares) // 2]})
     write_out(out, f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}")
     largest, link = found.products[-1], found.node_link
-    print(
+    put(
         f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies "
         f"{found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes {found.operation_s * 1e6:.1f} us besides; "
         f"links {link.bytes_per_s / 1e9:,.2f} GB/s, {link.latency_s * 1e6:.0f} us\nwritten: {out}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from framework.errors import ConfigError
+from framework.stderr import put
 
 if TYPE_CHECKING:
     from framework.config import RunConfig
@@ -51,7 +52,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
             twice=twice,
             on_row=tell_row,
         )
-    print(report.table())
+    put(report.table())
     return 0 if report.passed else 1
 
 
@@ -61,16 +62,16 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     from framework.verify import make_small, turn_dropout_on
 
     if config.data.builder is not None:
-        print("the model whole, on its own samples")
+        put("the model whole, on its own samples")
     elif not whole:
         config, said = make_small(config, SMALL_SEQUENCE_LENGTH)
-        print("\n".join(said))
+        put("\n".join(said))
     if not whole:
         config, said = turn_dropout_on(config)
         for line in said:
-            print(line, flush=True)
+            put(line, flush=True)
     if config.optimizer.name == "adamw8bit":
-        print(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
+        put(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"block_size": SMALLEST})})
     return config
 
@@ -82,12 +83,12 @@ def choose_layouts(config: RunConfig, global_batch: int) -> tuple[list[Layout], 
     traits = traits_of(config)
     layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
     for reason in traits.left_out():
-        print(f"left out: {reason}", flush=True)
+        put(f"left out: {reason}", flush=True)
     for sentence in missing:
-        print(sentence, flush=True)
+        put(sentence, flush=True)
     return layouts, run_twice(layouts)
 
 
 def tell_row(row: Row) -> None:
     """Print a line as soon as a layout is done."""
-    print(f"  {row.layout}: {row.verdict}", flush=True)
+    put(f"  {row.layout}: {row.verdict}", flush=True)

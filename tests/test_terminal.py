@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from framework.tracking.console import ConsoleSink
 from launch.cli import main
 from tests.report.builders import make_run, record
 
+ROOT = Path(__file__).parents[1]
 HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2066", "\x7f", "\x00", "\u2028"]
 
 
@@ -60,3 +63,26 @@ def test_colours_of_ours_stay() -> None:
     sink.write(record(1))
     sink.close()
     assert "\x1b[" in file.getvalue()
+
+
+TWO_THREADS = """
+import sys, threading
+from framework.stderr import put, say, tell
+sys.setswitchinterval(1e-6)
+def work(letter):
+    for _ in range(2000):
+        say(letter * 40)
+        tell(letter * 40)
+        put(letter * 40, flush=True)
+threads = [threading.Thread(target=work, args=(letter,)) for letter in "abcd"]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_lines_of_threads_stay_whole() -> None:
+    ran = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ran.returncode == 0
+    whole = {letter * 40 for letter in "abcd"}
+    said = ran.stdout.splitlines() + ran.stderr.splitlines()
+    assert len(said) == 4 * 3 * 2000 and set(said) == whole

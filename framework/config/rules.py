@@ -14,6 +14,11 @@ from framework.config import batch
 from framework.config.keys import Path, shown, split
 from framework.config.schema import Data, Pipeline, RunConfig, Train, Watch
 
+MAX_RANKS = 2**20
+MAX_FORWARDS = 2**18
+"""pp x chunks x stages of a rank: a schedule writes each out."""
+MAX_LAYERS = 100_000
+
 
 class Rule(NamedTuple):
     """One thing that must hold; ``broken`` returns a sentence, or None when all is well."""
@@ -284,11 +289,39 @@ def _batch(config: RunConfig) -> str | None:
     return batch.problem(config.batch, known_dp(config))
 
 
+def _ranks(config: RunConfig) -> str | None:
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config) or 1
+    if dp * pp * tp <= MAX_RANKS:
+        return None
+    return f"dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp:,} ranks: at most {MAX_RANKS:,} are allowed"
+
+
+def _forwards(config: RunConfig) -> str | None:
+    """The same bound as framework.schedule.build's, told before anything is built."""
+    pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
+    if pp * chunks * interleave <= MAX_FORWARDS:
+        return None
+    return (
+        f"pp {pp} x chunks {chunks} x interleave {interleave} = {pp * chunks * interleave:,} forwards in a step: at "
+        f"most {MAX_FORWARDS:,} are allowed; lower batch.chunks, parallel.pp or pipeline.interleave"
+    )
+
+
+def _layers(config: RunConfig) -> str | None:
+    for name, value in config.model.options.items():
+        if "layer" in name.lower() and isinstance(value, int) and value > MAX_LAYERS:
+            return f"model.options.{name} = {shown(value)}: at most {MAX_LAYERS:,} layers are allowed"
+    return None
+
+
 def _rule(broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
     return Rule(tuple(split(key) for key in keys), broken)
 
 
 RULES = (
+    _rule(_ranks, "parallel.dp", "parallel.pp", "parallel.tp"),
+    _rule(_forwards, "parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave"),
+    _rule(_layers, "model.options"),
     _rule(_batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
     _rule(_processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
     _rule(_devices, "launch.devices", "train.device"),

@@ -17,6 +17,7 @@ from framework.data.indexed import idx_path
 from framework.data.splits import SPLITS
 from framework.data.tokenizer import load
 from framework.errors import DataError
+from framework.stderr import visible
 
 
 class Run(NamedTuple):
@@ -99,7 +100,7 @@ def runs_of(example: Example, tokenizer: Tokenizer, used: int) -> Iterator[Run]:
     for (number, counting), run in groupby(places, key=lambda i: (int(document[i]), bool(counts[i]))):
         at = list(run)
         ids = [int(example.tokens[i]) for i in at]
-        text = str(tokenizer.decode(ids, skip_special_tokens=False))
+        text = visible(str(tokenizer.decode(ids, skip_special_tokens=False)))
         yield Run(text, counting, begins=bool(example.starts[at[0]]) and number > 0)
 
 

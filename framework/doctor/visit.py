@@ -20,6 +20,7 @@ from framework.mesh.meeting import NotAllCame, meet, needs_meeting
 from framework.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
 from framework.process import GiveUp, end_process
 from framework.signals import SIGNALS
+from framework.stderr import put
 
 LIMIT_S = 120.0
 """How long a rank waits for another: who does not come within that is not coming."""
@@ -73,11 +74,11 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
     findings = judge(facts, links, expected_bytes_per_s=expected)
     if mesh.rank == 0:
-        print(text(facts, links, sums, findings, bucket_bytes(config)), flush=True)
+        put(text(facts, links, sums, findings, bucket_bytes(config)), flush=True)
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
-            print(f"\nlink figures: {directory / LINKS}", flush=True)
+            put(f"\nlink figures: {directory / LINKS}", flush=True)
     rank = mesh.rank
     _ignore_signals()
     close_mesh(mesh)

@@ -117,6 +117,9 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 """The schedules by the name that the configuration gives them: (pp, chunks, interleave) -> Schedule."""
 
+MAX_FORWARDS = 2**18
+"""Of a step: pp x chunks x interleave. Each is an action that is written out, for every rank."""
+
 INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
 """The stages per rank that a schedule can have, where that is not 1."""
 
@@ -132,6 +135,11 @@ def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
         raise ScheduleError(
             f"pp={pp}, chunks={chunks}, interleave={interleave}: a step needs at least one pipeline rank, one "
             f"micro-batch and one stage per rank"
+        )
+    if pp * chunks * interleave > MAX_FORWARDS:
+        raise ScheduleError(
+            f"pp={pp} x chunks={chunks} x interleave={interleave} = {pp * chunks * interleave:,} forwards in a step, "
+            f"and at most {MAX_FORWARDS:,} are scheduled: lower batch.chunks, parallel.pp or pipeline.interleave"
         )
     possible = {each: INTERLEAVES.get(each, range(1, 2)) for each in BUILDERS}
     if interleave not in possible[name]:

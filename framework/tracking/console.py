@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from framework.stderr import visible
 from framework.tracking.record import GIB, StepRecord, perplexity
 
 SMOOTHING = 0.9
@@ -129,7 +130,7 @@ class ConsoleSink:
 
     def _say(self, line: str) -> None:
         """One whole line, never wrapped or coloured, and out at once."""
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
 
     def _left_s(self, record: StepRecord) -> float:
