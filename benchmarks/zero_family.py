@@ -307,14 +307,14 @@ def formula_of_wire(layout: Layout, said: Said, chunks: int) -> float:
     """Bytes that a rank says over its replicas in a step, M: bytes of its gradients in float32, n shards, r copies.
 
     ZeRO-0 2 M (r-1)/r; sharded: M (n-1)/n for each sum among neighbours and each gathering of weights, and once in a
-    step 2 M/n (r-1)/r across the groups.
+    step 2 M/n (r-1)/r across the groups. ZeRO-3 gathers weights that modules share once in a step.
     """
     m, n, r = 4.0 * said.elements, layout.shards, layout.dp // layout.shards
     sums = chunks if layout.zero >= 2 and layout.reduce is None else 1
     gatherings = 2 * chunks if layout.zero == 3 else 1
     if n == 1:
         return 2 * m * (r - 1) / r
-    once = chunks * 4.0 * said.shared if layout.zero == 3 else 0.0
+    once = (2 * chunks - 1) * 4.0 * said.shared if layout.zero == 3 else 0.0
     return ((sums + gatherings) * m - once) * (n - 1) / n + 2 * m / n * (r - 1) / r
 
 

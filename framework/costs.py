@@ -77,7 +77,7 @@ def count_layers(
         ModelError: a layer, or the loss, fails on meta in this dtype.
     """
     value = tree_map(lambda leaf: _on_meta(leaf, dtype), inputs)
-    draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"))
+    draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"), is_recompute=True)
     of_this_call: dict[Any, tuple[LayerCost, Any]] = {}
     costs = []
     outlines: dict[int, Any] = {}  # one module may stand for several layers

@@ -56,7 +56,7 @@ class Draw:
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
     is_recompute: bool = False
-    """A forward runs inside backward because ``pipeline.recompute`` has asked for it."""
+    """A forward may run inside backward: ``pipeline.recompute`` has asked for it, or only costs are counted."""
 
 
 NUM_KEYS = 16

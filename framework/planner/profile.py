@@ -118,7 +118,7 @@ def profile_layers(
         ModelError: a layer, or the loss, fails on meta.
     """
     value = inputs
-    draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"))
+    draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"), is_recompute=True)
     found = []
     seen = {} if seen is None else seen
     outlines: dict[int, Any] = {}

@@ -87,6 +87,21 @@ class Reference(NamedTuple):
         return {name: value for name, value in self.noise.items() if not alike or name in tied}
 
 
+def reference_of(
+    plain: RunConfig, feed: VerifyFeed, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
+) -> Reference:
+    """Run the plain model, and what its rounding is measured by (``others``, as for :func:`rounding_of`)."""
+    start_s = time.monotonic()
+    found = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
+    passed_s = time.monotonic() - start_s
+    rounding, noise = {}, {}
+    if dtype == "float32":
+        rounding = rounding_of(found, plain, feed, steps, micro_batch_size, others)
+    if dtype == "bfloat16":
+        noise = noise_of(found, plain, feed, micro_batch_size, others)
+    return Reference(found, rounding, noise, passed_s)
+
+
 def failure_of(error: Exception) -> str:
     """Return ``refused: reason`` for what a user can change, ``cannot run: reason`` with its place for the rest."""
     cause = error if isinstance(error, UserError) else error.__cause__
@@ -130,15 +145,8 @@ def verify(
 
     @functools.cache
     def reference(micro_batch_size: int) -> Reference:
-        start_s = time.monotonic()
-        expected = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
-        passed_s = time.monotonic() - start_s
-        others, rounding, noise = () if traits.couples_samples else groupings(global_batch), {}, {}
-        if dtype == "float32":
-            rounding = rounding_of(expected, plain, feed, steps, micro_batch_size, others)
-        if dtype == "bfloat16":
-            noise = noise_of(expected, plain, feed, micro_batch_size, others)
-        return Reference(expected, rounding, noise, passed_s)
+        others = () if traits.couples_samples else groupings(global_batch)
+        return reference_of(plain, feed, steps, dtype, micro_batch_size, others)
 
     rows = []
     for layout in layouts:

@@ -50,6 +50,7 @@ FIRST = {
     "data files": "data files texts --out corpus --vocab-size 300",
     "data prepare": "data prepare texts --tokenizer corpus/tokenizer.json --workers 1 --out prepared",
     "data show": "data show prepared",
+    "data verify": "data verify prepared",
     "mesh": "mesh small.toml",
     "stages": "stages small.toml",
     "dryrun": "dryrun small.toml",

@@ -88,6 +88,7 @@ def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: Ran
     evaluated = [
         "eval",
         str(run_directory(whole)),
+        "--trust-code",
         "--parallel.pp=1",
         f"--out={tmp_path / 'found.json'}",
         "--batches=2",

@@ -68,9 +68,9 @@ def test_one_gpu_gives_the_numbers_of_one_plain_process_on_cpu(
 ) -> None:
     """Initial weights and tokens bit-equal; loss, gradients and weights within the bars of the precision."""
     size = size_for(parse_layout("mbs2"))
-    expected, rounding = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
+    expected = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
     found = merge([on_device(run_layout, 0, 1, config_for(model, dtype=dtype).model_dump_json(), STEPS, True)])
-    row = compare("cuda", found, found, expected, BARS[dtype], rounding)
+    row = compare("cuda", found, found, expected.findings, BARS[dtype], expected.rounding)
     assert row.passed, row.problems
     assert row.initial_equal and row.samples_equal
 
@@ -80,10 +80,10 @@ def test_with_offload_too(dtype: str, on_device: Callable[..., Any], references:
     """The optimizer steps on the host: copies there and back beside the computation."""
     layout = "zero1,offload,mbs2"
     size = size_for(parse_layout(layout))
-    expected, rounding = references.expected(model_config("gpt2", size), size.global_batch, STEPS, dtype)
+    expected = references.expected(model_config("gpt2", size), size.global_batch, STEPS, dtype)
     config = config_for("gpt2", layout, dtype=dtype)
     found = merge([on_device(run_layout, 0, 1, config.model_dump_json(), STEPS, True)])
-    row = compare("cuda", found, found, expected, BARS[dtype], rounding)
+    row = compare("cuda", found, found, expected.findings, BARS[dtype], expected.rounding)
     assert row.passed, row.problems
 
 
@@ -202,9 +202,9 @@ def test_layouts_over_nccl_give_the_numbers_of_one_plain_process_on_cpu(
     parsed = parse_layout(layout)
     skip_below(parsed.size)
     size = size_for(parsed)
-    expected, rounding = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
+    expected = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
     found = merge(by_ranks(on_gpu.findings_to_file, config_for(model, layout, dtype), tmp_path))
-    row = compare(layout, found, found, expected, BARS[dtype], rounding)
+    row = compare(layout, found, found, expected.findings, BARS[dtype], expected.rounding)
     assert row.passed, row.problems
 
 

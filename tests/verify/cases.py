@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.blueprint import DTYPES
 from framework.config import RunConfig
-from framework.verify import Layout, Row, compare, layout_config, run_reference
+from framework.model import build_model
+from framework.verify import Layout, Row, compare, layout_config
 from framework.verify.compare import bar_of
-from framework.verify.reference import Findings
-from framework.verify.run import groupings, merge, open_feed, rounding_of, run_layout
+from framework.verify.run import Reference, groupings, merge, open_feed, reference_of, run_layout
 from launch.pool import RankPool
 
 DECODERS = ("gpt2", "llama")
@@ -95,20 +94,14 @@ class References:
     """What one plain process finds, computed once for each question."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int, int, str], tuple[Findings, dict[str, float] | None]] = {}
+        self._found: dict[tuple[str, int, int, str], Reference] = {}
 
-    def expected(
-        self, config: RunConfig, global_batch: int, steps: int, dtype: str
-    ) -> tuple[Findings, dict[str, float] | None]:
-        """The reference's findings, and how far rounding alone has carried its weights (float32 only)."""
+    def expected(self, config: RunConfig, global_batch: int, steps: int, dtype: str) -> Reference:
         key = (config.model_dump_json(), global_batch, steps, dtype)
         if key not in self._found:
             plain = layout_config(config, Layout(), global_batch, dtype)
-            found = run_reference(plain, open_feed(plain, True), steps, DTYPES[dtype])
-            rounding = None
-            if dtype == "float32":
-                rounding = rounding_of(found, plain, open_feed(plain, True), steps, 1, groupings(global_batch))
-            self._found[key] = (found, rounding)
+            others = groupings(global_batch)
+            self._found[key] = reference_of(plain, open_feed(plain, True), steps, dtype, 1, others)
         return self._found[key]
 
 
@@ -124,11 +117,13 @@ def prove(
     twice: bool = True,
 ) -> Row:
     """What ``verify`` does for one layout, with the reference remembered; ``twice``: also whether it repeats."""
-    expected, rounding = references.expected(config, global_batch, steps, dtype)
+    expected = references.expected(config, global_batch, steps, dtype)
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    noise = expected.noise_in(layout, {names[0] for names in model.tied})
     text = layout_config(config, layout, global_batch, dtype).model_dump_json()
     found = merge(pool.run(run_layout, layout.size, text, steps, True))
     again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else None
-    return compare(str(layout), found, again, expected, bar_of(dtype, layout), rounding)
+    return compare(str(layout), found, again, expected.findings, bar_of(dtype, layout), expected.rounding, noise)
 
 
 DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]

@@ -451,10 +451,10 @@ def problems(trap: Trap, broken: str | None, pool: RankPool, references: Referen
     layout = parse_layout(trap.layout)
     size = size_for(layout)
     config = model_config(trap.model, size)
-    expected, _ = references.expected(config, size.global_batch, trap.steps, "float64")
+    expected = references.expected(config, size.global_batch, trap.steps, "float64")
     text = layout_config(config, layout, size.global_batch, "float64").model_dump_json()
     found = merge(pool.run(run_broken, layout.size, broken, text, trap.steps, True))
-    return compare(str(layout), found, None, expected, BARS["float64"]).problems
+    return compare(str(layout), found, None, expected.findings, BARS["float64"]).problems
 
 
 @pytest.mark.parametrize(
