@@ -100,15 +100,19 @@ class RefusingDisk:
     """Answers reads of one file with an errno, so many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int) -> None:
-        self.left, opened = times, io.open
+        self.left = times
 
-        def open_(file: Any, *how: Any, **more: Any) -> Any:
-            if str(file) == str(path) and self.left:
-                self.left -= 1
-                raise OSError(number, os.strerror(number), str(file))
-            return opened(file, *how, **more)
+        def refusing(opened: Callable[..., Any]) -> Callable[..., Any]:
+            def open_(file: Any, *how: Any, **more: Any) -> Any:
+                if str(file) == str(path) and self.left:
+                    self.left -= 1
+                    raise OSError(number, os.strerror(number), str(file))
+                return opened(file, *how, **more)
 
-        monkeypatch.setattr(io, "open", open_)
+            return open_
+
+        monkeypatch.setattr(io, "open", refusing(io.open))
+        monkeypatch.setattr(os, "open", refusing(os.open))
         monkeypatch.setattr(files, "READ_PAUSES_S", (0.0, 0.0, 0.0))
 
 
