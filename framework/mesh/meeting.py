@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from framework.errors import CommunicationError, MeshError
-from framework.mesh.network import NODES, node_name
+from framework.mesh.network import NODES, node_name, open_listener
 
 LONGER_S = 30.0
 """So much longer than rank 0 waits who cannot reach it: it speaks first, and says who is missing."""
@@ -50,13 +50,11 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
     mine = node_name()
     patience_s = limit_s if rank == 0 else limit_s + LONGER_S
     try:
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), world_size, rank == 0, timedelta(seconds=patience_s), wait_for_workers=False
-        )
+        store = _store(host, int(port), world_size, rank == 0, timedelta(seconds=patience_s))
         store.set(f"came/{rank}", mine)
         if store.add("came", 1) == world_size:
             store.set("all came", "")
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         if rank == 0:
             raise MeshError(
@@ -75,6 +73,14 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
         if rank == 0:
             raise _missing(store, world_size, limit_s) from None
     raise CommunicationError(f"rank {rank} on {mine}: rank 0 at {host}:{port} has left, or does not answer")
+
+
+def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta) -> Any:
+    """torch's store; who holds it listens at the address of ``host`` alone where that can be told."""
+    listener = open_listener(host, port) if holds else None
+    bound = {} if listener is None else {"master_listen_fd": listener.detach()}
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, port, world_size, holds, limit, wait_for_workers=False, **bound)
 
 
 def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:

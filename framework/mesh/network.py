@@ -3,7 +3,9 @@ node has a management network, a docker bridge or a host name that resolves to 1
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -50,6 +52,31 @@ def own_address(towards: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = _address_of(interface, probe)
     return None if address is None or address.startswith("127.") else address
+
+
+def open_listener(host: str, port: int) -> socket.socket | None:
+    """Listen at the address that ``host`` (MASTER_ADDR) means on this node, and at no other.
+
+    None where torch has to listen on all interfaces: a name that means the loopback here may mean another address
+    elsewhere (Debian's 127.0.1.1), and an address in front of a container is no interface's.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        addresses = [str(ipaddress.ip_address(host))]
+    except ValueError:
+        found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM) if host else []
+        local = host == "localhost"
+        addresses = [str(place[0]) for *_, place in found if local or not str(place[0]).startswith("127.")]
+    for address in addresses[:1]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
 
 
 def _address_of(interface: str, via: socket.socket) -> str | None:

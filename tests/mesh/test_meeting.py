@@ -7,11 +7,13 @@ import os
 import socket
 import time
 from multiprocessing.queues import Queue
+from pathlib import Path
 
 import pytest
 
-from framework.errors import CommunicationError
-from framework.mesh import meeting
+from framework.errors import CommunicationError, MeshError
+from framework.mesh import meeting, network
+from framework.mesh.network import open_listener
 
 
 def free_port() -> int:
@@ -83,3 +85,66 @@ def test_an_elastic_agent_has_a_store_of_its_own(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert meeting.needs_meeting() is needed
+
+
+def listening_at(port: int) -> set[str]:
+    """The addresses at which somebody listens on that port, as ``ss -ltn`` shows them."""
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, number = line.split()[1].split(":")
+            if line.split()[3] == "0A" and int(number, 16) == port:
+                words = [bytes.fromhex(address)[at : at + 4][::-1] for at in range(0, len(address) // 2, 4)]
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "means", "expected"),
+    [
+        ("127.0.0.1", None, {"127.0.0.1"}),
+        ("localhost", "127.0.0.1", {"127.0.0.1"}),
+        ("node7", "127.0.0.2", {"::"}),
+        ("node7", None, {"own"}),
+        ("203.0.113.9", None, {"::"}),
+    ],
+)
+def test_rank_0_listens_at_the_address_of_the_job_alone(
+    host: str, means: str | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a name of the loopback may be another address, and an address of no interface is one before it."""
+    own = next((one for one in own_addresses() if not one.startswith("127.")), None)
+    if expected == {"own"}:
+        if own is None:
+            pytest.skip("no interface but the loopback")
+        means, expected = own, {own}
+    if means is not None:
+        place = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (means, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: place)
+    port = free_port()
+    listener = open_listener(host, port)
+    try:
+        assert (listening_at(port) or {"::"}) == expected, "torch listens on all interfaces where nobody listens yet"
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def own_addresses() -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = [network._address_of(name, probe) for _, name in socket.if_nameindex()]
+    return [address for address in found if address is not None]
+
+
+def test_the_store_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    store = meeting.meet(0, 1, 30.0)
+    assert listening_at(port) == {"127.0.0.1"}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(MeshError, match=r"cannot listen at 127\.0\.0\.1:.*MASTER_PORT free"):
+            meeting.meet(0, 1, 30.0)
+    del store
