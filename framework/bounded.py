@@ -51,6 +51,12 @@ _KINDS = (
 )
 
 
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path without links. Where links go in a circle, Path.resolve raises RuntimeError and this
+    leaves them: whoever opens the path then has the errno."""
+    return Path(os.path.realpath(path))
+
+
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a regular file for reading. Never blocks on a FIFO without a writer.
 

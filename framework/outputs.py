@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from framework.bounded import real_path
 from framework.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def writing(out: Path) -> Iterator[Path]:
         if out.exists() and not out.is_file():
             yield out
             return
-        file = out.resolve()  # of a link what it leads to
+        file = real_path(out)  # of a link what it leads to
         aside = file.with_name(f".part-{file.name}")
         try:
             yield aside

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from framework.blueprint import Blueprint, draw_blueprint
+from framework.bounded import real_path
 from framework.checkpoint import (
     Checkpoint,
     Head,
@@ -78,7 +79,7 @@ def reshard(
             meshwright's own and that no override names.
     """
     if out.name in ("", ".."):
-        out = out.resolve()  # its name is to be that of the run
+        out = real_path(out)  # its name is to be that of the run
     _check_place(source, out)
     with contextlib.ExitStack() as held_open:
         checkpoint = held_open.enter_context(_sound(source))
@@ -174,13 +175,13 @@ def _members(blueprint: Blueprint, stage: int) -> list[Member]:
 
 
 def _check_place(source: Path, out: Path) -> None:
-    run, target = source.resolve().parent.parent, out.resolve()
+    run, target = real_path(source).parent.parent, real_path(out)
     if target == run:
         raise CheckpointError(
             f"--out {out} is the run that the checkpoint is of: a published checkpoint is never written into; name "
             f"another directory"
         )
-    if target.is_relative_to(source.resolve().parent):
+    if target.is_relative_to(real_path(source).parent):
         raise CheckpointError(f"--out {out} lies among the checkpoints of {run}: name a directory of its own")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"--out {out} is a file: name a directory, new or of a run of the same configuration")

@@ -43,10 +43,12 @@ def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     sampled = {SAMPLED: corpus.sampled()}
     if known is None or corpus.known is None:
         return {"train_tokens": str(len(corpus.stream))} | sampled
-    mask = {"mask": known.files[f"{corpus.prefix.name}.mask"]} if corpus.mask else {}
-    beside = corpus.prefix.with_name("tokenizer.json")
-    tokenizer = fingerprint.file_sha256(beside) if beside.is_file() else known.files["tokenizer.json"]
-    return {"train": known.files[f"{corpus.prefix.name}.bin"], "tokenizer": tokenizer} | mask | sampled
+    name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
+    found = {"train": known.sha256_of(f"{name}.bin")} | sampled
+    found["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
+    if corpus.mask:
+        found["mask"] = known.sha256_of(f"{name}.mask")
+    return found
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
+from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 from framework.errors import ConfigError
 
 RESOLVED = "resolved.json"
@@ -44,7 +44,7 @@ def find_run(place: Path) -> Path:
     """
     if is_run(place):
         return place
-    around = place.resolve().parent
+    around = real_path(place).parent
     for above in (around, around.parent):  # RUN/checkpoints, RUN/checkpoints/step-00000100
         if (place.name == "checkpoints" or is_checkpoint(place)) and is_run(above):
             return above

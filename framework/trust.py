@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from framework.bounded import real_path
 from framework.config import RunConfig, load
 from framework.config.given import read_overrides
 from framework.errors import ConfigError
@@ -86,7 +87,7 @@ def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = F
 def comes_with_run(file: Path) -> bool:
     """Check whether a file lies in a run directory, a checkpoint or an exported model; links are followed."""
     try:
-        folders = list(file.resolve().parents)[:DEPTH]
+        folders = list(real_path(file).parents)[:DEPTH]
         return any(map(_holds_run, folders)) or any(any(folders[0].glob(name)) for name in BESIDE)
     except OSError:
         return True

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from framework.bounded import real_path
 from framework.errors import ConfigError, MeshError
 from framework.stderr import put, tell
 
@@ -213,7 +214,7 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     from framework.report.run import read_run
 
     runs = [read_run(directory) for directory in options.runs]
-    if len({run.directory.resolve() for run in runs}) < len(runs):
+    if len({real_path(run.directory) for run in runs}) < len(runs):
         raise ConfigError(f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
     out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
     check_place(out, folder=False, example="report.html")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from framework.bounded import real_path
 from framework.errors import Preempted, UserError
 from framework.stderr import put, tell
 
@@ -210,7 +211,7 @@ def _used(
         return _as_rank(config, launcher, prepare)
     work, checked = prepare(config, default_world_size(config, local.num_devices(config)))
     with tempfile.TemporaryDirectory(prefix="logs-", dir=own_directory()) as logs:
-        keeping = checked.run.model_copy(update={"directory": logs, "name": run.resolve().name})
+        keeping = checked.run.model_copy(update={"directory": logs, "name": real_path(run).name})
         return _ended(lambda: local.launch(work, checked.model_copy(update={"run": keeping})))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from framework.bounded import read_bytes
+from framework.bounded import MAX_FILE_BYTES, read_bytes
 from framework.errors import DataError
 
 FILE_NAME = "fingerprint.json"
@@ -96,6 +96,12 @@ class Fingerprint(_Part):
     prepared: Prepared | None = None
     """Of corpora that were written by `meshwright data prepare`."""
 
+    def sha256_of(self, name: str) -> str:
+        """Return the hash of one file. Raises DataError where the fingerprint has none."""
+        if name not in self.files:
+            raise DataError(f"{FILE_NAME} has no hash of {name}: prepare the corpus again, or copy it again as a whole")
+        return self.files[name]
+
 
 class Entropy(NamedTuple):
     """Of the distribution of single tokens; a model that knows only their frequencies has this loss."""
@@ -118,6 +124,16 @@ def file_sha256(path: Path) -> str:
         while block := stream.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def tokenizer_sha256(path: Path) -> str:
+    """Return the hex digest of a tokenizer. Raises DataError where it cannot be read, or is too large for one."""
+    try:
+        return sha256(read_bytes(path)).hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}; copy it again from where it is whole"
+        ) from None
 
 
 def sampled_sha256(path: Path) -> str:
@@ -161,12 +177,14 @@ def read(folder: Path) -> Fingerprint | None:
 
 
 def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
-    """The names of files that are missing or differ from their hash; reads every byte."""
-    return [
-        name
-        for name, expected in fingerprint.files.items()
-        if not (folder / name).is_file() or file_sha256(folder / name) != expected
-    ]
+    """The names of files that are missing or differ from their hash; reads every byte, of a tokenizer at most 256 MiB."""
+
+    def is_whole(path: Path, expected: str) -> bool:
+        if not path.is_file() or (path.suffix == ".json" and path.stat().st_size > MAX_FILE_BYTES):
+            return False
+        return file_sha256(path) == expected
+
+    return [name for name, expected in fingerprint.files.items() if not is_whole(folder / name, expected)]
 
 
 def sampled_files(folder: Path) -> dict[str, str]:

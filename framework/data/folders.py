@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from framework.bounded import real_path
 from framework.errors import DataError
 
 
@@ -34,4 +35,4 @@ def _refuse(error: OSError) -> None:
 
 
 def _leads_back(folder: Path) -> bool:
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+    return folder.is_symlink() and real_path(folder.parent).is_relative_to(real_path(folder))

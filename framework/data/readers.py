@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from framework.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
+from framework.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes, real_path
 from framework.data.folders import files_below
 from framework.errors import DataError
 
@@ -83,10 +83,10 @@ def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | N
     there, a link that leads nowhere, a file twice, a kind that cannot be read.
     """
     found: list[InputFile] = []
-    made = None if out is None else out.resolve()
+    made = None if out is None else real_path(out)
     for source in sources:
         if source.is_dir():
-            below = [path for path in files_below(source) if made is None or made not in path.resolve().parents]
+            below = [path for path in files_below(source) if made is None or made not in real_path(path).parents]
             fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
             if not fitting:
                 what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
@@ -96,7 +96,7 @@ def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | N
             found.append(_input_file(source))
         else:
             raise DataError(f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders")
-    seen = Counter(file.path.resolve() for file in found)
+    seen = Counter(real_path(file.path) for file in found)
     twice, times = next(iter(seen.most_common(1)))
     if times > 1:
         raise DataError(f"{twice} is given {times} times: its documents would be there as often. Once")

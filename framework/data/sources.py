@@ -10,7 +10,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.bounded import MAX_DOCUMENT_BYTES, read_bytes
+from framework.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
 from framework.data.folders import files_below
 from framework.errors import DataError
 
@@ -94,12 +94,12 @@ def files(paths: Sequence[Path], root: Path | None = None) -> Source:
             found.add(path)
         else:
             raise DataError(f"there is no file or folder {path} to prepare a corpus from")
-    resolved = {path.resolve() for path in found}
+    resolved = {real_path(path) for path in found}
     if not resolved:
         raise DataError(
             f"no files to prepare a corpus from in {', '.join(map(str, paths)) or 'an empty list of paths'}"
         )
-    base = root.resolve() if root else Path(os.path.commonpath([str(path.parent) for path in resolved]))
+    base = real_path(root) if root else Path(os.path.commonpath([str(path.parent) for path in resolved]))
     outside = [path for path in resolved if not path.is_relative_to(base)]
     if outside:
         raise DataError(

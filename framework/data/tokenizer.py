@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from framework.bounded import parse_json, read_bytes
+from framework.bounded import parse_json, read_bytes, read_text
 from framework.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -51,7 +51,9 @@ def load(path: Path) -> Tokenizer:
     if not path.is_file():
         raise DataError(f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(read_text(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}): prepare it again") from error
     except Exception as error:  # the library raises a bare Exception
         raise DataError(f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again") from error
 

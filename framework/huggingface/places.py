@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from framework.bounded import real_path
 from framework.checkpoint.files import delete, explained
 from framework.durable import sync_directory
 from framework.errors import CheckpointError
@@ -29,7 +30,7 @@ def named(out: Path) -> Path:
     Raises:
         CheckpointError: something is there, or a file is where a directory would have to be.
     """
-    out = out.resolve() if out.name in ("", "..") or out.is_symlink() else out
+    out = real_path(out) if out.name in ("", "..") or out.is_symlink() else out
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
         raise CheckpointError(f"{out} cannot be: {above} is a file. Name a directory that is new, or an empty one")

@@ -24,6 +24,7 @@ from framework.bounded import (
     parse_json,
     read_bytes,
     read_text,
+    real_path,
 )
 from framework.config import RunConfig, parse
 from framework.data import fingerprint
@@ -138,7 +139,7 @@ def read_run(place: Path) -> RunSeen:
     state, is_live = _state(directory, remarks)
     return RunSeen(
         directory=directory,
-        name=directory.resolve().name,
+        name=real_path(directory).name,
         config=config,
         resolved=resolved,
         records=records,
