@@ -177,7 +177,7 @@ def read(folder: Path) -> Fingerprint | None:
 
 
 def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
-    """The names of files that are missing or differ from their hash; reads every byte, of a tokenizer at most 256 MiB."""
+    """Names of files that are missing or differ from their hash; reads every byte, of a tokenizer 256 MiB at most."""
 
     def is_whole(path: Path, expected: str) -> bool:
         if not path.is_file() or (path.suffix == ".json" and path.stat().st_size > MAX_FILE_BYTES):
