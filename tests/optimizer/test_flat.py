@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -159,3 +160,24 @@ def test_clipping_is_torch_s(scale: float, clip_norm: float) -> None:
 
 def test_clipping_can_be_turned_off() -> None:
     assert clip_factor(1e9, 0.0) == 1.0
+
+
+def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
+    """``done`` starts the all-gather of the weights: once per shard and step, in order, after the update."""
+    weights = [drawn(3, seed=0), drawn(4, seed=1)]
+    before = [each.clone() for each in weights]
+    sent: list[int] = []
+
+    def sending(index: int) -> None:
+        assert not torch.equal(weights[index], before[index])
+        assert ours.parameters[index].grad is None
+        sent.append(index)
+
+    shards = [
+        shard(each, drawn(*each.shape, seed=2), True, True)._replace(done=partial(sending, index))
+        for index, each in enumerate(weights)
+    ]
+    ours = FlatOptimizer(shards, CONFIG, order=[1, 0])
+    ours.step(1e-2, 1.0)
+    ours.step(1e-2, 0.5)
+    assert sent == [1, 0, 1, 0]

@@ -315,3 +315,34 @@ def test_a_value_s_spec_tells_its_tree() -> None:
     spec = describe_value({"a": torch.zeros(2, requires_grad=True), "b": (torch.zeros(3, dtype=torch.int64),)}, "x")
     assert isinstance(spec, ValueSpec)
     assert spec.leaves == (TensorSpec((2,), torch.float32, True), TensorSpec((3,), torch.int64, False))
+
+
+class WritesAside(nn.Module):
+    """Keeps a table and writes into it past autograd and its version counter."""
+
+    def __init__(self, table: float, written: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.tensor([1.0, table]))
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("table").data[1] = self.written
+        return 2.0 * x
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("table", "written", "is_refused"),
+    [(2.0, 3.0, True), (2.0, NAN, True), (NAN, 2.0, True), (2.0, 2.0, False), (NAN, NAN, False)],
+)
+def test_a_buffer_that_is_changed_where_none_was_planned(table: float, written: float, is_refused: bool) -> None:
+    """NaN that was there before is no change; NaN instead of a number is, and a number instead of NaN."""
+    model = nn.Sequential(builders.plain(V, width=8)[0], WritesAside(table, written), nn.Linear(8, V))
+    stages = cut(model, [3])
+    if is_refused:
+        with pytest.raises(ModelError, match=r"layer 1 changes its buffer table"):
+            forward(stages, 0, *batch(0))
+    else:
+        forward(stages, 0, *batch(0))
