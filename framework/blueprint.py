@@ -29,6 +29,7 @@ from framework.optimizer.eight_bit import with_blocks
 from framework.parameters import ParameterInfo
 from framework.pipeline.partition import partition, partition_explicit
 from framework.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
+from framework.pipeline.standalone import LayerWatch
 from framework.pipeline.values import (
     Example,
     ValueSpec,
@@ -146,7 +147,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     on_meta = meta_copy(model.layers)
     watch = BufferWatch(on_meta)
     try:
-        _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs)  # names what does not fit
+        watch_layers = LayerWatch(on_meta, model.layers)
+        _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs, watch_layers)  # names what does not fit
     except ModelError as error:
         if not config.data.document_boundaries:
             raise

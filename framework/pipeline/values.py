@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from framework.errors import ModelError
 from framework.pipeline.outline import outline_of, outline_of_value
+from framework.pipeline.standalone import LayerWatch
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the last layer, labels) -> loss of each label, of the labels' shape; zero where the label is ignored."""
@@ -146,7 +147,7 @@ def copy_module(module: M, twins: dict[int, Any]) -> M:
 
 
 def describe_boundaries(
-    layers: nn.Sequential, stages: Sequence[range], inputs: Any
+    layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None
 ) -> tuple[list[ValueSpec], ValueSpec]:
     """What each stage hands to the next one, and what the last layer returns, found by one forward on meta. Layers that
     are alike and get alike are run once, in the life of a process.
@@ -155,6 +156,7 @@ def describe_boundaries(
         layers: a :func:`meta_copy` of the whole model with tensor parallelism applied: shapes are this rank's. Buffers
             that forward changes are other ones afterwards.
         inputs: of one micro-batch, on meta.
+        watch: checks that each layer stands alone; then each is run, however many are alike.
 
     Raises:
         ModelError: a layer does not take what the one before it hands on, with both named; it decides by numbers that
@@ -170,7 +172,13 @@ def describe_boundaries(
         versions = [leaf._version for leaf in received]
         shapes = shapes_of(value)
         try:
-            value = _handed_on(layer, value)
+            if watch is None:
+                value = _handed_on(layer, value)
+            else:
+                with watch.running(name, layer, value):
+                    value = layer(value)
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(_cannot_take(where, previous, shapes, error)) from error
         overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
@@ -268,13 +276,23 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
     if isinstance(error, NotImplementedError) or any(words in text for words in looks):
         return (
             f"{where} looks at the numbers it is handed (.item(), a Python `if` or a loop over values): what it sends "
-            f"on would depend on data, and the stages must know shapes before any data comes. Use torch.where or a "
-            f"mask instead. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            f"on would depend on data, and the stages must know shapes before any data comes. "
+            f"{_without_looking(text)}. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
         )
     return (
         f"{where} cannot take what {previous} hands on, shape {shapes} for one micro-batch: "
         f"{type(error).__name__}: {error}"
     )
+
+
+def _without_looking(text: str) -> str:
+    """Return what to write instead of an operation whose output's shape depends on numbers."""
+    if "nonzero" in text:
+        return (
+            "torch.where(mask) with one argument, mask.nonzero() and x[mask] return as many elements as the mask has: "
+            "use torch.where(mask, x, other), masked_fill or a product with the mask, which keep the shape"
+        )
+    return "Use torch.where(condition, x, y) or a product with a mask, which keep the shape"
 
 
 def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:

@@ -139,6 +139,7 @@ def verify(
         UserError: the model or its samples cannot be had, or the model does not train in plain torch.
     """
     plain = layout_config(config, Layout(), global_batch, dtype)
+    draw_blueprint(plain)  # a model that no layout takes is one message
     traits, feed = traits_of(plain), open_feed(plain, random_tokens)
     model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
     problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}

@@ -1,0 +1,195 @@
+"""Layers that stand alone: a pipeline may put any two of them on different ranks, and call each any number of times.
+
+A layer must therefore compute from its input, its own parameters and buffers, and nothing else. One forward on the meta
+device finds layers that
+
+    use a parameter that only another layer holds     a head tied by a closure
+    use a tensor that was not handed to them          a module-level dict, a list, an attribute of another layer
+    write to a parameter                              clamp_, EMA, nn.Embedding(max_norm=...), spectral_norm
+    draw random numbers                               F.dropout, torch.rand, numpy, random, generators of their own
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from framework.errors import ModelError
+
+BY_NAME = (
+    "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
+    "noise belongs into the samples"
+)
+
+
+class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise :class:`ModelError` as soon as a layer does not stand alone; names the layer, the tensor and the operation.
+
+    Args:
+        layers: a copy of the model on meta, whose layers are run one by one, each within :meth:`running`.
+        original: the model that it was copied from. A reference that the copy did not follow leads to its parameters.
+    """
+
+    def __init__(self, layers: nn.Sequential, original: nn.Sequential) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[str]] = {}
+        """Storage -> names of the parameters and buffers that it holds."""
+        self._left_behind: dict[int, str] = {}
+        """Storage -> name of a parameter of the original."""
+        self._made: dict[int, str] = {}
+        """Storage -> layer that made it."""
+        self._alive: list[Any] = []  # a storage that is gone could leave its address to another
+        self._layer, self._where, self._is_ours = "", "", False
+        self._handed: set[int] = set()
+        self._own: dict[int, str] = {}
+        """Parameter of the running layer -> its name there."""
+        self._parameters = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
+        for name, tensor in (
+            *layers.named_parameters(remove_duplicate=False),
+            *layers.named_buffers(remove_duplicate=False),
+        ):
+            self._held.setdefault(self._key(tensor), []).append(name)
+        for name, parameter in original.named_parameters():
+            self._left_behind[self._key(parameter)] = name
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        return int(storage._cdata)
+
+    @contextmanager
+    def running(self, name: str, layer: nn.Module, value: Any) -> Iterator[None]:
+        """Watch one layer's forward on ``value``."""
+        self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
+        self._handed = {self._key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        self._is_ours = type(layer).__module__.startswith("framework.")  # may keep what follows from its input alone
+        self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
+        places = {key: self._key(parameter) for key, parameter in layer.named_parameters()}
+        drawn = _generator_states(layer)
+        with self:
+            yield
+        for key, parameter in layer.named_parameters():
+            if places.get(key) != self._key(parameter):
+                raise ModelError(self._writes(f"{name}.{key}", ".data = ..."))
+        for source, state in _generator_states(layer).items():
+            if drawn.get(source) != state:
+                raise ModelError(self._draws(source))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, Tensor):
+                self._check(argument, func)
+        self._check_writes(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
+            raise ModelError(self._draws(f"torch's random generator ({func._schema.name.removeprefix('aten::')})"))
+        found = func(*args, **kwargs)
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self._made.setdefault(self._key(leaf), self._layer)
+        return found
+
+    def _check(self, tensor: Tensor, func: Any) -> None:
+        key = self._key(tensor)
+        names = self._held.get(key, [])
+        foreign = self._left_behind.get(key) if not names else names[0]
+        if foreign is not None and not any(name.partition(".")[0] == self._layer for name in names):
+            other = foreign.partition(".")[0]
+            where = f"which layer {other} holds and it does not" if other != self._layer else "but not as its attribute"
+            raise ModelError(
+                f"{self._where} uses {foreign}, {where} (a closure, a list, a global variable): a stage holds its own "
+                f"layers' parameters and no others. Make the parameter or its module an attribute of the layer"
+                + (f", and declare the tie: model.tied_weights = [({foreign!r}, ...)]" if other != self._layer else "")
+            )
+        if isinstance(tensor, nn.Parameter) and not names:
+            if id(tensor) in self._own:
+                raise ModelError(self._writes(f"{self._layer}.{self._own[id(tensor)]}", ".data = ..."))
+            raise ModelError(
+                f"{self._where} uses a parameter of shape {tuple(tensor.shape)} that belongs to no layer (it lies in a "
+                f"list, a dict or a closure): no optimizer would have it. Make it or its module an attribute of the "
+                f"layer; modules in a list belong into an nn.ModuleList"
+            )
+        maker = self._made.get(key)
+        if maker not in (None, self._layer) and key not in self._handed and not names and not self._is_ours:
+            raise ModelError(
+                f"{self._where} uses a tensor of shape {tuple(tensor.shape)} that layer {maker} made and did not hand "
+                f"on (a global variable, a list, an attribute): on another stage it would be missing, and with several "
+                f"micro-batches in flight another one's. Let the layers between hand it on, as a tuple or dict of "
+                f"tensors"
+            )
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not func._schema.is_mutable:
+            return
+        for at, argument in enumerate(func._schema.arguments):
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves(given):
+                names = self._held.get(self._key(tensor), []) if isinstance(tensor, Tensor) else []
+                written = next((name for name in names if name in self._parameters), None)
+                if written is not None:
+                    raise ModelError(self._writes(written, func._schema.name.removeprefix("aten::")))
+
+    def _writes(self, parameter: str, how: str) -> str:
+        return (
+            f"{self._where} writes to its parameter {parameter} in forward ({how}): how often it does so within a step "
+            f"depends on the layout. Compute with a changed copy instead (F.linear(x, weight.clamp(-1, 1))), or keep "
+            f"what changes in a buffer"
+        )
+
+    def _draws(self, source: str) -> str:
+        return (
+            f"{self._where} draws from {source} in forward: the draw would differ between layouts and after a resume. "
+            f"{BY_NAME}"
+        )
+
+
+def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention kernels and dropouts are tagged as random even where they drop nothing."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    probability = given.get("dropout_p", given.get("p") if "dropout" in func._schema.name else None)
+    return probability != 0.0 and given.get("train", True) is not False
+
+
+def _generator_states(layer: nn.Module) -> dict[str, str]:
+    """Return the states of Python's and numpy's generators, and of those that the layer's modules hold."""
+    numpy = sys.modules.get("numpy")
+    found = {"Python's random": repr(random.getstate())}
+    if numpy is not None:
+        found["numpy.random"] = repr(numpy.random.get_state())
+    for module_name, module in layer.named_modules():
+        for attribute, value in vars(module).items():
+            for state in map(_state_of, _items(value)):
+                if state is not None:
+                    name = f"its own generator {f'{module_name}.{attribute}'.lstrip('.')}"
+                    found[name] = found.get(name, "") + state
+    return found
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _state_of(value: Any) -> str | None:
+    """Return the state of a random generator; None where it is none."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, torch.Generator):
+        return repr(value.get_state().tolist())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state())
+    return None

@@ -1,0 +1,63 @@
+"""A layer that leans on another one, on its history or on chance is refused by name before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from framework.blueprint import draw_blueprint
+from framework.errors import ModelError
+from framework.verify import Layout, layout_config
+from tests.verify.cases import config_of
+
+
+def draw(kind: str, how: str = "") -> None:
+    config = config_of("tests.pipeline.leaning:build", {"kind": kind, "how": how}, 6)
+    draw_blueprint(layout_config(config, Layout(), 4, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("closure", r"layer 4 \(OtherHead\) uses 0.weight, which layer 0 holds and it does not .*tied_weights"),
+        ("own closure", r"layer 4 \(Reaching\) uses 4.linear.weight, but not as its attribute"),
+        ("list", r"layer 4 \(OtherHead\) uses a parameter of shape \(24, 8\) that belongs to no layer"),
+        ("talking", r"layer 3 \(Taking\) uses a tensor of shape .* that layer 1 made and did not hand on"),
+        ("renormed", r"layer 0 \(Embedding\) writes to its parameter 0.weight in forward \(embedding_renorm_\)"),
+        ("alpha", r"layer 1 \(AlphaDropout\) draws from torch's random generator"),
+    ],
+)
+def test_what_is_not_its_own(kind: str, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected):
+        draw(kind)
+
+
+@pytest.mark.parametrize("how", ["clamp", "row", "data", "data in place", "average"])
+def test_a_weight_that_forward_changes(how: str) -> None:
+    with pytest.raises(ModelError, match=r"layer 1 \(Writing\) writes to its parameter 1.linear.weight in forward"):
+        draw("writing", how)
+
+
+@pytest.mark.parametrize(
+    ("how", "source"),
+    [
+        ("torch", r"torch's random generator \(randn_like\)"),
+        ("torch, own", r"torch's random generator \(randn\)"),
+        ("functional", "torch's random generator"),
+        ("numpy", "numpy.random"),
+        ("python", "Python's random"),
+        ("python, own", "its own generator python"),
+        ("numpy, own", "its own generator sources"),
+        ("numpy, own, old", "its own generator sources"),
+    ],
+)
+def test_a_layer_that_draws(how: str, source: str) -> None:
+    with pytest.raises(ModelError, match=rf"layer 1 \(Drawing\) draws from {source}.* in forward.*nn.Dropout"):
+        draw("drawing", how)
+
+
+def test_what_stands_alone_is_drawn() -> None:
+    """Kernels that are tagged as random and drop nothing, recurrent layers, dropouts drawn by name."""
+    for kind, how in (("plain", ""), ("attention", "0.0"), ("recurrent", "")):
+        draw(kind, how)
+    with pytest.raises(ModelError, match="draws from torch's random generator"):
+        draw("attention", "0.1")
