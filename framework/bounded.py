@@ -57,6 +57,25 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path))
 
 
+def why_unusable(path: Path, limit_bytes: int | None = None) -> str | None:
+    """Return why no program of ours may keep its file at ``path``; None: it may, or there is nothing yet."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    kind = "a directory" if stat.S_ISDIR(found.st_mode) else kind_of(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        return f"is {kind}, and a regular file belongs there"
+    if limit_bytes is not None and found.st_size > limit_bytes:
+        return f"has {found.st_size:,} bytes, and such a file has at most {limit_bytes:,}"
+    return None
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file that is neither regular nor a directory is."""
+    return next((name for test, name in _KINDS if test(mode)), "no regular file")
+
+
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a regular file for reading. Never blocks on a FIFO without a writer.
 
@@ -69,8 +88,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
-            kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
-            raise OSError(errno.EINVAL, f"{kind}, and a regular file is needed", os.fspath(path))
+            raise OSError(errno.EINVAL, f"{kind_of(mode)}, and a regular file is needed", os.fspath(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

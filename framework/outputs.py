@@ -63,4 +63,4 @@ def write_out(out: Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     with writing(out) as path:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

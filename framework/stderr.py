@@ -8,7 +8,8 @@ import sys
 from typing import TextIO
 
 _CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"  # C0, C1, bidirectional marks
+    # C0, C1, bidirectional marks, lone surrogates
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 

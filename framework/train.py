@@ -47,7 +47,7 @@ from framework.watch.hang import LATER_S, Watchdog
 from framework.watch.lock import alone_in
 from framework.watch.nodes import check_nodes
 from framework.watch.peaks import note_peaks
-from framework.watch.run_files import RunFiles
+from framework.watch.run_files import RunFiles, check_run_files
 from framework.watch.starts import note_start
 from framework.watch.stragglers import Straggler, Stragglers
 
@@ -95,6 +95,7 @@ def make_directory(config: RunConfig) -> Path:
         raise ConfigError(
             f"the directory of this run, {directory}, {problem}; choose another run.directory or run.name"
         )
+    check_run_files(directory)
     return directory
 
 

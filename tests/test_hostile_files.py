@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from framework.data.readers import blocks, lines_of_range, list_files
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
+from framework.tracking.jsonl import keep_until
+from framework.watch.run_files import check_run_files
 from launch.cli import main
 from tests.report.builders import make_run
 
@@ -125,6 +127,7 @@ DAMAGE = {
     "digits": f'{{"step": {DIGITS}}}',
     "float out of range": '{"step": 1e400}',
     "null": "null",
+    "surrogate": '{"run": {"name": "\\ud800"}, "step": "\\ud800", "model": {"builder": "\\udfff"}}',
     "nulls": "\0" * 4096,
     "wrong types": '{"step": [], "train": 3, "run": [1], "tensors": 7, "config": null, "at": {}}',
     "half": '{"step": 1, "tra',
@@ -158,6 +161,35 @@ def test_garbled_configuration_of_a_run(
     directory = make_run(tmp_path / "demo", saved=(50,))
     (directory / "resolved.json").write_text(DAMAGE[damage])
     refused(capsys, command, directory)
+
+
+RUN_FILES = ["lock", "starts.jsonl", "placement.txt", "resolved.json", "config.toml", "metrics.jsonl", "status.json"]
+
+
+def as_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [as_fifo, as_zeros, as_folder])
+@pytest.mark.parametrize("file", RUN_FILES)
+def test_something_else_where_a_run_keeps_a_file(file: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+    """The launcher says it before any rank starts."""
+    make(tmp_path / file)
+    with pytest.raises(ConfigError, match=rf"{file} is a .*, and a regular file belongs there: move it away"):
+        check_run_files(tmp_path)
+
+
+def test_metrics_without_a_line_feed(tmp_path: Path) -> None:
+    """No more than a line of 1 MiB is held of a file of any size."""
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 1 is longer than"):
+        keep_until(path, 10)
+    (tmp_path / "starts.jsonl").touch()
+    os.truncate(tmp_path / "starts.jsonl", 2**40)
+    with pytest.raises(ConfigError, match=r"starts\.jsonl has 1,099,511,627,776 bytes"):
+        check_run_files(tmp_path)
 
 
 def test_a_gzipped_line_without_end(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def keep_until(path: Path, step: int) -> None:
     with contextlib.ExitStack() as files:
         old, new = files.enter_context(path.open("rb")), files.enter_context(kept_path.open("wb"))
         again: FileIO | None = None
-        for line in old:
+        for _, line in _lines(path, old):
             found = _step_of(line)
             kept = line.rstrip(b"\n") + b"\n" if found is not None and found <= step else b""
             if found is not None and not kept:

@@ -19,13 +19,15 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from framework.bounded import MAX_FILE_BYTES, why_unusable
 from framework.checkpoint.files import Warn
 from framework.checkpoint.read import find
 from framework.durable import make_directory_synced, replace_synced, sync_directory, sync_file
-from framework.errors import LockError
+from framework.errors import ConfigError, LockError
 from framework.runs import RESOLVED
 from framework.tracking.build import METRICS_FILE
 from framework.tracking.jsonl import AGAIN
+from framework.watch.heartbeat import STATUS
 from framework.watch.lock import FILE, RunLock
 from framework.watch.starts import PLACEMENT, STARTS
 
@@ -35,6 +37,22 @@ PRESUPPOSED = (*KEPT, METRICS_FILE, AGAIN)
 """What a checkpoint presupposes beside itself."""
 DELETED = " (deleted)"
 """How the kernel marks the path of an open file that has no name any more."""
+
+
+def check_run_files(directory: Path) -> None:
+    """Refuse a run directory in which something else lies where a run keeps its files: opening a FIFO would block.
+
+    Raises:
+        ConfigError: names each path, and what lies there.
+    """
+    found = []
+    for name in (*PRESUPPOSED, FILE, STATUS):
+        limit_bytes = None if name in (METRICS_FILE, AGAIN) else MAX_FILE_BYTES
+        why = why_unusable(directory / name, limit_bytes)
+        if why is not None:
+            found.append(f"{directory / name} {why}: move it away, or choose another run.name")
+    if found:
+        raise ConfigError(found)
 
 
 class Recovery(NamedTuple):

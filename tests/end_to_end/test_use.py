@@ -25,6 +25,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import open_mesh
 from framework.sample import SAME_TEXT, Ask, Sampling, sample, write
 from framework.sample import check as check_sampling
+from framework.stderr import visible
 from framework.train import run_directory
 from framework.trained import config_for, locate
 from launch.cli import main
@@ -163,7 +164,7 @@ def test_seeds_prompts_and_what_is_printed(
     several = said("--prompt=a step", "--prompt=the", "--prompt=a step", "--seed=1", f"--out={out}", "--top-k=0")
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert texts[0] != texts[2] and all(text.startswith("a step") for text in (texts[0], texts[2]))
-    assert several == "".join(f"--- {n} of 3\n{text}\n" for n, text in enumerate(texts, start=1))
+    assert several == "".join(f"--- {n} of 3\n{visible(text)}\n" for n, text in enumerate(texts, start=1))
 
 
 def test_another_corpus(trained: RunConfig, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
