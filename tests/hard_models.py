@@ -204,3 +204,23 @@ def careless_loss(vocab_size: int) -> nn.Sequential:
 
     model.loss = loss  # type: ignore[assignment]
     return model
+
+
+class Borrowing(Step):
+    """Calls a module that other layers call too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def called(self, h: Tensor) -> Tensor:
+        return self.linear(self.shared(h))  # type: ignore[no-any-return]
+
+
+def shared_submodule(vocab_size: int) -> nn.Sequential:
+    """Two layers of three have a module in common."""
+    shared = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+    model = nn.Sequential(Embed(vocab_size), Borrowing(shared), Step(), Borrowing(shared), Head(vocab_size))
+    names = [f"shared.{number}.{kind}" for number in (0, 2) for kind in ("weight", "bias")]
+    model.tied_weights = [(f"1.{name}", f"3.{name}") for name in names]  # type: ignore[assignment]
+    return model

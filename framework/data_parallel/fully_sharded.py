@@ -237,7 +237,7 @@ class FullyShardedStage:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if dtype != kept:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
-        for modules in [*_sharing(self._layers), *([layer] for layer in self._layers)]:
+        for modules in [*_sharing(self._layers), *_overlapping(self._layers), *([layer] for layer in self._layers)]:
             own = {parameter for module in modules for parameter in module.parameters()}
             whole = {parameter for parameter in own if parameter.requires_grad and not isinstance(parameter, DTensor)}
             for parameter in whole:
@@ -380,6 +380,19 @@ def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
         return leaf.clone() if is_view and id(leaf) not in came else leaf
 
     return tree_map(own, output)
+
+
+def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
+    """Yield the layers that hold a module with parameters in common, group by group: torch gathers for whole modules."""
+    found: list[tuple[list[nn.Module], set[int]]] = []
+    for layer in layers:
+        own = {id(module) for module in layer.modules() if any(True for _ in module.parameters())}
+        together, ids = [layer], set(own)
+        for other in [each for each in found if each[1] & own]:
+            found.remove(other)
+            together, ids = other[0] + together, ids | other[1]
+        found.append((together, ids))
+    yield from (together for together, _ in found if len(together) > 1)
 
 
 def _sharing(layers: nn.Sequential) -> Iterator[list[nn.Module]]:

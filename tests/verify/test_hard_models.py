@@ -48,6 +48,14 @@ def test_the_numbers_of_one_process(
     assert row.passed, "\n".join(row.problems)
 
 
+@pytest.mark.parametrize("layout", ["dp2,zero3", "dp2,pp2,zero3,zb_h1"])
+def test_layers_that_share_a_module(layout: str, pool: RankPool, references: References) -> None:
+    """Within a stage ZeRO-3 gathers it once for both."""
+    config = hard("shared_submodule")
+    row = prove(config, parse_layout(layout), pool, references, global_batch=4, steps=2, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
 @pytest.mark.parametrize("how", ["relu", "mul", "rows"])
 def test_outputs_are_changed_in_place_under_a_split_backward(how: str, pool: RankPool, references: References) -> None:
     """What a linear or an embedding returns is the layer's own to write into, as in plain torch."""
