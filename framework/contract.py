@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import difflib
-from typing import Any
+import os
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.utils.parametrize import is_parametrized
 
 from framework.errors import ModelError
 
@@ -36,28 +36,10 @@ def check_sparse(layers: nn.Sequential) -> None:
             )
 
 
-class WriteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the writes to storages on the meta device, by whatever alias: a tensor's ``.data``, a view, itself."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._counts: dict[int, int] = {}
-        self._alive: list[Any] = []  # a storage that is gone could leave its address to another
-
-    def count_of(self, tensor: Tensor) -> int:
-        """Return how often the tensor's storage was written."""
-        return self._counts.get(tensor.untyped_storage()._cdata, 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:
-            storage = args[0].untyped_storage()
-            self._alive.append(storage)
-            self._counts[storage._cdata] = self._counts.get(storage._cdata, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 HAS_HOOKS = "_had_hooks"
 """Set on a parameter whose predecessor had hooks when it went to the meta device."""
+CLASS = "_was_class"
+"""Set on a parameter whose predecessor was of a class of its own: the name of that."""
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -67,7 +49,8 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def check_parameters(path: str, layers: nn.Sequential) -> None:
-    """Parameters are floating-point, of a known shape, and nothing is registered on their gradients."""
+    """Parameters are plain, floating-point, of one dtype and a known shape, and have no hooks on their gradients."""
+    first: tuple[str, nn.Parameter] | None = None
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
             owner = layers.get_submodule(name.rpartition(".")[0])
@@ -86,6 +69,18 @@ def check_parameters(path: str, layers: nn.Sequential) -> None:
                 f"{path}: parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: parameters are kept in "
                 f"flat buckets of train.dtype, a floating-point one. Instead, {instead}"
             )
+        if hasattr(parameter, CLASS):
+            raise ModelError(
+                f"{path}: parameter {name} is a {getattr(parameter, CLASS)}, a class of its own: parameters are views "
+                f"of flat buckets, which are plain tensors. Use nn.Parameter of a plain tensor, and do in forward what "
+                f"the class does"
+            )
+        first = first or (name, parameter)
+        if parameter.dtype != first[1].dtype:
+            raise ModelError(
+                f"{path}: parameter {name} is {_dtype(parameter)}, and {first[0]} is {_dtype(first[1])}: all are kept "
+                f"in train.dtype. Build all of them in one dtype, and cast in forward where another is needed"
+            )
         if has_hooks(parameter):
             raise ModelError(
                 f"{path}: parameter {name} has a hook on its gradient (register_hook or "
@@ -93,6 +88,47 @@ def check_parameters(path: str, layers: nn.Sequential) -> None:
                 f"the layout. Do in forward what it does (a hook on an activation, or a torch.autograd.Function "
                 f"around the weight), or freeze the parameter with requires_grad_(False)"
             )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_computed(path: str, layers: nn.Sequential) -> None:
+    """Refuse weights that torch.nn.utils computes from others: the first values of those are unknown."""
+    declared = getattr(layers, "initialise", None) is not None
+    for name, module in layers.named_modules():
+        computed = next(
+            (key for key, value in vars(module).items() if isinstance(value, Tensor) and value.grad_fn is not None),
+            None,
+        )
+        if computed is not None:
+            raise ModelError(
+                f"{path}: {name}.{computed} is computed from parameters while the model is built (torch.nn.utils' "
+                f"weight_norm, spectral_norm or prune): it would not follow them. Compute it in forward from the "
+                f"parameters, as F.linear(x, g * v / v.norm(dim=1, keepdim=True))"
+            )
+        if is_parametrized(module) and not declared:
+            raise ModelError(
+                f"{path}: {name}.{next(iter(module.parametrizations))} is parametrized (torch.nn.utils."
+                f"parametrize): the first values of its originals follow from a weight that no process has. Give the "
+                f"model an attribute initialise(name, tensor) that fills the originals too, or compute the weight in "
+                f"forward"
+            )
+
+
+def weight_tool(error: BaseException) -> str | None:
+    """Return a message for an error of torch.nn.utils' parametrizations, which look at values; None for any other."""
+    frame = error.__traceback__
+    while frame is not None:
+        if f"torch{os.sep}nn{os.sep}utils{os.sep}" in frame.tb_frame.f_code.co_filename:
+            return (
+                f"torch.nn.utils looks at the values of a weight ({type(error).__name__}: {error}), and parameters "
+                f"have none while the model is built. Compute the weight in forward, from a parameter that "
+                f"reset_parameters() fills"
+            )
+        frame = frame.tb_next
+    return None
 
 
 def check_attributes(path: str, layers: nn.Sequential) -> None:
@@ -162,37 +198,3 @@ def check_buffers(path: str, layers: nn.Sequential) -> None:
                 f"{path}: buffer {name} is made out of a parameter, which has no value while the model is built: "
                 f"compute it from constants in __init__, or from the parameter in forward"
             )
-
-
-def check_initial_values(path: str, layers: nn.Sequential, writes: WriteCounter) -> None:
-    """Without ``initialise``, first values come from each module's ``reset_parameters()`` and from nowhere else.
-
-    A module without it, or a builder that has set a value otherwise, is refused: the value would be lost, as each
-    process draws its parameters anew by name. ``writes``: those of the builder.
-    """
-    checked: set[int] = set()
-    for module_name, module in layers.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not own:
-            continue
-        name = f"{module_name}.{next(iter(own))}".lstrip(".")
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise ModelError(
-                f"{path}: parameter {name}: {type(module).__name__} has no reset_parameters(), so its "
-                f"first value is unknown in a process that holds another part of the model. Give the module a "
-                f"reset_parameters(), or the model an attribute initialise(name, tensor)"
-            )
-        again = copy.deepcopy(module)
-        with WriteCounter() as resets:
-            again.reset_parameters()
-        for attribute, parameter in own.items():
-            if (
-                writes.count_of(parameter) > resets.count_of(again.get_parameter(attribute))
-                and id(parameter) not in checked
-            ):
-                raise ModelError(
-                    f"{path}: the value of parameter {module_name}.{attribute} is set outside of "
-                    f"{type(module).__name__}.reset_parameters(), and would be lost: each process draws its parameters "
-                    f"anew. Set it in reset_parameters(), or give the model an attribute initialise(name, tensor)"
-                )
-            checked.add(id(parameter))

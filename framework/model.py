@@ -17,7 +17,6 @@ A model that carries nothing trains with dp and pp at once; its own ``reset_para
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from framework import contract
 from framework.errors import ModelError, UserError
+from framework.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
 from framework.imports import SCHEMES, find_function, place
 from framework.seeding import Draw, seed_dropouts, seeded
 
@@ -52,8 +52,8 @@ class PlainModel:
     """"tp", "sequence" -> why not."""
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
-    owners: dict[str, nn.Module] = field(default_factory=dict)
-    """Parameter name -> the plain module that owns it, for its ``reset_parameters``."""
+    owners: dict[str, Owner] = field(default_factory=dict)
+    """Parameter name -> who gives it its first value."""
 
     def canonical(self, name: str) -> str:
         """The name under which a weight is stored, initialised and optimised: the first of its tied set."""
@@ -66,32 +66,40 @@ class PlainModel:
         """The whole initial float32 tensor of a parameter on CPU: a pure function of (seed, canonical name)."""
         name = self.canonical(name)
         owner = self.owners[name]
-        attribute = name.rpartition(".")[2]
         with seeded(self.seed, "initialise", name):
             if self.initialise is not None:
-                full = torch.empty(owner.get_parameter(attribute).shape, dtype=torch.float32)
+                full = torch.empty(owner.module.get_parameter(owner.path).shape, dtype=torch.float32)
                 with torch.no_grad():
                     self.initialise(name, full)
                 return full
-            real = copy.deepcopy(owner).float().to_empty(device="cpu")
-            for buffer_name, buffer in owner.named_buffers(recurse=False):
-                real.get_buffer(buffer_name).copy_(buffer)
-            real.reset_parameters()  # type: ignore[operator]
-            return real.get_parameter(attribute).detach()
+            return first_value(owner)
+
+
+def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter:
+    """Return the like of a parameter on meta, with notes on what that has lost."""
+    outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
+    found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
+    if contract.has_hooks(parameter):
+        setattr(found, contract.HAS_HOOKS, True)
+    if type(parameter) is not nn.Parameter:
+        setattr(found, contract.CLASS, type(parameter).__name__)
+    if given is not None:
+        setattr(found, GIVEN, given)
+    return found
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within: each nn.Parameter that a module registers goes to the meta device at once; buffers stay real."""
+def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
+    """Within: each nn.Parameter that a module registers goes to the meta device at once; buffers stay real.
+
+    ``record``: entered around the builder; tells whether a parameter had values already.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         is_lazy = isinstance(parameter, UninitializedParameter)
         if parameter is not None and not parameter.is_meta and not is_lazy:
-            had_hooks = contract.has_hooks(parameter)
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            if had_hooks:
-                setattr(parameter, contract.HAS_HOOKS, True)
+            parameter = _on_meta(parameter, None if record is None else record.value_of(parameter))
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
@@ -149,11 +157,13 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     builder = find_builder(path)
     check_options(path, builder, options)
     try:
-        with parameters_on_meta(), contract.WriteCounter() as writes:
+        with WriteRecord() as record, parameters_on_meta(record):
             layers = builder(**options)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
+        if (tool := contract.weight_tool(error)) is not None:
+            raise ModelError(f"{path} with model.options {options} failed{place(error)}: {tool}") from error
         raise ModelError(
             f"{path} with model.options {options} failed{place(error)}: {type(error).__name__}: {error}"
         ) from error
@@ -171,6 +181,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         raise ModelError(
             f"{path} returned a model of which no parameter requires a gradient: there is nothing to train"
         )
+    contract.check_computed(path, layers)
     contract.check_parameters(path, layers)
     contract.check_sparse(layers)
     contract.separate_repeated_layers(layers)
@@ -178,13 +189,9 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     tied = contract.tied_sets(path, layers)
     contract.check_ties_declared(path, layers, tied)
     contract.check_buffers(path, layers)
+    owners = find_owners(layers)
     if getattr(layers, "initialise", None) is None:
-        contract.check_initial_values(path, layers, writes)
-    owners: dict[str, nn.Module] = {}
-    for module_name, module in layers.named_modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            owners |= dict.fromkeys((f"{module_name}.{name}".lstrip(".") for name in own), copy.deepcopy(module))
+        check_first_values(path, layers, owners, record, {name for names in tied for name in names[1:]})
     return PlainModel(
         layers=layers,
         plan=dict(getattr(layers, "sharding_plan", {})),

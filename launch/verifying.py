@@ -9,10 +9,12 @@ from framework.stderr import put
 
 if TYPE_CHECKING:
     from framework.config import RunConfig
-    from framework.verify import Layout, Row
+    from framework.verify import Layout, Row, Traits
 
 MOST_RANKS = 8
 """Ranks that verify runs on this machine."""
+SAMPLES_PER_SIZE = 8
+"""Samples of a step over the micro-batch size, where that is part of the model: two replicas of four micro-batches."""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples of a step and tokens of a sample, of a shrunk model."""
 
@@ -30,12 +32,21 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
         from framework.verify import parse_layout
         from framework.verify import verify as proved
 
-        layouts = [parse_layout(text) for text in words]
+        layouts, twice = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
         config = prepare(config, whole=whole)
-        twice = None
+        traits = look(config, global_batch, dtype, random_tokens=not whole)
+        own = config.batch.micro_batch_size or 2
+        if traits.couples_samples and not whole:  # their number is part of the model
+            global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
+        if traits.couples_samples and words:
+            put(f"micro_batch_size {own}, as the run has it: the samples of one see each other{traits.of_coupling}")
+            layouts = [
+                layout if "mbs" in text else layout._replace(micro_batch_size=own)
+                for text, layout in zip(words, layouts, strict=True)
+            ]
         if not layouts:
-            layouts, twice = choose_layouts(config, global_batch)
+            layouts, twice = choose_layouts(config, global_batch, traits)
         largest = max(layout.size for layout in layouts)
         if largest > MOST_RANKS:
             raise ConfigError(
@@ -76,11 +87,20 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     return config
 
 
-def choose_layouts(config: RunConfig, global_batch: int) -> tuple[list[Layout], list[Layout]]:
-    """Return the default layouts and those of them that are run twice; print what they leave out."""
-    from framework.verify import default_layouts, run_twice, traits_of
+def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
+    """Return what the model is like; a model that no layout takes is refused here, before layouts are chosen."""
+    from framework.blueprint import draw_blueprint
+    from framework.verify import Layout, layout_config, open_feed, probed, traits_of
 
-    traits = traits_of(config)
+    plain = layout_config(config, Layout(), global_batch, dtype)
+    draw_blueprint(plain)
+    return probed(traits_of(plain), plain, open_feed(plain, random_tokens))
+
+
+def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
+    """Return the default layouts and those of them that are run twice; print what they leave out."""
+    from framework.verify import default_layouts, run_twice
+
     layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
     for reason in traits.left_out():
         put(f"left out: {reason}", flush=True)

@@ -383,7 +383,7 @@ def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
-    """Yield the layers that hold a module with parameters in common, group by group: torch gathers for whole modules."""
+    """Yield layers that hold a module with parameters in common, by group: torch gathers for whole modules."""
     found: list[tuple[list[nn.Module], set[int]]] = []
     for layer in layers:
         own = {id(module) for module in layer.modules() if any(True for _ in module.parameters())}

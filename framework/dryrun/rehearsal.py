@@ -192,7 +192,7 @@ def _on_paper(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterato
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     real = {id(buffer): buffer for buffer in blueprint.model.layers.buffers() if not buffer.is_meta}
     for owner in blueprint.model.owners.values():
-        real |= {id(buffer): buffer for buffer in owner.buffers() if not buffer.is_meta}
+        real |= {id(buffer): buffer for buffer in owner.module.buffers() if not buffer.is_meta}
     fake = {key: mode.from_tensor(buffer) for key, buffer in real.items()}
     mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
     for index in mine:

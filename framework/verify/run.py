@@ -21,7 +21,7 @@ from framework.verify.layouts import Layout, layout_config
 from framework.verify.rank import RankFindings, merge, open_feed, run_layout
 from framework.verify.reference import Findings, run_reference
 from framework.verify.report import Report, Row
-from framework.verify.traits import traits_of
+from framework.verify.traits import probed, traits_of
 
 __all__ = ["Pool", "RankFindings", "groupings", "merge", "open_feed", "rounding_of", "run_layout", "verify"]
 
@@ -140,7 +140,8 @@ def verify(
     """
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)  # a model that no layout takes is one message
-    traits, feed = traits_of(plain), open_feed(plain, random_tokens)
+    feed = open_feed(plain, random_tokens)
+    traits = probed(traits_of(plain), plain, feed)
     model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
     problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from framework.config import RunConfig
 from framework.data.example import example
+from framework.feeds import Source
 from framework.model import PlainModel, build_model
 from framework.pipeline.running import couples_samples, running_buffers
 from framework.pipeline.values import Example
 from framework.seeding import SeededDropout
+from framework.verify.probe import find_coupling
 
 
 class Traits(NamedTuple):
@@ -38,8 +40,15 @@ class Traits(NamedTuple):
     """Some dropout is on."""
     has_selective: bool = False
     """The model names parts that are cheap to compute again."""
+    coupling: str = ""
+    """The layer in which samples see each other, where it was found by running it."""
     vocab_sizes: tuple[int, ...] = ()
     """Rows of the weights that are sharded as a vocabulary: tp pads them."""
+
+    @property
+    def of_coupling(self) -> str:
+        """The layer in which samples see each other, in parentheses, as far as it is known."""
+        return f" ({self.coupling})" if self.coupling else ""
 
     def left_out(self) -> list[str]:
         """Why some of the default layouts are not there, in words."""
@@ -51,7 +60,7 @@ class Traits(NamedTuple):
         if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
             found.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.couples_samples:
-            found.append("other micro-batch sizes: the samples of one see each other (BatchNorm)")
+            found.append(f"other micro-batch sizes: the samples of one see each other{self.of_coupling}")
         return found
 
 
@@ -63,6 +72,16 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
         if "vocab" in kinds and isinstance(getattr(module, "weight", None), Tensor):
             found.add(int(module.weight.shape[0]))
     return tuple(sorted(found))
+
+
+def probed(traits: Traits, config: RunConfig, feed: Source) -> Traits:
+    """Return the traits with what only a run in plain torch shows: layers in which samples see each other.
+
+    Raises:
+        ModelError: a layer gives other numbers for the same samples.
+    """
+    coupling = find_coupling(config, feed)
+    return traits._replace(coupling=coupling, couples_samples=traits.couples_samples or bool(coupling))
 
 
 def traits_of(config: RunConfig) -> Traits:

@@ -79,7 +79,7 @@ class RunLock:
         return self
 
     def _open_and_lock(self) -> bool:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         return self._got(fcntl.LOCK_EX)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -92,7 +92,7 @@ class RunLock:
             LockError: another job is in the directory.
         """
         with contextlib.suppress(OSError):  # no file yet, or one that cannot be read: who takes the lock says more
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 self._got(fcntl.LOCK_SH, warn=False)
             finally:
