@@ -184,7 +184,7 @@ def newest(run_directory: Path) -> Path:
         DataError: there is none.
     """
     traces = run_directory / "traces"
-    found = [path for path in traces.glob("*.json") if FILE_NAME.fullmatch(path.name)]
+    found = [path for path in traces.glob("*.json") if FILE_NAME.fullmatch(path.name) and path.is_file()]
     if not found:
         raise DataError(
             f"{run_directory} has no trace (traces/step-*.json): give the directory of a run that has taken the step "
