@@ -47,6 +47,8 @@ def test_derived_micro_batches_are_bounded_too() -> None:
     assert rules.MAX_FORWARDS == building.MAX_FORWARDS
     with pytest.raises(ScheduleError, match="forwards in a step"):
         build("1f1b", 16, 10**9)
+    with pytest.raises(ScheduleError, match=r"pp=64 x chunks=64 x interleave=65 = 266,240 forwards"):
+        build("interleaved_1f1b", 64, 64, 65)
 
 
 def test_many_pieces_of_a_tensor_are_checked_in_seconds() -> None:

@@ -8,8 +8,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD as SGDOfTorch
+from torch.optim import AdamW
 
 from framework.config.schema import Optimizer
+from framework.optimizer.eight_bit import AdamW8bit
 from framework.optimizer.flat import STATES, FlatOptimizer, Shard, clip_factor
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
@@ -181,3 +184,12 @@ def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
     ours.step(1e-2, 1.0)
     ours.step(1e-2, 0.5)
     assert sent == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("adamw8bit", AdamW8bit), ("sgd", SGDOfTorch)])
+def test_the_optimizer_that_is_configured(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    ours = FlatOptimizer(
+        [shard(drawn(64, seed=0), drawn(64, seed=1), True, True, in_blocks=name == "adamw8bit")],
+        CONFIG.model_copy(update={"name": name, "block_size": 32}),
+    )
+    assert type(ours.inner) is kind

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from framework.errors import ScheduleError
 from framework.schedule.action import (
     RECEIVES,
     SENDS,
@@ -174,7 +175,20 @@ def test_bound_on_activations() -> None:
     assert len(check(lower(build("gpipe", 3, 4)), max_activations=3)) == 3
     two_stages = lower(parse_schedule(f"{ONE_RANK}0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1\n"))
     assert check(two_stages, max_activations=2) == []  # the room is per stage: 3 are held of 2 x 2
-    assert faults(check(two_stages, max_activations=1)) == {Fault.TOO_MANY_ACTIVATIONS}
+    problems = check(two_stages, max_activations=1)
+    assert faults(problems) == {Fault.TOO_MANY_ACTIVATIONS} and "with room for 2;" in problems[0].text
+
+
+def test_what_comes_after_the_step_is_named() -> None:
+    problems = check(edited(SOUND, ("2REDUCE STEP", "STEP 2REDUCE")), Channel.BUFFERED)
+    assert [p.text for p in problems if p.fault is Fault.STEP_NOT_LAST] == ["2REDUCE comes after STEP"]
+
+
+def test_rows_above_the_header_are_refused() -> None:
+    text = format_schedule(SOUND).split("\n")
+    assert parse_schedule("\n".join(text)) == SOUND
+    with pytest.raises(ScheduleError, match="no header above the first row"):
+        parse_schedule("\n".join([text[1], text[0], *text[2:]]))
 
 
 ONE_RANK = "# hand pp=1 num_stages=2 chunks=2 placement=loop\n"

@@ -1,0 +1,72 @@
+"""Bytes on the wire by the formulas, the devices that ranks pick, and lists in messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from framework.errors import MeshError
+from framework.mesh import network
+from framework.mesh.comm import WIRE_FACTORS, Traffic
+from framework.mesh.meeting import in_short
+from framework.mesh.mesh import pick_device
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_wire_bytes_of_each_operation(size: int) -> None:
+    """Of a ring: an all-reduce is a reduce-scatter and an all-gather."""
+    once = (size - 1) / size
+    expected = {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "broadcast": once, "send": 1.0}
+    assert {name: factor(size) for name, factor in WIRE_FACTORS.items()} == pytest.approx(expected)
+
+
+def test_traffic_is_summed_by_group() -> None:
+    traffic = Traffic()
+    for group, operation, size, message_bytes in (
+        ("dp", "all_gather", 2, 100),
+        ("dp", "all_gather", 2, 300),
+        ("dp", "send", 2, 7),
+        ("dp_shard", "all_gather", 4, 1000),
+        ("aa", "send", 2, 5),
+    ):
+        traffic.add(group, operation, size, message_bytes)
+    assert traffic.counts["dp", "all_gather"] == (2, 200.0)
+    assert (traffic.wire_bytes("dp"), traffic.wire_bytes("dp_shard"), traffic.wire_bytes("tp")) == (207.0, 750.0, 0)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine that torch believes to have GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    return monkeypatch
+
+
+def test_a_rank_picks_the_device_of_its_number(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 4)
+    assert str(pick_device("auto", 3)) == str(pick_device("cuda", 3)) == "cuda:3"
+    assert str(pick_device("cpu", 3)) == "cpu"
+    with pytest.raises(MeshError, match="local rank 4 has no GPU of its own: 4 visible"):
+        pick_device("auto", 4)
+
+
+def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MeshError, match="1 visible"):
+        pick_device("cuda", 3)
+    gpus.setenv("SLURM_PROCID", "3")
+    assert str(pick_device("cuda", 3)) == "cuda:0"
+    gpus.setattr(torch.cuda, "device_count", lambda: 4)
+    assert str(pick_device("cuda", 3)) == "cuda:3"
+
+
+def test_lists_in_messages() -> None:
+    assert in_short([2, 3]) == "2, 3"
+    assert in_short(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_no_interface_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(network, "interface_towards", lambda host: None)
+    assert network.own_address("node1") is None
