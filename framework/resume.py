@@ -38,6 +38,14 @@ def data_fingerprint(feed: Source) -> dict[str, str]:
     }
 
 
+def corpus_times(feed: Source) -> dict[str, int]:
+    """Return the modification times of the files that a run's corpora consist of, in ns, by path."""
+    if not isinstance(feed, Feed | SpanCorruptionFeed):
+        return {}
+    corpora = [feed.corpus] if isinstance(feed.corpus, Corpus) else feed.corpus.corpora
+    return {path: at for corpus in corpora for path, at in corpus.modified().items()}
+
+
 def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     known = fingerprint.read(corpus.prefix.parent)
     sampled = {SAMPLED: corpus.sampled()}

@@ -30,7 +30,7 @@ from framework.mesh.grid import Grid
 from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from framework.optimizer.flat import states_of
 from framework.process import GiveUp, end_process
-from framework.resume import resume
+from framework.resume import corpus_times, resume
 from framework.saving import Saver, check_manifest
 from framework.state import saved_weights
 from framework.stderr import say as speak
@@ -133,7 +133,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         keep(directory, config)
         if parts.state.step < config.train.steps:
-            parts.restarts = note_start(directory, parts.state.step, mesh.grid, mesh.nodes)
+            parts.restarts = note_start(
+                directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.feed), say
+            )
         files.remember()
     tracker = build_tracker(
         directory,

@@ -117,6 +117,11 @@ class Corpus:
             raise DataError(f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})") from error
         return sha256("".join(hashes).encode()).hexdigest()
 
+    def modified(self) -> dict[str, int]:
+        """Return the modification time of each of its files in ns, by path."""
+        paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
+        return {str(path): path.stat().st_mtime_ns for path in paths if path.is_file()}
+
     def example(self, number: int) -> Example:
         """Sample ``number``: its tokens, its labels, where documents begin in it."""
         return self._window(number) if self.packed is None else self._whole_documents(number, self.packed)

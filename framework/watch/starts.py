@@ -6,30 +6,65 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from framework.bounded import parse_json, read_bytes
 from framework.durable import append_synced, replace_synced
 from framework.mesh.grid import Grid
 from framework.mesh.view import draw
+from framework.stderr import tell
 
 STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
 
 
-def note_start(directory: Path, step: int, grid: Grid, nodes: Sequence[str]) -> int:
-    """Write down that the run goes on from this step; how often it had been started before. Rank 0 calls it.
+def written_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:
+    """Return the files of a corpus whose modification time is another than at the last start of the run.
 
-    That it cannot be written is no reason not to train.
+    ``corpus``: path -> modification time in ns, now. Files that the last start does not name are left out.
     """
+    before: Any = None
+    try:
+        for line in reversed(read_bytes(directory / STARTS).splitlines()):
+            before = parse_json(line).get("corpus")
+            break
+    except (OSError, ValueError, AttributeError):
+        return []
+    if not isinstance(before, dict):
+        return []
+    return [path for path, at in corpus.items() if before.get(path, at) != at]
+
+
+def note_start(
+    directory: Path,
+    step: int,
+    grid: Grid,
+    nodes: Sequence[str],
+    corpus: Mapping[str, int] | None = None,
+    say: Callable[[str], None] = tell,
+) -> int:
+    """Write down that the run goes on from this step; return how often it had been started before. Rank 0 calls it.
+
+    That it cannot be written is no reason not to train. ``corpus``: as for :func:`written_since`, whose findings go to
+    ``say``.
+    """
+    if touched := written_since(directory, corpus or {}):
+        say(
+            f"{', '.join(touched)}: written since the last start of this run; size and sampled hash are those of "
+            f"before (`meshwright data verify DIR` reads every byte)"
+        )
     place = directory / STARTS
-    line = {
+    line: dict[str, Any] = {
         "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         "step": step,
         "host": socket.gethostname(),
         "layout": f"pp{grid.pp} dp{grid.dp} tp{grid.tp}",
         "nodes": len(set(nodes)),
     }
+    if corpus:
+        line["corpus"] = dict(corpus)
     job = os.environ.get("SLURM_JOB_ID")
     if job:
         line |= {"slurm_job": job, "slurm_restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}

@@ -17,7 +17,9 @@ from framework.data import fingerprint
 from framework.data.corpus import Corpus
 from framework.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
 from framework.errors import DataError, UserError
+from framework.mesh.grid import Grid
 from framework.train import run_directory, work
+from framework.watch.starts import note_start
 from launch.cli import main
 from launch.pool import RankPool
 from tests.checkpoint.test_checkpoint_hostile import forge
@@ -148,3 +150,21 @@ def test_so_is_what_lies_beside_it(ending: str, copied: Path) -> None:
     os.truncate(copied / f"train.{ending}", 0)
     with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and .* were there when it was opened"):
         found.example(found.num_samples - 1)
+
+
+def test_a_file_that_was_written_since_the_last_start_is_named(copied: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Its bytes are the same as far as they are sampled: the run goes on, and says so."""
+    config = run_config(copied, tmp_path / "runs", parallel=layout(""), train={"steps": 2})
+    train(pool, config)
+    directory, file = run_directory(config), copied / "train.bin"
+    noted = json.loads((directory / "starts.jsonl").read_text().splitlines()[-1])["corpus"]
+    assert noted == {str(path): path.stat().st_mtime_ns for path in (file, copied / "train.idx")}
+    said: list[str] = []
+    note_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
+    assert not said
+    note_start(directory, 2, Grid(1, 1, 1), ["here"], {**noted, str(file): 1}, said.append)
+    assert len(said) == 1 and said[0].startswith(f"{file}: written since the last start of this run")
+    (directory / "starts.jsonl").write_bytes(b"[" * 100_000)
+    note_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
+    assert len(said) == 1
+    train(pool, changed(config, train={"steps": 3}))
