@@ -1,0 +1,78 @@
+"""A backward in halves, layer by layer, against autograd's own: inputs' gradients in I, weights' in W."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.pipeline.split_backward import SplitBackward, complete
+
+D, V, B, S = 6, 9, 2, 5
+
+
+class Doubled(nn.Linear):
+    """Uses a weight that is computed from its parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, 2.0 * self.weight, self.bias)
+
+
+class Twice(nn.Linear):
+    """Uses its weight two times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.weight, self.bias)), self.weight)
+
+
+def frozen(layer: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        layer.get_parameter(name).requires_grad_(False)
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "no bias": lambda: nn.Linear(D, D, bias=False),
+    "frozen bias": lambda: frozen(nn.Linear(D, D), "bias"),
+    "frozen weight": lambda: frozen(nn.Linear(D, D), "weight"),
+    "computed weight": lambda: Doubled(D, D),
+    "used twice": lambda: Twice(D, D),
+    "embedding": lambda: nn.Embedding(V, D),
+    "first row is padding": lambda: nn.Embedding(V, D, padding_idx=0),
+    "last row is padding": lambda: nn.Embedding(V, D, padding_idx=-1),
+    "by frequency": lambda: nn.Embedding(V, D, scale_grad_by_freq=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_halves_add_up(name: str) -> None:
+    """Every id occurs, the last one and its neighbour too: none may pass for the padding."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    plain = copy.deepcopy(layer)
+    is_embedding = isinstance(layer, nn.Embedding)
+    ids = torch.arange(B * S).view(B, S) % V
+    given = [ids, ids] if is_embedding else [torch.randn(B, S, D, dtype=torch.float64).requires_grad_() for _ in "ab"]
+    if not is_embedding:
+        given[1] = given[0].detach().clone().requires_grad_()
+    weights = torch.randn(B, S, D, dtype=torch.float64)
+    split = SplitBackward()
+    with split:
+        output = layer(given[0])
+    torch.testing.assert_close(output, plain(given[1]), rtol=1e-14, atol=1e-14)
+    if output.requires_grad:
+        with split.putting_off() as notes:
+            (output * weights).sum().backward()
+        (plain(given[1]) * weights).sum().backward()
+        complete(notes)
+    if not is_embedding:
+        torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-13, atol=1e-14)
+    for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-13, atol=1e-14)
