@@ -47,9 +47,9 @@ def check_run_files(directory: Path) -> None:
     """
     found = []
     for name in (*PRESUPPOSED, FILE, STATUS):
-        limit_bytes = None if name in (METRICS_FILE, AGAIN) else MAX_FILE_BYTES
-        why = why_unusable(directory / name, limit_bytes)
-        if why is not None:
+        is_log = name in (METRICS_FILE, AGAIN)
+        why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
+        if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
             found.append(f"{directory / name} {why}: move it away, or choose another run.name")
     if found:
         raise ConfigError(found)

@@ -32,7 +32,7 @@ def draw(added: Added) -> None:
         "Of a configuration: who computes what when, the bubble and the activations in flight, in ticks and without "
         "torch; with --out or --format also as SVG, PNG and a trace for ui.perfetto.dev. Of a run: the step that was "
         "traced, over its simulation, and per rank how long it computed, waited and communicated.",
-        "meshwright draw configs/demo.toml --parallel.pp=4 --batch.chunks=8 --costs f=1,b=2,comm=0.1 --out pictures\n"
+        "meshwright draw configs/demo.toml --parallel.pp=4 --costs f=1,b=2,comm=0.1 --out pictures\n"
         "  meshwright draw runs/demo",
         takes_overrides=True,
     )

@@ -203,7 +203,7 @@ def checkpoint(added: Added) -> None:
         commands.checkpoint_verify,
         "read every byte and hold it against its hash",
         "All checkpoints of a run, or one. Exit code 1 when a file is not what was written.",
-        "meshwright checkpoint verify runs/demo --step 160",
+        "meshwright checkpoint verify runs/demo --step 120",
     )
     shown = command(
         commands_of,
@@ -211,7 +211,7 @@ def checkpoint(added: Added) -> None:
         commands.checkpoint_show,
         "what is in one",
         "The newest of a run, or that of --step: what it is of, and its tensors.",
-        "meshwright checkpoint show runs/demo --tensor embedding.token.weight",
+        "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
     )
     shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
     resharded = command(

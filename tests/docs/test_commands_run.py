@@ -1,0 +1,196 @@
+"""Every command of meshwright in README, docs and help texts is run as it is printed, or has a reason in a table.
+
+A desk has what the commands name: configurations, a small corpus, the run ``demo`` (120 steps of the demo with a small
+model on one rank) under each name that a page gives a run, texts, chats and a tokenizer. Pages of docs/tasks are run in
+order by test_tasks.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from tests.docs.test_commands import COMMANDS, ROOT
+from tests.foreign.samples import TORCHTITAN
+
+ELSEWHERE = {
+    r"train configs/demo.toml": "minutes on eight ranks: `make demo`, and tests/end_to_end of the same layouts",
+    r"verify configs/demo.toml": "minutes on eight ranks: tests/verify proves the same layouts",
+    r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",
+    r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; tests/huggingface converts small ones",
+    r"train runs/llama/config.toml": "follows from that conversion; trained in tests/huggingface/test_back.py",
+    r"(train|verify) run.toml": "needs a transformers directory; tests/huggingface/test_restructure.py",
+    r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
+    r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
+    r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/doctor",
+    r"calibrate ": "measures this machine for a minute: tests/launch/test_plan.py",
+    r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/data/test_prepare.py reads parquet",
+    r"data stdlib ": "12 MB of text: `make demo`, tests/data",
+}
+"""Pattern of a command -> where it is run, or why it cannot be."""
+LONG = (
+    r"llama3-(70b|405b|8b).*--cluster",
+    r"dryrun configs/llama3-405b",
+    r"stages configs/llama3-405b",
+    r"--parallel.tp=2",
+    r"dryrun ",
+)
+"""Seconds to half a minute each, or several ranks: run by `make torture`."""
+ENDS_WITH = {
+    r"--seed-fault": 1,
+    r"plan configs/llama3-405b.toml --cluster h100 --nodes 1$": 2,
+}
+"""The exit codes that the pages say, where it is not 0."""
+
+
+TOKENIZERS = ("tok", "models/Llama-3.1-8B", "models/llama-3.1-8b", "models/mine", "models/qwen3-0.6b", "models/gpt2")
+TOKENIZERS += ("runs/llama/huggingface",)
+
+
+def is_of_tasks(where: str) -> bool:
+    return where.startswith("docs/tasks/")
+
+
+def reason(command: str) -> str | None:
+    return next((why for pattern, why in ELSEWHERE.items() if re.search(f"meshwright {pattern}", command)), None)
+
+
+PRINTED = sorted({command for where, command in COMMANDS if not is_of_tasks(where)})
+HERE = [command for command in PRINTED if reason(command) is None]
+
+
+def test_every_reason_is_needed() -> None:
+    for pattern in ELSEWHERE:
+        assert any(re.search(f"meshwright {pattern}", command) for command in PRINTED), pattern
+    for pattern in (*LONG, *ENDS_WITH):
+        assert any(re.search(pattern, command) for command in HERE), pattern
+    assert len(HERE) > 60
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name, made by the commands themselves."""
+    place = tmp_path_factory.mktemp("desk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        shutil.copytree(ROOT / "configs", "configs")
+        (place / "pages").mkdir()
+        for page in (ROOT / "docs").glob("*.md"):
+            shutil.copy(page, "pages")
+        made("data files pages --out runs/data/stdlib --vocab-size 512")
+        small = "--model.options.vocab_size=512 --model.options.hidden_size=16 --model.options.num_layers=2"
+        one = "--parallel.dp=1 --parallel.pp=1 --parallel.tp=1 --batch.micro_batch_size=1 --batch.global_batch=2"
+        rest = (
+            "--data.sequence_length=32 --model.options.max_sequence_length=32 --tracking.wandb=off --train.device=cpu"
+        )
+        made(f"train configs/demo.toml {small} {one} {rest} --checkpoint.keep_last=4")
+        for name in ("llama", "deep", "other"):
+            shutil.copytree("runs/demo", f"runs/{name}")
+        tokenizer = place / "runs/data/stdlib/tokenizer.json"
+        for folder in TOKENIZERS:
+            Path(folder).mkdir(parents=True)
+            shutil.copy(tokenizer, folder)
+        texts = [
+            f"{number}. The mesh has {number} ranks, and each of them counts its samples." for number in range(200)
+        ]
+        for folder in ("books", "notes", "texts"):
+            Path(folder).mkdir()
+            Path(folder, "one.txt").write_text("\n".join(texts))
+        lines = "\n".join(json.dumps({"text": text}) for text in texts) + "\n"
+        Path("pages.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        Path("pages", "one.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        Path("book.txt").write_text("\n".join(texts))
+        chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Eight ranks."}]
+        Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(200)))
+        Path("llama3_8b.toml").write_text(TORCHTITAN)
+        made(
+            "data prepare chats.jsonl --format messages --tokenizer models/mine --out data/chats --validation-share 0.1"
+        )
+        made("data prepare notes/ --tokenizer tok/ --validation-share 0.1 --out data/notes")
+        made("data prepare pages.jsonl.gz --tokenizer tok/ --validation-share 0.1 --out data/pages")
+        shutil.copytree("runs/data/stdlib", "runs/data/other")
+    return place
+
+
+def made(words: str) -> None:
+    assert main(words.split()) == 0, words
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.torture if any(re.search(one, each) for one in LONG) else pytest.mark.slow)
+        for each in HERE
+    ],
+)
+def test_it_does_what_is_printed(
+    command: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a copy of the desk, with the exit code that the page says."""
+    copy = shutil.copytree(desk, tmp_path / "desk", symlinks=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("HOME", str(copy))
+    expected = next((code for pattern, code in ENDS_WITH.items() if re.search(pattern, command)), 0)
+    prepare(command)
+    code = main([each for word in shlex.split(command)[1:] for each in as_the_shell_does(word)])
+    said = capfd.readouterr()
+    assert code == expected, f"{command}\n{said.out[-2000:]}{said.err}"
+    assert "Traceback" not in said.err
+
+
+def as_the_shell_does(word: str) -> list[str]:
+    """Expand ``~`` and patterns of files; a pattern that fits nothing stays."""
+    word = str(Path(word).expanduser()) if word.startswith("~") else word
+    return sorted(map(str, Path().glob(word))) if "*" in word else [word]
+
+
+def prepare(command: str) -> None:
+    """Make way for what the command makes, and put there what only it wants."""
+    words = shlex.split(command)
+    out = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    if out is not None and out.is_dir() and out.parts[0] == "data":
+        shutil.rmtree(out)
+    if "--to" in words:
+        shutil.rmtree("models/mine")
+
+
+OTHER = re.compile(r"(?:^|`|\$ )((?:make|python) [^`\n]+)", re.MULTILINE)
+PAGES_OF_OTHERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def others() -> list[str]:
+    """``make`` and ``python`` commands of the pages, without their remarks."""
+    found = {
+        re.split(r"\s{2,}|\s#", match)[0].strip()
+        for page in PAGES_OF_OTHERS
+        for match in OTHER.findall(page.read_text())
+    }
+    return sorted(
+        command for command in found if re.match(r"make [a-z-]+( [A-Z]+=\S+)*$|python (-m )?benchmarks", command)
+    )
+
+
+@pytest.mark.parametrize("command", others())
+def test_targets_and_benchmarks_are_there(command: str) -> None:
+    """A target of the Makefile; a benchmark that knows each option. They take minutes: `make bench`, `make torture`."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        return
+    file = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+    source = (ROOT / file).read_text()
+    for word in words[2:]:
+        assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in source, f"{file} has no option {word}"
+
+
+def test_others_are_found() -> None:
+    found = others()
+    assert {"make test", "make demo", "make check"} <= set(found) and sum("benchmarks" in each for each in found) > 8
