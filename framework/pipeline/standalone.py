@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from framework.errors import ModelError
+from framework.pipeline.outline import Outline, outline_of
 
+OWN = {"torch", "framework", "models"}
 BY_NAME = (
     "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
     "noise belongs into the samples"
@@ -46,8 +48,9 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storage -> name of a parameter of the original."""
         self._made: dict[int, str] = {}
         """Storage -> layer that made it."""
-        self._alive: list[Any] = []  # a storage that is gone could leave its address to another
+        self._alive: dict[int, Any] = {}  # a storage that is gone could leave its address to another
         self._layer, self._where, self._is_ours = "", "", False
+        self._seen: list[Outline] = []
         self._handed: set[int] = set()
         self._own: dict[int, str] = {}
         """Parameter of the running layer -> its name there."""
@@ -62,8 +65,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        return int(storage._cdata)
+        key = int(storage._cdata)
+        if key not in self._alive:
+            self._alive[key] = storage
+        return key
 
     @contextmanager
     def running(self, name: str, layer: nn.Module, value: Any) -> Iterator[None]:
@@ -82,6 +87,23 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for source, state in _generator_states(layer).items():
             if drawn.get(source) != state:
                 raise ModelError(self._draws(source))
+
+    def has_seen(self, layer: nn.Module) -> bool:
+        """Return whether a layer that is alike was watched, of classes of torch and meshwright alone: those keep no
+        functions and no references that a comparison of their attributes would miss."""
+        if any(type(module).__module__.partition(".")[0] not in OWN for module in layer.modules()):
+            return False
+        outline = outline_of(layer)
+        if outline in self._seen:
+            return True
+        self._seen.append(outline)
+        return False
+
+    def note(self, name: str, value: Any) -> None:
+        """Remember what a layer handed on that was not run."""
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self._made.setdefault(self._key(leaf), name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -160,19 +182,25 @@ def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
     return probability != 0.0 and given.get("train", True) is not False
 
 
-def _generator_states(layer: nn.Module) -> dict[str, str]:
+def _generator_states(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return the states of Python's and numpy's generators, and of those that the layer's modules hold."""
     numpy = sys.modules.get("numpy")
-    found = {"Python's random": repr(random.getstate())}
+    found: dict[str, tuple[Any, ...]] = {"Python's random": random.getstate()}
     if numpy is not None:
-        found["numpy.random"] = repr(numpy.random.get_state())
+        found["numpy.random"] = _of_numpy(numpy.random.get_state())
     for module_name, module in layer.named_modules():
         for attribute, value in vars(module).items():
             for state in map(_state_of, _items(value)):
                 if state is not None:
                     name = f"its own generator {f'{module_name}.{attribute}'.lstrip('.')}"
-                    found[name] = found.get(name, "") + state
+                    found[name] = (*found.get(name, ()), state)
     return found
+
+
+def _of_numpy(state: Any) -> tuple[Any, ...]:
+    """Return the legacy state of numpy in a form that ``==`` compares."""
+    name, keys, *rest = state
+    return (name, keys.tobytes(), *rest)
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -181,15 +209,15 @@ def _items(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _state_of(value: Any) -> str | None:
+def _state_of(value: Any) -> Any:
     """Return the state of a random generator; None where it is none."""
-    numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
-        return repr(value.getstate())
+        return value.getstate()
     if isinstance(value, torch.Generator):
-        return repr(value.get_state().tolist())
+        return value.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator):
         return repr(value.bit_generator.state)
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return repr(value.get_state())
+        return _of_numpy(value.get_state())
     return None

@@ -156,7 +156,7 @@ def describe_boundaries(
         layers: a :func:`meta_copy` of the whole model with tensor parallelism applied: shapes are this rank's. Buffers
             that forward changes are other ones afterwards.
         inputs: of one micro-batch, on meta.
-        watch: checks that each layer stands alone; then each is run, however many are alike.
+        watch: checks that each layer stands alone.
 
     Raises:
         ModelError: a layer does not take what the one before it hands on, with both named; it decides by numbers that
@@ -172,8 +172,10 @@ def describe_boundaries(
         versions = [leaf._version for leaf in received]
         shapes = shapes_of(value)
         try:
-            if watch is None:
+            if watch is None or watch.has_seen(layer):
                 value = _handed_on(layer, value)
+                if watch is not None:
+                    watch.note(name, value)
             else:
                 with watch.running(name, layer, value):
                     value = layer(value)
