@@ -4,7 +4,7 @@ A layer must therefore compute from its input, its own parameters and buffers, a
 device finds layers that
 
     use a parameter that only another layer holds     a head tied by a closure
-    use a tensor that was not handed to them          a module-level dict, a list, an attribute of another layer
+    use a tensor that was not handed to them          a module-level dict, a list, what an earlier forward left
     write to a parameter                              clamp_, EMA, nn.Embedding(max_norm=...), spectral_norm
     draw random numbers                               F.dropout, torch.rand, numpy, random, generators of their own
 """
@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.errors import ModelError
 from framework.pipeline.outline import Outline, outline_of
 
+CALLS_BEFORE = 2
+PLAIN = (bool, int, float, str)
+OF_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+"""Operations of whose argument only shape, dtype and device matter."""
 OWN = {"torch", "framework", "models"}
 BY_NAME = (
     "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
@@ -47,7 +51,12 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._left_behind: dict[int, str] = {}
         """Storage -> name of a parameter of the original."""
         self._made: dict[int, str] = {}
-        """Storage -> layer that made it."""
+        """Storage -> what made it out of the samples or a weight: a layer. Constants, which anybody may keep, are left
+        out."""
+        self._trace: list[tuple[Any, ...]] = []
+        """Operations of one forward, with their plain arguments."""
+        self._fault: ModelError | None = None
+        """The first one, which the layer may have caught."""
         self._alive: dict[int, Any] = {}  # a storage that is gone could leave its address to another
         self._layer, self._where, self._is_ours = "", "", False
         self._seen: list[Outline] = []
@@ -70,20 +79,57 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._alive[key] = storage
         return key
 
-    @contextmanager
-    def running(self, name: str, layer: nn.Module, value: Any) -> Iterator[None]:
-        """Watch one layer's forward on ``value``."""
+    def run(self, name: str, layer: nn.Module, value: Any, received: Sequence[Tensor]) -> Any:
+        """Return ``layer(value)``, watched. One that may keep something is called before, with the like of ``value``.
+
+        A layer that runs only without a dispatch mode (flex_attention) is not watched.
+
+        ``received``: tensors of the stage, which the layer is handed as they are; of others a copy.
+        """
         self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
-        self._handed = {self._key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
         self._is_ours = type(layer).__module__.startswith("framework.")  # may keep what follows from its input alone
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
+        try:
+            return self._watched(name, layer, value, {id(leaf) for leaf in received})
+        except ModelError:
+            raise
+        except Exception:  # its own fault comes again, and is told by the caller
+            return layer(value)
+
+    def _watched(self, name: str, layer: nn.Module, value: Any, kept: Collection[int]) -> Any:
+        traces = []
+        for _ in range(0 if _is_known(layer) else CALLS_BEFORE):
+            with self._calling(layer, tree_map(_like, value)) as before:
+                layer(before)
+            traces.append(self._trace)
+            mine = f"{name} in an earlier forward"
+            self._made = {key: mine if maker == name else maker for key, maker in self._made.items()}
+        with self._calling(layer, tree_map(lambda leaf: leaf if id(leaf) in kept else _like(leaf), value)) as value:
+            handed = layer(value)
+        if traces and traces[-1] != self._trace:  # the first call may make what the others keep
+            raise ModelError(
+                f"{self._where} does something else in each call for the same input: it counts its calls, or draws "
+                f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
+                f"nn.Dropout for noise"
+            )
+        return handed
+
+    @contextmanager
+    def _calling(self, layer: nn.Module, value: Any) -> Iterator[Any]:
+        self._handed = {self._key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        self._made |= dict.fromkeys(self._handed, self._layer)
+        self._trace = []
         places = {key: self._key(parameter) for key, parameter in layer.named_parameters()}
         drawn = _generator_states(layer)
-        with self:
-            yield
+        try:
+            with self:
+                yield value
+        finally:
+            if self._fault is not None:
+                raise self._fault
         for key, parameter in layer.named_parameters():
             if places.get(key) != self._key(parameter):
-                raise ModelError(self._writes(f"{name}.{key}", ".data = ..."))
+                raise ModelError(self._writes(f"{self._layer}.{key}", ".data = ..."))
         for source, state in _generator_states(layer).items():
             if drawn.get(source) != state:
                 raise ModelError(self._draws(source))
@@ -91,7 +137,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def has_seen(self, layer: nn.Module) -> bool:
         """Return whether a layer that is alike was watched, of classes of torch and meshwright alone: those keep no
         functions and no references that a comparison of their attributes would miss."""
-        if any(type(module).__module__.partition(".")[0] not in OWN for module in layer.modules()):
+        if not _is_known(layer):
             return False
         outline = outline_of(layer)
         if outline in self._seen:
@@ -107,21 +153,30 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for argument in tree_leaves((args, kwargs)):
-            if isinstance(argument, Tensor):
-                self._check(argument, func)
-        self._check_writes(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
-            raise ModelError(self._draws(f"torch's random generator ({func._schema.name.removeprefix('aten::')})"))
+        name = func._schema.name.removeprefix("aten::")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            for tensor in given:
+                self._check(tensor)
+            self._check_writes(func, args, kwargs)
+            if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
+                raise ModelError(self._draws(f"torch's random generator ({name})"))
+        except ModelError as error:
+            self._fault = self._fault or error
+            raise
+        self._trace.append((name, *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))))
         found = func(*args, **kwargs)
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._made.setdefault(self._key(leaf), self._layer)
+        if name not in OF_SHAPE and any(self._key(tensor) in self._made or self._names(tensor) for tensor in given):
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, Tensor):
+                    self._made.setdefault(self._key(leaf), self._layer)
         return found
 
-    def _check(self, tensor: Tensor, func: Any) -> None:
-        key = self._key(tensor)
-        names = self._held.get(key, [])
+    def _names(self, tensor: Tensor) -> list[str]:
+        return self._held.get(self._key(tensor), [])
+
+    def _check(self, tensor: Tensor) -> None:
+        key, names = self._key(tensor), self._names(tensor)
         foreign = self._left_behind.get(key) if not names else names[0]
         if foreign is not None and not any(name.partition(".")[0] == self._layer for name in names):
             other = foreign.partition(".")[0]
@@ -142,10 +197,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         maker = self._made.get(key)
         if maker not in (None, self._layer) and key not in self._handed and not names and not self._is_ours:
             raise ModelError(
-                f"{self._where} uses a tensor of shape {tuple(tensor.shape)} that layer {maker} made and did not hand "
-                f"on (a global variable, a list, an attribute): on another stage it would be missing, and with several "
-                f"micro-batches in flight another one's. Let the layers between hand it on, as a tuple or dict of "
-                f"tensors"
+                f"{self._where} uses a tensor of shape {tuple(tensor.shape)} of layer {maker} that it was not handed "
+                f"(it lies in a global variable, a list, an attribute): on another stage it would be missing, and with "
+                f"several micro-batches in flight another one's. Let the layers between hand it on, as a tuple or dict "
+                f"of tensors"
             )
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -156,7 +211,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in tree_leaves(given):
-                names = self._held.get(self._key(tensor), []) if isinstance(tensor, Tensor) else []
+                names = self._names(tensor) if isinstance(tensor, Tensor) else []
                 written = next((name for name in names if name in self._parameters), None)
                 if written is not None:
                     raise ModelError(self._writes(written, func._schema.name.removeprefix("aten::")))
@@ -173,6 +228,18 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{self._where} draws from {source} in forward: the draw would differ between layouts and after a resume. "
             f"{BY_NAME}"
         )
+
+
+def _is_known(layer: nn.Module) -> bool:
+    return all(type(module).__module__.partition(".")[0] in OWN for module in layer.modules())
+
+
+def _like(leaf: Any) -> Any:
+    """Return a copy of a tensor on meta, dense as it was; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return copy.requires_grad_().clone() if leaf.requires_grad else copy
 
 
 def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:

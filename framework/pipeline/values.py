@@ -177,8 +177,7 @@ def describe_boundaries(
                 if watch is not None:
                     watch.note(name, value)
             else:
-                with watch.running(name, layer, value):
-                    value = layer(value)
+                value = watch.run(name, layer, value, received)
         except ModelError:
             raise
         except Exception as error:

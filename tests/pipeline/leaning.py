@@ -107,6 +107,45 @@ class Drawing(Block):
         return x * (1.0 + 0.1 * numbers[self.how]())
 
 
+class Remembering(Block):
+    """Keeps something from one forward to the next."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.calls = 0
+        self.before: Tensor | None = None
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.how == "count":
+            self.calls += 1
+            return y / self.calls
+        if self.how == "previous":
+            y = y if self.before is None else y + self.before
+            self.before = x.detach()
+            return y
+        if self.how == "generator of the module":
+            return y * float(GENERATOR.normal())
+        if self.how == "caught":
+            try:
+                return y + torch.rand_like(y)
+            except Exception:
+                return y
+        key = (x.shape[1], str(x.device))
+        if key not in CONSTANTS:
+            CONSTANTS[key] = torch.arange(x.shape[1], device=x.device).cos().unsqueeze(-1)
+        if self.mask is None or self.mask.device != x.device:
+            self.mask = torch.ones_like(x[:, :, :1])
+        return y + CONSTANTS[key] * self.mask
+
+
+GENERATOR = np.random.default_rng(1)
+CONSTANTS: dict[Any, Tensor] = {}
+"""Made when first needed, and kept for all layers."""
+
+
 class Attention(nn.Module):
     """The attention kernel with a dropout of zero, which is tagged as random."""
 
@@ -128,10 +167,11 @@ def build(kind: str = "plain", how: str = "") -> nn.Sequential:
         "writing": lambda: Writing(how),
         "drawing": lambda: Drawing(how),
         "attention": lambda: Attention(float(how)),
+        "remembering": lambda: Remembering(how),
         "alpha": lambda: nn.AlphaDropout(0.1),
         "recurrent": lambda: nn.Sequential(nn.GRU(D, D, batch_first=True), First()),
     }
-    second = Taking(place) if kind == "talking" else Block()
+    second = Taking(place) if kind == "talking" else Remembering("") if kind == "remembering" else Block()
     own = nn.Linear(D, V)
     unregistered = [own]
     heads: dict[str, Callable[[], nn.Module]] = {

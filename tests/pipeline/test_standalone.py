@@ -21,7 +21,7 @@ def draw(kind: str, how: str = "") -> None:
         ("closure", r"layer 4 \(OtherHead\) uses 0.weight, which layer 0 holds and it does not .*tied_weights"),
         ("own closure", r"layer 4 \(Reaching\) uses 4.linear.weight, but not as its attribute"),
         ("list", r"layer 4 \(OtherHead\) uses a parameter of shape \(24, 8\) that belongs to no layer"),
-        ("talking", r"layer 3 \(Taking\) uses a tensor of shape .* that layer 1 made and did not hand on"),
+        ("talking", r"layer 3 \(Taking\) uses a tensor of shape .* of layer 1 that it was not handed"),
         ("renormed", r"layer 0 \(Embedding\) writes to its parameter 0.weight in forward \(embedding_renorm_\)"),
         ("alpha", r"layer 1 \(AlphaDropout\) draws from torch's random generator"),
     ],
@@ -53,6 +53,27 @@ def test_a_weight_that_forward_changes(how: str) -> None:
 def test_a_layer_that_draws(how: str, source: str) -> None:
     with pytest.raises(ModelError, match=rf"layer 1 \(Drawing\) draws from {source}.* in forward.*nn.Dropout"):
         draw("drawing", how)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("count", r"layer 1 \(Remembering\) does something else in each call for the same input"),
+        ("generator of the module", r"layer 1 \(Remembering\) does something else in each call for the same input"),
+        ("previous", r"uses a tensor of shape .* of layer 1 in an earlier forward that it was not handed"),
+        ("caught", r"layer 1 \(Remembering\) draws from torch's random generator \(rand_like\)"),
+    ],
+)
+def test_a_layer_that_remembers(how: str, message: str) -> None:
+    for _ in range(2):  # another drawing in the same process refuses it too
+        with pytest.raises(ModelError, match=message):
+            draw("remembering", how)
+
+
+def test_constants_may_be_kept() -> None:
+    """By a layer and by all of a kind: they depend on no sample and no weight."""
+    for _ in range(2):
+        draw("remembering")
 
 
 def test_what_stands_alone_is_drawn() -> None:
