@@ -35,7 +35,9 @@ def place(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
-    theirs = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    watching = str(ROOT / "framework")  # records what a builder does, and so is the innermost where a call fails
+    theirs = [f for f in outside if not f.filename.startswith(watching)] or outside
     return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 

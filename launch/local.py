@@ -43,6 +43,7 @@ from launch.leftovers import own_directory, remove_leftovers
 from launch.rank import Place, Work, run_rank, set_threads
 
 LOOPBACK = "127.0.0.1"
+MOST_RANKS = 1024
 UNKNOWN_EXIT = 255
 """What multiprocessing says of a child whose fork server is gone: nobody is left who could tell."""
 SHUTDOWN_S = 3
@@ -125,6 +126,11 @@ def launch(work: Work, config: RunConfig) -> None:
     """
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int), "resolve the configuration first"
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{num_ranks:,} ranks on this machine: at most {MOST_RANKS:,} are started here. Lower a degree, or use "
+            f"several nodes (`meshwright slurm`)"
+        )
     if not has_children(config):
         set_threads(config.launch.threads)
         try:

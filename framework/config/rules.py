@@ -17,7 +17,7 @@ from framework.config.schema import Data, Pipeline, RunConfig, Train, Watch
 MAX_RANKS = 2**20
 MAX_FORWARDS = 2**18
 """pp x chunks x stages of a rank: a schedule writes each out."""
-MAX_LAYERS = 100_000
+MAX_LAYERS = 4096
 
 
 class Rule(NamedTuple):

@@ -91,6 +91,19 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
             )
 
 
+MOST_DEVICES = 2**20
+"""Of a cluster."""
+
+
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Names of the nodes by rank, for a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks."""
+    """Names of the nodes by rank, for a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
+
+    Raises:
+        MeshError: more than MOST_DEVICES of them.
+    """
+    if num_nodes * devices_per_node > MOST_DEVICES:
+        raise MeshError(
+            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_nodes * devices_per_node:,} devices, and at "
+            f"most {MOST_DEVICES:,} are laid out: give fewer nodes"
+        )
     return [f"node{rank // devices_per_node}" for rank in range(num_nodes * devices_per_node)]

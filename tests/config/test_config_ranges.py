@@ -9,10 +9,12 @@ import pytest
 
 from framework.checkpoint.manifest import Dtype, Entry, Part, coverage
 from framework.config import load, rules
-from framework.errors import ConfigError, ScheduleError
+from framework.errors import ConfigError, ModelError, ScheduleError
+from framework.model import build_model
 from framework.schedule import build as building
 from framework.schedule.build import build
 from launch.cli import main
+from launch.local import launch
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 
@@ -70,3 +72,17 @@ def test_absurd_shapes_are_refused() -> None:
     piece = Part(file="a.safetensors", key="a", offset=(0,) * 20, shape=(2**10,) * 20)
     said = coverage(Entry(shape=(2**10,) * 20, dtype=Dtype.F32, pieces=(piece,)))
     assert said is not None and "2^60 elements" in said
+
+
+def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", DEMO, "--nodes", "1000000000", "--devices-per-node", "8"]) == 2
+    assert "8,000,000,000 devices, and at most 1,048,576" in capsys.readouterr().err
+    config = load(DEMO, ["--launch.processes=2048", "--parallel.dp=512", "--batch.global_batch=2048"])
+    with pytest.raises(ConfigError, match="2,048 ranks on this machine: at most 1,024 are started here"):
+        launch(lambda config, give_up: None, config)
+
+
+def test_a_builder_that_asks_for_too_much_is_placed_in_its_own_code() -> None:
+    words = ["--model.options.hidden_size=1000000000000"]
+    with pytest.raises(ModelError, match=r"failed at .*models/\w+\.py:\d+|failed: "):
+        build_model("models.gpt2:build", load(DEMO, words).model.options, 0)
