@@ -116,6 +116,7 @@ def test_records_that_are_lost_for_good_have_an_exit_code(corpus: Path, tmp_path
     assert [candidate.step for candidate in find(run_directory(config))] == [12]
 
 
+@pytest.mark.torture
 def test_records_wait_until_the_file_can_be_written_again(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     slow = {"builder": "tests.end_to_end.builders:slow", "options": {"pause_s": 0.02, "of": "norm"}}
     config = run_config(corpus, tmp_path, parallel=layout(""), train={"steps": 20}, launch={"processes": 1})

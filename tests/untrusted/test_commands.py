@@ -252,7 +252,7 @@ STARTS = {
 """As `python -m launch`, and as pip's script `meshwright` does it."""
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", [pytest.param("-m", marks=pytest.mark.torture), "script"])
 def test_nothing_in_the_working_directory_hides_ours(start: str, desk: Path) -> None:
     """Processes of their own among folders and files with our names, and those of libraries, installed and not."""
     shutil.rmtree(desk / "launch")  # `python -m launch` takes that one, as `python -m` does with any
