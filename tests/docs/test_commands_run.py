@@ -46,6 +46,7 @@ LONG = (
 ENDS_WITH = {
     r"--seed-fault": 1,
     r"plan configs/llama3-405b.toml --cluster h100 --nodes 1$": 2,
+    r"plan configs/llama3-8b.toml --cluster h100 --nodes 37$": 2,
 }
 """The exit codes that the pages say, where it is not 0."""
 
