@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint check bench torture verify-all slurm-test clean
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
@@ -25,6 +25,7 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
+	mkdir -p .mypy && ln -sfn ../framework .mypy/meshwright
 	$(BIN)/mypy
 
 # before every commit
@@ -51,4 +52,4 @@ verify-all: $(VENV)/installed
 	$(BIN)/python -m pytest -m all_layouts
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy .mypy_cache .ruff_cache .hypothesis

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.balance import BALANCES, imbalance
-from framework.config import default_world_size, load, resolve
-from framework.costs import LayerCost, count_layers, weights
-from framework.meter import reference
-from framework.model import build_model
-from framework.pipeline.partition import partition
-from framework.pipeline.values import cross_entropy
+from meshwright.balance import BALANCES, imbalance
+from meshwright.config import default_world_size, load, resolve
+from meshwright.costs import LayerCost, count_layers, weights
+from meshwright.meter import reference
+from meshwright.model import build_model
+from meshwright.pipeline.partition import partition
+from meshwright.pipeline.values import cross_entropy
 from tests.plain import plain_layers
 
 REPEATS = 60

@@ -33,17 +33,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.pipeline.executor import Executor, Microbatch
-from framework.pipeline.split_backward import SplitBackward
-from framework.pipeline.stage import Stage
-from framework.pipeline.values import describe_value
-from framework.schedule.action import Kind, Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs, Span, Timeline, bubble_share, simulate
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.split_backward import SplitBackward
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.values import describe_value
+from meshwright.schedule.action import Kind, Schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Costs, Span, Timeline, bubble_share, simulate
 
 INTERLEAVES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2}
 MOST_POINTS = 3.0

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.schedule.action import Action, Kind, Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs, Timeline, bubble_share, own_bubble_share, simulate
+from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Costs, Timeline, bubble_share, own_bubble_share, simulate
 
 DATA = Path(__file__).parent / "zb_profiles.csv"
 DOCS = Path(__file__).parents[1] / "docs" / "schedules.md"

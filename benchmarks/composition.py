@@ -43,12 +43,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from framework.blueprint import draw_blueprint
-from models.blocks import Block
+from meshwright.blueprint import draw_blueprint
+from meshwright.models.blocks import Block
 
 
 class SplitAttention(nn.Module):
-    """models.blocks.Attention with q, k and v apart; the number of local heads follows from the shapes."""
+    """meshwright.models.blocks.Attention with q, k and v apart; the number of local heads follows from the shapes."""
 
     def __init__(self) -> None:
         super().__init__()

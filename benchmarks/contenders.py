@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from framework.build import build
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
+from meshwright.build import build
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
 
 
 class Shown(NamedTuple):

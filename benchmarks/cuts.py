@@ -14,11 +14,11 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from framework.pipeline.partition import partition
-from framework.schedule.action import Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs, simulate
+from meshwright.pipeline.partition import partition
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Costs, simulate
 
 CHUNKS = 24
 MOST_CUTS = 400

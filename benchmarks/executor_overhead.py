@@ -52,15 +52,15 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.pipeline.executor import Executor, Microbatch
-from framework.pipeline.stage import Stage
-from framework.pipeline.values import describe_value
-from framework.schedule.action import Kind
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.values import describe_value
+from meshwright.schedule.action import Kind
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
 
 Times = dict[str, float]
 """Of each contender, in seconds."""

@@ -32,14 +32,14 @@ import torch.nn.functional as F
 from report import environment
 from torch import Tensor, nn
 
-from framework.build import build
-from framework.config import RunConfig, resolve
-from framework.errors import ModelError
-from framework.imports import find_function
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
-from framework.throughput import peak_flops
+from meshwright.build import build
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import ModelError
+from meshwright.imports import find_function
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
+from meshwright.throughput import peak_flops
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP_STEPS = 3
@@ -75,15 +75,15 @@ LLAMA_1B = {
     "max_sequence_length": 4096,
 }
 JOBS = {
-    "gpt2-124m": Job("models.gpt2:build", {**GPT2, "dropout": 0.0}, 1024, 16, 2),
-    "gpt2-124m-dropout": Job("models.gpt2:build", {**GPT2, "dropout": 0.1}, 1024, 8, 2),
-    "llama-1b": Job("models.llama:build", LLAMA_1B, 4096, 2, 2),
+    "gpt2-124m": Job("meshwright.models.gpt2:build", {**GPT2, "dropout": 0.0}, 1024, 16, 2),
+    "gpt2-124m-dropout": Job("meshwright.models.gpt2:build", {**GPT2, "dropout": 0.1}, 1024, 8, 2),
+    "llama-1b": Job("meshwright.models.llama:build", LLAMA_1B, 4096, 2, 2),
 }
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
 TINY_JOBS = {
-    "gpt2-124m": Job("models.gpt2:build", {**TINY, "dropout": 0.0}, 16, 2, 2),
-    "gpt2-124m-dropout": Job("models.gpt2:build", {**TINY, "dropout": 0.1}, 16, 2, 2),
-    "llama-1b": Job("models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2),
+    "gpt2-124m": Job("meshwright.models.gpt2:build", {**TINY, "dropout": 0.0}, 16, 2, 2),
+    "gpt2-124m-dropout": Job("meshwright.models.gpt2:build", {**TINY, "dropout": 0.1}, 16, 2, 2),
+    "llama-1b": Job("meshwright.models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2),
 }
 
 
@@ -98,7 +98,7 @@ class Tokens:
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :class:`framework.feeds.Source` has it."""
+        """As :class:`meshwright.feeds.Source` has it."""
         first = samples_seen + m * micro_batch_size
         window = self.windows[first // micro_batch_size % len(self.windows)]
         return window[:, :-1].contiguous(), window[:, 1:].contiguous(), torch.arange(first, first + micro_batch_size)

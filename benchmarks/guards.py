@@ -45,16 +45,16 @@ from rich.console import Console
 from rich.table import Table
 from task import Feed, run_config
 
-from framework.build import build
-from framework.mesh.activity import Activity
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.process import end_process
-from framework.saving import Saver
-from framework.step import take_step
-from framework.watch.drift import check_drift
-from framework.watch.hang import Watchdog
-from launch.pool import RankPool
+from meshwright.build import build
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.activity import Activity
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.process import end_process
+from meshwright.saving import Saver
+from meshwright.step import take_step
+from meshwright.watch.drift import check_drift
+from meshwright.watch.hang import Watchdog
 
 BAR, SAVE_BAR = 1.02, 0.10
 ALONE_S = 20.0

@@ -26,11 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 
-from framework.errors import UserError
-from framework.huggingface.restructure.library import library
-from framework.model import build_model
-from framework.verify import parse_layout, verify
-from launch.pool import RankPool
+from meshwright.errors import UserError
+from meshwright.huggingface.restructure.library import library
+from meshwright.launch.pool import RankPool
+from meshwright.model import build_model
+from meshwright.verify import parse_layout, verify
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers
 

@@ -35,17 +35,17 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import framework.tensor_parallel.core
-from framework.build import build
-from framework.config import RunConfig, parse, resolve
-from framework.data.example import example
-from framework.dryrun.rehearsal import grid_of, rehearse
-from framework.mesh.mesh import open_mesh
-from framework.planner.memory import GLOO
-from framework.planner.profile import Practice
-from framework.planner.sketch import Workbench
-from framework.step import take_step
-from launch.pool import RankPool
+import meshwright.tensor_parallel.core
+from meshwright.build import build
+from meshwright.config import RunConfig, parse, resolve
+from meshwright.data.example import example
+from meshwright.dryrun.rehearsal import grid_of, rehearse
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.mesh import open_mesh
+from meshwright.planner.memory import GLOO
+from meshwright.planner.profile import Practice
+from meshwright.planner.sketch import Workbench
+from meshwright.step import take_step
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0
@@ -155,7 +155,7 @@ CASES = [
 
 
 class RandomFeed:
-    """Samples of the right shape, drawn anew each time. A :class:`framework.feeds.Source`."""
+    """Samples of the right shape, drawn anew each time. A :class:`meshwright.feeds.Source`."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.batch.micro_batch_size is not None
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    framework.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])),

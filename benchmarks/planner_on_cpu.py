@@ -31,21 +31,21 @@ from rich.console import Console
 from rich.table import Table
 from task import Feed, run_config
 
-import framework.tensor_parallel.core
-import models.gpt2
-from framework.build import build
-from framework.config import RunConfig
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.planner.calibrate import cores, put_together
-from framework.planner.choices import choice_of
-from framework.planner.hardware import Hardware
-from framework.planner.profile import Practice
-from framework.planner.search import examine
-from framework.planner.sketch import Workbench
-from framework.step import take_step
-from launch.planning import measure_alone, measure_together, measure_whole
-from launch.pool import RankPool
+import meshwright.models.gpt2
+import meshwright.tensor_parallel.core
+from meshwright.build import build
+from meshwright.config import RunConfig
+from meshwright.launch.planning import measure_alone, measure_together, measure_whole
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.planner.calibrate import cores, put_together
+from meshwright.planner.choices import choice_of
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.profile import Practice
+from meshwright.planner.search import examine
+from meshwright.planner.sketch import Workbench
+from meshwright.step import take_step
 
 TIMEOUT_S = 1200.0
 LEAST_CORRELATION = 0.9
@@ -127,8 +127,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-planner-on-cpu.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    framework.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
-    assert models.gpt2
+    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    assert meshwright.models.gpt2
     console = Console(width=150)
     configs = {", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS}
     measured: dict[str, list[float]] = {name: [] for name in configs}

@@ -14,17 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import StepTime, one_more_s, steady_s, step_time
-from framework.planner.hardware import Hardware
-from framework.planner.memory import NCCL
-from framework.planner.profile import LayerProfile, Practice, Said
-from framework.planner.rates import Habits, Reached
-from framework.planner.sketch import Sketch, Workbench
-from framework.planner.tape import Kind, Work
-from framework.schedule.action import Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
+from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from meshwright.planner.cost import StepTime, one_more_s, steady_s, step_time
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.memory import NCCL
+from meshwright.planner.profile import LayerProfile, Practice, Said
+from meshwright.planner.rates import Habits, Reached
+from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.planner.tape import Kind, Work
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
 
 DATA = Path(__file__).parent / "published_runs.csv"
 
@@ -316,7 +316,7 @@ def case(row: Row) -> Case:
     }
     if "squared-ReLU" in row.notes:  # not gated: two matrices of the size of three smaller ones
         options["ffn_size"] = row.ffn * 2 // 3
-    builder = "models.llama:build" if grouped else "models.gpt2:build"
+    builder = "meshwright.models.llama:build" if grouped else "meshwright.models.gpt2:build"
     if head == "pythia":
         builder = "neox:build"
         options = {name: value for name, value in options.items() if name != "max_sequence_length"}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import models.gpt2
-from framework.config import RunConfig, resolve
-from framework.model import PlainModel, build_model
+import meshwright.models.gpt2
+from meshwright.config import RunConfig, resolve
+from meshwright.model import PlainModel, build_model
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 256
@@ -32,11 +32,11 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
 TOKENS_PER_STEP = GLOBAL_BATCH * SEQUENCE_LENGTH
-BUILDER = "models.gpt2:build"
+BUILDER = "meshwright.models.gpt2:build"
 
 
 def model_options(*, tied: bool) -> dict[str, object]:
-    """Options of ``models.gpt2.build``."""
+    """Options of ``meshwright.models.gpt2.build``."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -79,7 +79,7 @@ def sample_table() -> Tensor:
 
 
 class Feed:
-    """Samples by their global index, the same for both sides. A :class:`framework.feeds.Source`."""
+    """Samples by their global index, the same for both sides. A :class:`meshwright.feeds.Source`."""
 
     def __init__(self) -> None:
         self.table = sample_table()
@@ -105,8 +105,8 @@ def initial_model(*, tied: bool) -> PlainModel:
 
 
 def plain_model(*, tied: bool) -> nn.Sequential:
-    """The model as ``models.gpt2`` builds it, plain torch, with the weights that our runs start from."""
-    layers = models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
+    """The model as ``meshwright.models.gpt2`` builds it, plain torch, with the weights that our runs start from."""
+    layers = meshwright.models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
     weights = initial_model(tied=tied)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from task import GLOBAL_BATCH, HIDDEN_SIZE, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, run_config
 
-from framework.blueprint import draw_blueprint
-from framework.mesh.comm import Group
-from framework.mesh.grid import Axis, Grid
+from meshwright.blueprint import draw_blueprint
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Axis, Grid
 
 FLOAT32 = 4
 FLOAT64 = 8

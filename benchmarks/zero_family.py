@@ -54,15 +54,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-import framework.tensor_parallel.core
-import models.gpt2
-from framework.build import Parts, build
-from framework.config import RunConfig
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import Mesh, open_mesh
-from framework.model import build_model
-from framework.step import take_step
-from launch.pool import RankError, RankPool
+import meshwright.models.gpt2
+import meshwright.tensor_parallel.core
+from meshwright.build import Parts, build
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, open_mesh
+from meshwright.model import build_model
+from meshwright.step import take_step
 
 TIMEOUT_S = 1800.0
 SAME_BYTES = 0.02
@@ -426,7 +426,7 @@ class LargeOurs(Ours):
 def large_ddp() -> Contender:
     """The large model, whole on each rank."""
     options: dict[str, Any] = {**model_options(tied=True), **LARGE}
-    layers, weights = models.gpt2.build(**options), build_model(BUILDER, options, SEED)
+    layers, weights = meshwright.models.gpt2.build(**options), build_model(BUILDER, options, SEED)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
             parameter.copy_(weights.initial(name))
@@ -464,7 +464,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-zero-family.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    framework.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/zero_family.py", *sys.argv[1:]])),

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from framework.blueprint import Blueprint
-from framework.costs import LayerCost, weights
-from framework.meter import reference
-from framework.pipeline.partition import partition
-from framework.schedule.simulate import Costs, simulate
-from framework.summary import columns, memory
-from framework.tracking.console import count
+from meshwright.blueprint import Blueprint
+from meshwright.costs import LayerCost, weights
+from meshwright.meter import reference
+from meshwright.pipeline.partition import partition
+from meshwright.schedule.simulate import Costs, simulate
+from meshwright.summary import columns, memory
+from meshwright.tracking.console import count
 
 BALANCES = ("layers", "parameters", "time")
 

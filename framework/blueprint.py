@@ -17,20 +17,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from framework.config import RunConfig, dump
-from framework.costs import LayerCost, count_layers, weights
-from framework.data.example import example
-from framework.errors import ConfigError, ModelError
-from framework.mesh.comm import Group
-from framework.mesh.grid import Grid
-from framework.meter import reference
-from framework.model import PlainModel, build_model
-from framework.optimizer.eight_bit import with_blocks
-from framework.parameters import ParameterInfo
-from framework.pipeline.partition import partition, partition_explicit
-from framework.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
-from framework.pipeline.standalone import LayerWatch
-from framework.pipeline.values import (
+from meshwright.config import RunConfig, dump
+from meshwright.costs import LayerCost, count_layers, weights
+from meshwright.data.example import example
+from meshwright.errors import ConfigError, ModelError
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Grid
+from meshwright.meter import reference
+from meshwright.model import PlainModel, build_model
+from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.parameters import ParameterInfo
+from meshwright.pipeline.partition import partition, partition_explicit
+from meshwright.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
+from meshwright.pipeline.standalone import LayerWatch
+from meshwright.pipeline.values import (
     Example,
     ValueSpec,
     check_loss,
@@ -39,11 +39,11 @@ from framework.pipeline.values import (
     describe_boundaries,
     meta_copy,
 )
-from framework.schedule.action import Schedule
-from framework.scheduling import draw_schedule
-from framework.tensor_parallel import plan as sharding
-from framework.tensor_parallel.check import check_sequence_length
-from framework.tensor_parallel.layers import VocabHead
+from meshwright.schedule.action import Schedule
+from meshwright.scheduling import draw_schedule
+from meshwright.tensor_parallel import plan as sharding
+from meshwright.tensor_parallel.check import check_sequence_length
+from meshwright.tensor_parallel.layers import VocabHead
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

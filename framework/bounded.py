@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from framework.errors import UserError
+from meshwright.errors import UserError
 
 MIB = 1 << 20
 MAX_DEPTH = 100

@@ -13,31 +13,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from framework.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
-from framework.checkpoint import Behind
-from framework.config import RunConfig, bucket_bytes, reduces_each, shard_factor
-from framework.data.samples import Feed, validation_steps
-from framework.data.span_corruption import SpanCorruptionFeed
-from framework.data_parallel.fully_sharded import FullyShardedStage
-from framework.data_parallel.replica import Replica, StageReplica
-from framework.data_parallel.sharded import Sharding
-from framework.errors import MeshError, ModelError
-from framework.feeds import AnyFeed, Source, open_feeds
-from framework.host_memory import HostMemory
-from framework.materialise import materialise, stage_members, tied_groups
-from framework.mesh.comm import Group
-from framework.mesh.mesh import Mesh
-from framework.optimizer.flat import FlatOptimizer, Shard
-from framework.pipeline.executor import Executor, Microbatch, Result
-from framework.pipeline.recompute import Context, recompute_parts
-from framework.pipeline.running import running_values
-from framework.pipeline.stage import Stage
-from framework.pipeline.values import Loss, cast_floats, cross_entropy
-from framework.seeding import Draw
-from framework.signals import StopRequest
-from framework.state import TrainState
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.layers import VocabHead
+from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
+from meshwright.checkpoint import Behind
+from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.data.samples import Feed, validation_steps
+from meshwright.data.span_corruption import SpanCorruptionFeed
+from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.replica import Replica, StageReplica
+from meshwright.data_parallel.sharded import Sharding
+from meshwright.errors import MeshError, ModelError
+from meshwright.feeds import AnyFeed, Source, open_feeds
+from meshwright.host_memory import HostMemory
+from meshwright.materialise import materialise, stage_members, tied_groups
+from meshwright.mesh.comm import Group
+from meshwright.mesh.mesh import Mesh
+from meshwright.optimizer.flat import FlatOptimizer, Shard
+from meshwright.pipeline.executor import Executor, Microbatch, Result
+from meshwright.pipeline.recompute import Context, recompute_parts
+from meshwright.pipeline.running import running_values
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.values import Loss, cast_floats, cross_entropy
+from meshwright.seeding import Draw
+from meshwright.signals import StopRequest
+from meshwright.state import TrainState
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.layers import VocabHead
 
 
 @dataclass

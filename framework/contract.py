@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 
 def separate_repeated_layers(layers: nn.Sequential) -> None:

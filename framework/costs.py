@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.errors import ModelError
-from framework.meter import Attention, Count, Meter, Reference
-from framework.pipeline.outline import outline_of, outline_of_value
-from framework.pipeline.recompute import parts_of, recompute_parts
-from framework.pipeline.values import Loss, copy_module, cross_entropy
-from framework.seeding import Draw, SeededDropout
+from meshwright.errors import ModelError
+from meshwright.meter import Attention, Count, Meter, Reference
+from meshwright.pipeline.outline import outline_of, outline_of_value
+from meshwright.pipeline.recompute import parts_of, recompute_parts
+from meshwright.pipeline.values import Loss, copy_module, cross_entropy
+from meshwright.seeding import Draw, SeededDropout
 
 
 class LayerCost(NamedTuple):

@@ -19,29 +19,29 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from framework.blueprint import batch_numbers, draw_blueprint
-from framework.build import Forward
-from framework.config import RunConfig, resolve
-from framework.data import fingerprint
-from framework.data.corpus import IGNORE, Blend, Corpus
-from framework.data.indexed import idx_path
-from framework.data.samples import Feed, validation_steps
-from framework.data.token_bytes import beginnings, blank_of, bytes_of_tokens
-from framework.data.tokenizer import load
-from framework.data.tokenizer_files import TOKENIZER_FILE, begin_id
-from framework.errors import ConfigError, DataError
-from framework.feeds import AnyFeed, open_validation
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.outputs import write_out
-from framework.process import GiveUp, end_process
-from framework.stderr import say, tell
-from framework.step import TotalLoss, total_loss
-from framework.tracking.console import duration
-from framework.tracking.jsonl import read_records
-from framework.tracking.record import perplexity
-from framework.trained import Place, open_trained
-from framework.watch.hang import LATER_S
+from meshwright.blueprint import batch_numbers, draw_blueprint
+from meshwright.build import Forward
+from meshwright.config import RunConfig, resolve
+from meshwright.data import fingerprint
+from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.indexed import idx_path
+from meshwright.data.samples import Feed, validation_steps
+from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
+from meshwright.data.tokenizer import load
+from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
+from meshwright.errors import ConfigError, DataError
+from meshwright.feeds import AnyFeed, open_validation
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.outputs import write_out
+from meshwright.process import GiveUp, end_process
+from meshwright.stderr import say, tell
+from meshwright.step import TotalLoss, total_loss
+from meshwright.tracking.console import duration
+from meshwright.tracking.jsonl import read_records
+from meshwright.tracking.record import perplexity
+from meshwright.trained import Place, open_trained
+from meshwright.watch.hang import LATER_S
 
 SAY_EVERY_S = 10.0
 """Between two words of how far an evaluation has come."""

@@ -8,16 +8,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from framework.config import RunConfig
-from framework.data.corpus import Blend, Corpus, whole_weights
-from framework.data.dataset import DatasetFeed, open_dataset
-from framework.data.order import BlendOrder, OnceInOrder, SampleOrder
-from framework.data.samples import Feed
-from framework.data.span_corruption import SpanCorruptionFeed, open_corpus
-from framework.data.tokenizer import end_of_document_id, load
-from framework.errors import DataError
-from framework.model import vocabulary
-from framework.seeding import derive
+from meshwright.config import RunConfig
+from meshwright.data.corpus import Blend, Corpus, whole_weights
+from meshwright.data.dataset import DatasetFeed, open_dataset
+from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder
+from meshwright.data.samples import Feed
+from meshwright.data.span_corruption import SpanCorruptionFeed, open_corpus
+from meshwright.data.tokenizer import end_of_document_id, load
+from meshwright.errors import DataError
+from meshwright.model import vocabulary
+from meshwright.seeding import derive
 
 
 class Source(Protocol):

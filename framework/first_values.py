@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 GIVEN = "_given_value"
 """Set on a parameter that had values when it was registered: the number, if all elements are the same, or DRAWN."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from framework.errors import ConfigError
-from framework.mesh.comm import Handle
+from meshwright.errors import ConfigError
+from meshwright.mesh.comm import Handle
 
 
 class HostMemory:

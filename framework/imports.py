@@ -1,7 +1,7 @@
 """Functions that a configuration names: ``package.module:function``, and where in a user's code an error was raised.
 
 NOTE [import order]: installed packages come first, the working directory last, and only once a function of the user's
-is imported. meshwright's own packages are imported from beside this file, so that no folder ``models`` hides ours.
+is imported. ``meshwright.models`` is found beside this package, so that no folder of the user's hides ours.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from framework.errors import UserError
+from meshwright.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
-OWN_PACKAGES = ("framework", "launch", "models")
-OWN_BUILDERS = ("models.gpt2:build", "models.llama:build", "models.t5:build")
+PACKAGE = Path(__file__).resolve().parent
+OWN_PACKAGE = "meshwright"
+OWN_BUILDERS = ("meshwright.models.gpt2:build", "meshwright.models.llama:build", "meshwright.models.t5:build")
 """The builders of meshwright itself, which any file may name."""
+FORMER_BUILDERS = {path.removeprefix("meshwright."): path for path in OWN_BUILDERS}
+"""Names from before the models were a part of the package ``meshwright`` -> the names that they have now."""
 SCHEMES = {
-    "hf": ("framework.huggingface.restructure.layers:builder", "framework.huggingface.restructure.directory:vocabulary")
+    "hf": (
+        "meshwright.huggingface.restructure.layers:builder",
+        "meshwright.huggingface.restructure.directory:vocabulary",
+    )
 }
 """``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
 imported, as a user's own is. They run no code of PATH, so any file may name them too."""
@@ -36,9 +41,20 @@ def place(error: BaseException) -> str:
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
     outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    watching = str(ROOT / "framework")  # records what a builder does, and so is the innermost where a call fails
+    watching = str(PACKAGE)  # records what a builder does, and so is the innermost where a call fails
     theirs = [f for f in outside if not f.filename.startswith(watching)] or outside
     return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+
+
+def current_name(path: str) -> str:
+    """Return the present name of a builder: ``models.gpt2:build`` is ``meshwright.models.gpt2:build`` now.
+
+    A module ``models.gpt2`` of the user's own keeps its name, and is imported as theirs.
+    """
+    if path not in FORMER_BUILDERS:
+        return path
+    theirs, ours = find_source(path), find_source(FORMER_BUILDERS[path])
+    return FORMER_BUILDERS[path] if theirs is None or _same_file(theirs, ours) else path
 
 
 def is_own_builder(path: str) -> bool:
@@ -55,9 +71,7 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
     module_name, _, function_name = path.partition(":")
     package = module_name.partition(".")[0]
     try:
-        if package in OWN_PACKAGES:
-            _load_own(package)
-        else:
+        if package != OWN_PACKAGE:
             _append_working_directory()
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -82,6 +96,8 @@ def find_source(path: str) -> str | None:
     Searches as :func:`find_function` imports, and executes nothing: not even the packages around a module.
     """
     parts = path.partition(":")[0].split(".")
+    if parts[0] == OWN_PACKAGE:
+        return _find_own(".".join(parts))
     spec = _find_top(parts[0])
     for at, part in enumerate(parts[1:], start=1):
         if spec is None or spec.submodule_search_locations is None:
@@ -102,8 +118,6 @@ def find_source(path: str) -> str | None:
 
 def _find_top(package: str) -> ModuleSpec | None:
     """Find a package or module that lies in no other one. For such a name Python's finders execute nothing."""
-    if package in OWN_PACKAGES:
-        return PathFinder.find_spec(package, [str(ROOT)])
     with suppress(ImportError, ValueError):  # ValueError: of a module without a spec, such as __main__
         found = importlib.util.find_spec(package)
         if found is not None:
@@ -117,24 +131,17 @@ def _folders(spec: ModuleSpec) -> list[str]:
     return list(getattr(locations, "_path", locations))
 
 
-def _load_own(package: str) -> None:
-    """Import a package of meshwright from beside this file.
+def _find_own(module: str) -> str | None:
+    """Return the file of a module of meshwright: finding it imports the packages around it, which are ours."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return None if spec is None else spec.origin
 
-    Raises:
-        ImportError: another package of this name has been imported already.
-    """
-    loaded = sys.modules.get(package)
-    if loaded is not None:
-        folders = [Path(folder).resolve() for folder in getattr(loaded, "__path__", [])]
-        if ROOT / package not in folders:
-            there = loaded.__file__ or ", ".join(map(str, folders))
-            raise ImportError(f"{there} has been imported as {package}, which is the name of meshwright's own package")
-        return
-    spec = PathFinder.find_spec(package, [str(ROOT)])
-    assert spec is not None and spec.loader is not None, ROOT
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[package] = module
-    spec.loader.exec_module(module)
+
+def _same_file(one: str, other: str | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 def _working_directory() -> list[Path]:
@@ -155,6 +162,6 @@ def _hidden(package: str) -> str | None:
     for folder in _working_directory():
         mine = [path for path in (folder / package, folder / f"{package}.py") if path.exists()]
         if mine and source is not None and not Path(source).is_relative_to(folder):
-            whose = "meshwright's own" if package in OWN_PACKAGES else "an installed"
+            whose = "meshwright's own" if package == OWN_PACKAGE else "an installed"
             return f"{package} is {whose} package, {source}, and hides {mine[0]}: rename yours"
     return None

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from framework.blueprint import DTYPES, Blueprint
-from framework.data_parallel.replica import members_of
-from framework.data_parallel.sharded import Member, Tie
-from framework.mesh.comm import Group
-from framework.mesh.mesh import Mesh
-from framework.parameters import ParameterInfo
+from meshwright.blueprint import DTYPES, Blueprint
+from meshwright.data_parallel.replica import members_of
+from meshwright.data_parallel.sharded import Member, Tie
+from meshwright.mesh.comm import Group
+from meshwright.mesh.mesh import Mesh
+from meshwright.parameters import ParameterInfo
 
 
 def materialise(

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from framework import contract
-from framework.errors import ModelError, UserError
-from framework.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
-from framework.imports import SCHEMES, find_function, place
-from framework.seeding import Draw, seed_dropouts, seeded
+from meshwright import contract
+from meshwright.errors import ModelError, UserError
+from meshwright.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
+from meshwright.imports import SCHEMES, find_function, place
+from meshwright.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
 

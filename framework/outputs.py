@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.bounded import real_path
-from framework.errors import ConfigError
+from meshwright.bounded import real_path
+from meshwright.errors import ConfigError
 
 
 def check_place(out: Path | None, *, folder: bool, example: str) -> None:

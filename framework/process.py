@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from framework.errors import UserError
-from framework.stderr import tell
+from meshwright.errors import UserError
+from meshwright.stderr import tell
 
 GiveUp = Callable[[UserError], None]
 """Ends this process, whose main thread may be stuck for good; must not return. Called in another thread."""

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.blueprint import Blueprint, draw_blueprint
-from framework.bounded import real_path
-from framework.checkpoint import (
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.bounded import real_path
+from meshwright.checkpoint import (
     Checkpoint,
     Head,
     Kind,
@@ -33,20 +33,20 @@ from framework.checkpoint import (
     publish,
     write_shard,
 )
-from framework.checkpoint.save import final_directory
-from framework.checkpoint.shard import MAX_FILE_BYTES
-from framework.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, read_resolved, resolve
-from framework.config.given import read_overrides
-from framework.config.keys import KEYS
-from framework.data_parallel.buckets import plan_buckets
-from framework.data_parallel.sharded import Member, accumulation_dtype, kind_of
-from framework.errors import CheckpointError, ConfigError
-from framework.materialise import stage_members
-from framework.mesh.comm import Group
-from framework.optimizer.flat import states_of
-from framework.parameters import ParameterInfo
-from framework.trust import check_trusted, same_builders
-from framework.watch.lock import RunLock
+from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.shard import MAX_FILE_BYTES
+from meshwright.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, read_resolved, resolve
+from meshwright.config.given import read_overrides
+from meshwright.config.keys import KEYS
+from meshwright.data_parallel.buckets import plan_buckets
+from meshwright.data_parallel.sharded import Member, accumulation_dtype, kind_of
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.materialise import stage_members
+from meshwright.mesh.comm import Group
+from meshwright.optimizer.flat import states_of
+from meshwright.parameters import ParameterInfo
+from meshwright.trust import check_trusted, same_builders
+from meshwright.watch.lock import RunLock
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that say how a run is laid out, or where it is kept, and not what it is."""
@@ -124,7 +124,7 @@ class Held(NamedTuple):
 
 
 def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[Held]:
-    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of :func:`framework.state.pieces`.
+    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of :func:`meshwright.state.pieces`.
 
     ``blueprint``: drawn for this tp rank. ``is_fresh``: an imported model, weights alone.
     """

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from framework import checkpoint as checkpoints
-from framework.build import Parts
-from framework.checkpoint.compatible import SAMPLED
-from framework.checkpoint.files import Warn, to_stderr
-from framework.checkpoint.manifest import Manifest
-from framework.checkpoint.read import first_sound
-from framework.data import fingerprint
-from framework.data.corpus import Corpus
-from framework.data.dataset import DatasetFeed
-from framework.data.samples import Feed
-from framework.data.span_corruption import SpanCorruptionFeed
-from framework.errors import CheckpointError, UnreadableError
-from framework.feeds import Source
-from framework.mesh.mesh import Mesh
-from framework.state import restore
+from meshwright import checkpoint as checkpoints
+from meshwright.build import Parts
+from meshwright.checkpoint.compatible import SAMPLED
+from meshwright.checkpoint.files import Warn, to_stderr
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.read import first_sound
+from meshwright.data import fingerprint
+from meshwright.data.corpus import Corpus
+from meshwright.data.dataset import DatasetFeed
+from meshwright.data.samples import Feed
+from meshwright.data.span_corruption import SpanCorruptionFeed
+from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.feeds import Source
+from meshwright.mesh.mesh import Mesh
+from meshwright.state import restore
 
 
 def data_fingerprint(feed: Source) -> dict[str, str]:

@@ -21,25 +21,25 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from framework.blueprint import Blueprint, draw_blueprint
-from framework.build import Forward, split_vocab_size
-from framework.config import RunConfig, resolve
-from framework.data import fingerprint
-from framework.data.fingerprint import Fingerprint
-from framework.data.tokenizer import ending_ids, load
-from framework.data.tokenizer_files import begin_id
-from framework.errors import ConfigError, ModelError
-from framework.mesh.comm import Group
-from framework.mesh.grid import Coordinates, Grid
-from framework.mesh.mesh import Mesh, close_mesh, open_mesh
-from framework.outputs import write_out
-from framework.pipeline.executor import Microbatch
-from framework.pipeline.values import ValueSpec, describe_boundaries, meta_copy
-from framework.process import GiveUp, end_process
-from framework.seeding import derive
-from framework.stderr import say
-from framework.trained import Place, config_for, locate, open_trained
-from framework.watch.hang import LATER_S
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import Forward, split_vocab_size
+from meshwright.config import RunConfig, resolve
+from meshwright.data import fingerprint
+from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.tokenizer import ending_ids, load
+from meshwright.data.tokenizer_files import begin_id
+from meshwright.errors import ConfigError, ModelError
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Coordinates, Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.outputs import write_out
+from meshwright.pipeline.executor import Microbatch
+from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
+from meshwright.process import GiveUp, end_process
+from meshwright.seeding import derive
+from meshwright.stderr import say
+from meshwright.trained import Place, config_for, locate, open_trained
+from meshwright.watch.hang import LATER_S
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""

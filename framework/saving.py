@@ -19,19 +19,19 @@ from typing import NamedTuple
 
 import torch
 
-from framework.blueprint import Blueprint, batch_numbers
-from framework.build import Parts
-from framework.checkpoint import Attempt, Head, Kind, ShardReport, begin, find, prune, to_host
-from framework.checkpoint.files import Warn, to_stderr
-from framework.checkpoint.manifest import Entry, File, Part, parse, render
-from framework.checkpoint.save import merge
-from framework.checkpoint.shard import DTYPES, file_name
-from framework.config import RunConfig
-from framework.errors import CheckpointError, ConfigError, RunFilesError
-from framework.feeds import Source
-from framework.resume import data_fingerprint
-from framework.state import TrainState, named_weights, pieces
-from framework.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files
+from meshwright.blueprint import Blueprint, batch_numbers
+from meshwright.build import Parts
+from meshwright.checkpoint import Attempt, Head, Kind, ShardReport, begin, find, prune, to_host
+from meshwright.checkpoint.files import Warn, to_stderr
+from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
+from meshwright.checkpoint.save import merge
+from meshwright.checkpoint.shard import DTYPES, file_name
+from meshwright.config import RunConfig
+from meshwright.errors import CheckpointError, ConfigError, RunFilesError
+from meshwright.feeds import Source
+from meshwright.resume import data_fingerprint
+from meshwright.state import TrainState, named_weights, pieces
+from meshwright.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files
 
 LAST_TRIES = 3
 """How often a directory that is lost at the end of a run is made again."""

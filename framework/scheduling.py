@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from framework.config import RunConfig
-from framework.errors import ConfigError, ScheduleError
-from framework.schedule.action import Schedule, read_schedule
-from framework.schedule.build import build
-from framework.schedule.check import check, report
-from framework.schedule.lower import lower
+from meshwright.config import RunConfig
+from meshwright.errors import ConfigError, ScheduleError
+from meshwright.schedule.action import Schedule, read_schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.check import check, report
+from meshwright.schedule.lower import lower
 
 
 def draw_schedule(config: RunConfig) -> Schedule:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 # splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.blueprint import Blueprint
-from framework.checkpoint import Checkpoint, Kind, Piece
-from framework.checkpoint.space import Weight
-from framework.data_parallel.replica import Replica
-from framework.data_parallel.sharded import Member, Sharded, kind_of
-from framework.errors import CheckpointError
-from framework.mesh.mesh import Mesh
-from framework.optimizer.flat import FlatOptimizer
-from framework.parameters import ParameterInfo
+from meshwright.blueprint import Blueprint
+from meshwright.checkpoint import Checkpoint, Kind, Piece
+from meshwright.checkpoint.space import Weight
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.sharded import Member, Sharded, kind_of
+from meshwright.errors import CheckpointError
+from meshwright.mesh.mesh import Mesh
+from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.parameters import ParameterInfo
 
 
 def saved_weights(blueprint: Blueprint) -> Iterator[Weight]:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.blueprint import batch_numbers
-from framework.build import Forward, Parts, StepFeed, validation_batches
-from framework.data_parallel.replica import sum_ties
-from framework.feeds import Source
-from framework.optimizer.flat import clip_factor
-from framework.optimizer.schedule import learning_rate
-from framework.pipeline.executor import Result
-from framework.watch.nonfinite import refuse
+from meshwright.blueprint import batch_numbers
+from meshwright.build import Forward, Parts, StepFeed, validation_batches
+from meshwright.data_parallel.replica import sum_ties
+from meshwright.feeds import Source
+from meshwright.optimizer.flat import clip_factor
+from meshwright.optimizer.schedule import learning_rate
+from meshwright.pipeline.executor import Result
+from meshwright.watch.nonfinite import refuse
 
 
 class StepStats(NamedTuple):
@@ -45,7 +45,7 @@ def take_step(parts: Parts) -> StepStats:
     """One optimizer step on the next global batch.
 
     Raises:
-        NonFiniteError: on every rank; see :mod:`framework.watch.nonfinite`.
+        NonFiniteError: on every rank; see :mod:`meshwright.watch.nonfinite`.
     """
     found: list[StepStats] = []
     parts.data_s = 0.0

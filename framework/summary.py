@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from framework.blueprint import DTYPES, Blueprint, batch_numbers
-from framework.config import RunConfig, reduces_each, shard_factor
-from framework.mesh.view import draw
-from framework.optimizer.flat import state_bytes
-from framework.schedule.draw import text as schedule_text
-from framework.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
+from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
+from meshwright.config import RunConfig, reduces_each, shard_factor
+from meshwright.mesh.view import draw
+from meshwright.optimizer.flat import state_bytes
+from meshwright.schedule.draw import text as schedule_text
+from meshwright.schedule.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
 
 WIDTH = 100
 

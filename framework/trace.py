@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
-from framework.bounded import read_bytes
-from framework.errors import DataError, ScheduleError
-from framework.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
-from framework.schedule.draw import Reading, name_of
-from framework.schedule.simulate import Span, Timeline
-from framework.tracking.tracker import quietly, warn_on_stderr
+from meshwright.bounded import read_bytes
+from meshwright.errors import DataError, ScheduleError
+from meshwright.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
+from meshwright.schedule.draw import Reading, name_of
+from meshwright.schedule.simulate import Span, Timeline
+from meshwright.tracking.tracker import quietly, warn_on_stderr
 
 if TYPE_CHECKING:
-    from framework.build import Parts
-    from framework.mesh.mesh import Mesh
+    from meshwright.build import Parts
+    from meshwright.mesh.mesh import Mesh
 
 BARRIERS = 9
 """Between machines; on one machine a single one, so that all ranks begin together."""

@@ -14,42 +14,42 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from framework import trace
-from framework.blueprint import Blueprint, batch_numbers, draw_blueprint
-from framework.build import Parts, build
-from framework.checkpoint import find
-from framework.checkpoint.files import to_stderr
-from framework.checkpoint.space import check_space, checkpoint_bytes
-from framework.config import RunConfig, keep, resolve
-from framework.data.corpus import Corpus, unigram_entropy
-from framework.data.samples import Feed
-from framework.durable import make_directory_synced
-from framework.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
-from framework.feeds import describe_feed, open_feeds
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
-from framework.optimizer.flat import states_of
-from framework.process import GiveUp, end_process
-from framework.resume import corpus_times, resume
-from framework.saving import Saver, check_manifest
-from framework.state import saved_weights
-from framework.stderr import say as speak
-from framework.step import StepStats, take_step, validate
-from framework.summary import WIDTH, summarise
-from framework.throughput import peak_flops
-from framework.tracking.build import build_tracker
-from framework.tracking.memory import peak_memory_bytes
-from framework.tracking.record import StepRecord
-from framework.tracking.tracker import Tracker
-from framework.tracking.wandb import WandbMode
-from framework.watch.drift import check_drift
-from framework.watch.hang import LATER_S, Watchdog
-from framework.watch.lock import alone_in
-from framework.watch.nodes import check_nodes
-from framework.watch.peaks import note_peaks
-from framework.watch.run_files import RunFiles, check_run_files
-from framework.watch.starts import note_start
-from framework.watch.stragglers import Straggler, Stragglers
+from meshwright import trace
+from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
+from meshwright.build import Parts, build
+from meshwright.checkpoint import find
+from meshwright.checkpoint.files import to_stderr
+from meshwright.checkpoint.space import check_space, checkpoint_bytes
+from meshwright.config import RunConfig, keep, resolve
+from meshwright.data.corpus import Corpus, unigram_entropy
+from meshwright.data.samples import Feed
+from meshwright.durable import make_directory_synced
+from meshwright.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
+from meshwright.feeds import describe_feed, open_feeds
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
+from meshwright.optimizer.flat import states_of
+from meshwright.process import GiveUp, end_process
+from meshwright.resume import corpus_times, resume
+from meshwright.saving import Saver, check_manifest
+from meshwright.state import saved_weights
+from meshwright.stderr import say as speak
+from meshwright.step import StepStats, take_step, validate
+from meshwright.summary import WIDTH, summarise
+from meshwright.throughput import peak_flops
+from meshwright.tracking.build import build_tracker
+from meshwright.tracking.memory import peak_memory_bytes
+from meshwright.tracking.record import StepRecord
+from meshwright.tracking.tracker import Tracker
+from meshwright.tracking.wandb import WandbMode
+from meshwright.watch.drift import check_drift
+from meshwright.watch.hang import LATER_S, Watchdog
+from meshwright.watch.lock import alone_in
+from meshwright.watch.nodes import check_nodes
+from meshwright.watch.peaks import note_peaks
+from meshwright.watch.run_files import RunFiles, check_run_files
+from meshwright.watch.starts import note_start
+from meshwright.watch.stragglers import Straggler, Stragglers
 
 
 def run_directory(config: RunConfig) -> Path:

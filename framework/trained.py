@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from framework.blueprint import DTYPES, Blueprint, draw_blueprint
-from framework.build import Forward, compare_digests, make_stage, pick_loss, tell_draw
-from framework.checkpoint import Checkpoint, Kind, find, open_checkpoint
-from framework.checkpoint.files import to_stderr
-from framework.config import RunConfig, change, parse, read_resolved
-from framework.config.given import read_overrides
-from framework.config.keys import KEYS
-from framework.errors import CheckpointError, ConfigError
-from framework.materialise import materialise
-from framework.mesh.mesh import Mesh
-from framework.parameters import ParameterInfo
-from framework.pipeline.executor import Executor
-from framework.pipeline.stage import Stage
-from framework.pipeline.values import Loss
-from framework.resume import newest_sound
-from framework.runs import RESOLVED, find_run, is_checkpoint
-from framework.trust import check_trusted, same_builders
+from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
+from meshwright.build import Forward, compare_digests, make_stage, pick_loss, tell_draw
+from meshwright.checkpoint import Checkpoint, Kind, find, open_checkpoint
+from meshwright.checkpoint.files import to_stderr
+from meshwright.config import RunConfig, change, parse, read_resolved
+from meshwright.config.given import read_overrides
+from meshwright.config.keys import KEYS
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.materialise import materialise
+from meshwright.mesh.mesh import Mesh
+from meshwright.parameters import ParameterInfo
+from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.values import Loss
+from meshwright.resume import newest_sound
+from meshwright.runs import RESOLVED, find_run, is_checkpoint
+from meshwright.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
 """Sections that say how the work is laid out, and not what it is."""

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.bounded import real_path
-from framework.config import RunConfig, load
-from framework.config.given import read_overrides
-from framework.errors import ConfigError
-from framework.imports import OWN_BUILDERS, find_source, is_own_builder
-from framework.runs import is_checkpoint, is_run
-from framework.stderr import tell
+from meshwright.bounded import real_path
+from meshwright.config import RunConfig, load
+from meshwright.config.given import read_overrides
+from meshwright.errors import ConfigError
+from meshwright.imports import OWN_BUILDERS, current_name, find_source, is_own_builder
+from meshwright.runs import is_checkpoint, is_run
+from meshwright.stderr import tell
 
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
 """Keys whose value is imported."""
@@ -71,7 +71,11 @@ def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
 
 def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
     """Return the builder keys that ``given`` (key -> value) sets to what ``saved`` has: trust in it, and no change."""
-    return {path for path in CODE_KEYS if path in given and given[path] == getattr(getattr(saved, path[0]), path[1])}
+    return {
+        path
+        for path in CODE_KEYS
+        if path in given and current_name(str(given[path])) == getattr(getattr(saved, path[0]), path[1])
+    }
 
 
 def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:

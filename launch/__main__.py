@@ -1,17 +1,15 @@
-"""``python -m launch`` is ``meshwright``, with the same import path.
+"""``python -m meshwright.launch`` is ``meshwright``, with the same import path.
 
-Python puts the working directory first for ``-m``: here its ``framework``, ``models`` or ``random.py`` hide nothing.
+Python puts the working directory first for ``-m``: here its ``random.py`` or ``torch`` hides nothing.
 """
 
 import os
 import sys
 
 if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109 - pathlib is not imported yet
-    here = sys.path.pop(0)
-    if __file__ == os.path.join(here, "launch", "__main__.py"):  # noqa: PTH118 - not installed: a checkout of the source
-        sys.path.append(here)
+    sys.path.pop(0)
 
-from launch.cli import main
+from meshwright.launch.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.checkpoint import Candidate, Checkpoint, find, open_checkpoint
-from framework.checkpoint.files import checkpoints_directory
-from framework.checkpoint.manifest import MANIFEST, Entry
-from framework.checkpoint.shard import TORCH_DTYPES
-from framework.errors import CheckpointError
-from framework.summary import columns, memory
-from framework.trust import foreign_builders
+from meshwright.checkpoint import Candidate, Checkpoint, find, open_checkpoint
+from meshwright.checkpoint.files import checkpoints_directory
+from meshwright.checkpoint.manifest import MANIFEST, Entry
+from meshwright.checkpoint.shard import TORCH_DTYPES
+from meshwright.errors import CheckpointError
+from meshwright.summary import columns, memory
+from meshwright.trust import foreign_builders
 
 if TYPE_CHECKING:
-    from framework.reshard import Resharded
+    from meshwright.reshard import Resharded
 
 
 def pick(place: Path, step: int | None) -> Candidate:

@@ -9,10 +9,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-from framework.errors import UserError
-from launch.arguments import build_parser
-from launch.arguments.words import Command, text
-from launch.jobs import say
+from meshwright.errors import UserError
+from meshwright.launch.arguments import build_parser
+from meshwright.launch.arguments.words import Command, text
+from meshwright.launch.jobs import say
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Command = options.run
     try:
         if "config" in options and "trust_code" in options:
-            from framework.trust import check_file
+            from meshwright.trust import check_file
 
             check_file(options.config, overrides, trust_code=options.trust_code)
         return run(options, overrides)

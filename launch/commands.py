@@ -6,15 +6,15 @@ import argparse
 import math
 from pathlib import Path
 
-from framework.bounded import real_path
-from framework.errors import ConfigError, MeshError
-from framework.stderr import put, tell
+from meshwright.bounded import real_path
+from meshwright.errors import ConfigError, MeshError
+from meshwright.stderr import put, tell
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load
-    from framework.mesh.grid import Grid, check_placement, nodes_of
-    from framework.mesh.view import draw
+    from meshwright.config import default_world_size, load
+    from meshwright.mesh.grid import Grid, check_placement, nodes_of
+    from meshwright.mesh.view import draw
 
     config, per_node = load(options.config, overrides), options.devices_per_node
     num_ranks = default_world_size(config, 0)
@@ -43,26 +43,26 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def draw(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.drawing import draw
+    from meshwright.launch.drawing import draw
 
     draw(options.drawn, overrides, options.out, options.format, options.costs)
     return 0
 
 
 def stages(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size, load, resolve
+    from meshwright.config import default_world_size, load, resolve
 
     config = load(options.config, overrides)
     config = resolve(config, default_world_size(config, 0))
-    from framework.balance import describe
-    from framework.blueprint import draw_blueprint
+    from meshwright.balance import describe
+    from meshwright.blueprint import draw_blueprint
 
     put(describe(draw_blueprint(config)))
     return 0
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.planning import plan as planned
+    from meshwright.launch.planning import plan as planned
 
     planned(
         options.config,
@@ -78,14 +78,14 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.planning import calibrate as measure
+    from meshwright.launch.planning import calibrate as measure
 
     measure(options.out, options.ranks)
     return 0
 
 
 def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.dryrun import dryrun
+    from meshwright.launch.dryrun import dryrun
 
     return dryrun(
         options.config,
@@ -99,13 +99,13 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.verifying import verify as proved
+    from meshwright.launch.verifying import verify as proved
 
     return proved(options.config, overrides, options.layouts or [], options.steps, options.dtype, whole=options.whole)
 
 
 def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.data.prepare import prepare_stdlib
+    from meshwright.data.prepare import prepare_stdlib
 
     return _prepared(
         prepare_stdlib(options.out, options.vocab_size, options.validation_share, replace=options.replace, say=tell)
@@ -113,7 +113,7 @@ def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def data_files(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.data.prepare import prepare_files
+    from meshwright.data.prepare import prepare_files
 
     return _prepared(
         prepare_files(
@@ -133,14 +133,14 @@ def _prepared(summary: object) -> int:
 
 
 def checkpoint_list(options: argparse.Namespace, _: list[str]) -> int:
-    from launch import checkpoints
+    from meshwright.launch import checkpoints
 
     put(checkpoints.table(options.place))
     return 0
 
 
 def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
-    from launch import checkpoints
+    from meshwright.launch import checkpoints
 
     damaged = False
     for path, problem in checkpoints.verdicts(options.place, options.step):
@@ -151,16 +151,16 @@ def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.checkpoint import open_checkpoint
-    from launch import checkpoints
+    from meshwright.checkpoint import open_checkpoint
+    from meshwright.launch import checkpoints
 
     put(checkpoints.contents(open_checkpoint(checkpoints.pick(options.place, options.step).path), options.tensor))
     return 0
 
 
 def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.reshard import reshard
-    from launch import checkpoints
+    from meshwright.launch import checkpoints
+    from meshwright.reshard import reshard
 
     source = checkpoints.pick(options.place, options.step).path
     put(
@@ -172,7 +172,7 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
 
 
 def convert(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch import converting
+    from meshwright.launch import converting
 
     put(
         converting.convert(
@@ -183,9 +183,9 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plot(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.config import read_resolved
-    from framework.data.fingerprint import read
-    from framework.tracking.plot import loss_curve
+    from meshwright.config import read_resolved
+    from meshwright.data.fingerprint import read
+    from meshwright.tracking.plot import loss_curve
 
     resolved = options.directory / "resolved.json"
     unigram_entropy = None
@@ -202,16 +202,16 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def status(options: argparse.Namespace, _: list[str]) -> int:
-    from launch.status import describe
+    from meshwright.launch.status import describe
 
     put(describe(options.directory))
     return 0
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.outputs import check_place, write_out
-    from framework.report.page import page
-    from framework.report.run import read_run
+    from meshwright.outputs import check_place, write_out
+    from meshwright.report.page import page
+    from meshwright.report.run import read_run
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):
@@ -224,7 +224,7 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.configs import import_config
+    from meshwright.launch.configs import import_config
 
     source = getattr(options, "from")
     import_config(options.file, source, overrides, options.ranks, options.out, replace=options.replace)
@@ -232,15 +232,15 @@ def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
-    from launch.configs import show
+    from meshwright.launch.configs import show
 
     put(show(options.config, overrides, options.ranks, everything=options.all))
     return 0
 
 
 def completion(options: argparse.Namespace, _: list[str]) -> int:
-    from launch.arguments import build_parser
-    from launch.completion import script
+    from meshwright.launch.arguments import build_parser
+    from meshwright.launch.completion import script
 
     put(script(build_parser(), options.shell), end="")
     return 0

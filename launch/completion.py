@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
-from framework.config.keys import KEYS, SECTIONS, allowed, choices
+from meshwright.config.keys import KEYS, SECTIONS, allowed, choices
 
 FILES, FOLDERS = "<files>", "<folders>"
 """Values that the shell itself knows how to complete."""

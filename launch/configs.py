@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.bounded import MAX_TOML_BYTES, read_text
-from framework.config import RunConfig, default_world_size, explain, resolve
-from framework.config.keys import shown
-from framework.config.lines import toml_lines
-from framework.errors import ConfigError, UserError
-from framework.foreign import account, adopt, file_text
-from framework.outputs import write_out
-from framework.scheduling import draw_schedule
-from framework.stderr import put, tell
+from meshwright.bounded import MAX_TOML_BYTES, read_text
+from meshwright.config import RunConfig, default_world_size, explain, resolve
+from meshwright.config.keys import shown
+from meshwright.config.lines import toml_lines
+from meshwright.errors import ConfigError, UserError
+from meshwright.foreign import account, adopt, file_text
+from meshwright.outputs import write_out
+from meshwright.scheduling import draw_schedule
+from meshwright.stderr import put, tell
 
 MOST_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""

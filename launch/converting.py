@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.checkpoint import Candidate, open_checkpoint
-from framework.errors import CheckpointError, ConfigError
-from framework.huggingface.convert.bringing import CORPUS, Brought, bring
-from framework.huggingface.convert.taking import Taken, take
-from framework.huggingface.restructure.back import SCHEME, Exported, export
-from framework.huggingface.writing import SHARD_BYTES
-from framework.stderr import tell
-from framework.summary import columns, memory
-from framework.tracking.console import duration
-from launch.checkpoints import pick, size_of
+from meshwright.checkpoint import Candidate, open_checkpoint
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.huggingface.convert.bringing import CORPUS, Brought, bring
+from meshwright.huggingface.convert.taking import Taken, take
+from meshwright.huggingface.restructure.back import SCHEME, Exported, export
+from meshwright.huggingface.writing import SHARD_BYTES
+from meshwright.launch.checkpoints import pick, size_of
+from meshwright.stderr import tell
+from meshwright.summary import columns, memory
+from meshwright.tracking.console import duration
 
 
 @contextmanager

@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.stderr import put, tell
+from meshwright.stderr import put, tell
 
 if TYPE_CHECKING:
-    from framework.data.bulk import Progress
+    from meshwright.data.bulk import Progress
 
 LINE_EVERY_S = 10.0
 """Where the output is no terminal."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.data import bulk
-    from framework.data.records import Form
+    from meshwright.data import bulk
+    from meshwright.data.records import Form
 
     display = Display()
     try:
@@ -48,8 +48,8 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def show(options: argparse.Namespace, _: list[str]) -> int:
-    from framework.data.show import show as shown
-    from framework.data.show import splits_of
+    from meshwright.data.show import show as shown
+    from meshwright.data.show import splits_of
 
     for number, prefix in enumerate(splits_of(options.place)):
         if number:
@@ -61,12 +61,12 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
 
 def verify(options: argparse.Namespace, _: list[str]) -> int:
     """Hold every byte of prepared corpora against their fingerprint; exit code 1 where one differs."""
-    from framework.data import fingerprint
+    from meshwright.data import fingerprint
 
     folder: Path = options.place
     known = fingerprint.read(folder)
     if known is None:
-        from framework.errors import DataError
+        from meshwright.errors import DataError
 
         raise DataError(
             f"{folder} has no {fingerprint.FILE_NAME}, so nothing is known that its bytes could be held against: name "
@@ -129,7 +129,7 @@ class Display:
         self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, said="  ".join(self._numbers(now, at_s)))
 
     def _numbers(self, now: Progress, at_s: float) -> list[str]:
-        from framework.tracking.console import count, duration
+        from meshwright.tracking.console import count, duration
 
         assert self.first is not None
         passed_s = max(at_s - self.started_s, 1e-9)

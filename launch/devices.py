@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from framework.config import RunConfig
-from framework.errors import ConfigError
+from meshwright.config import RunConfig
+from meshwright.errors import ConfigError
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from framework.config import RunConfig, default_world_size, load, resolve
-from framework.errors import ConfigError
-from framework.outputs import write_out, writing
-from framework.schedule.account import account, measured_costs, table, without_early_steps
-from framework.schedule.draw import Panel, Unit, text, timeline_of
-from framework.schedule.picture.axis import unit_of_seconds
-from framework.schedule.simulate import Costs, bubble_share, simulate
-from framework.scheduling import draw_schedule
-from framework.stderr import put
-from framework.trace import newest, read
+from meshwright.config import RunConfig, default_world_size, load, resolve
+from meshwright.errors import ConfigError
+from meshwright.outputs import write_out, writing
+from meshwright.schedule.account import account, measured_costs, table, without_early_steps
+from meshwright.schedule.draw import Panel, Unit, text, timeline_of
+from meshwright.schedule.picture.axis import unit_of_seconds
+from meshwright.schedule.simulate import Costs, bubble_share, simulate
+from meshwright.scheduling import draw_schedule
+from meshwright.stderr import put
+from meshwright.trace import newest, read
 
 WIDTH = 100
 
@@ -97,8 +97,8 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
     Raises:
         ConfigError: a file cannot be written there.
     """
-    from framework.schedule.picture.figure import figure, save
-    from framework.schedule.picture.perfetto import chrome_trace
+    from meshwright.schedule.picture.figure import figure, save
+    from meshwright.schedule.picture.perfetto import chrome_trace
 
     is_pictured = bool({Format.SVG, Format.PNG} & set(formats))
     picture = figure(panels, unit) if is_pictured else None

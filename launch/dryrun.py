@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.config import RunConfig, default_world_size, load, resolve
-from framework.config.schema import Pipeline
-from framework.errors import ConfigError, UserError
-from framework.mesh.grid import Grid, check_placement, nodes_of
-from framework.outputs import check_place, writing
-from framework.stderr import put
+from meshwright.config import RunConfig, default_world_size, load, resolve
+from meshwright.config.schema import Pipeline
+from meshwright.errors import ConfigError, UserError
+from meshwright.mesh.grid import Grid, check_placement, nodes_of
+from meshwright.outputs import check_place, writing
+from meshwright.stderr import put
 
 if TYPE_CHECKING:
-    from framework.dryrun.job import Job
-    from framework.dryrun.report import StepTime, TimeModel
+    from meshwright.dryrun.job import Job
+    from meshwright.dryrun.report import StepTime, TimeModel
 
 FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -50,10 +50,10 @@ def dryrun(
     check_placement(grid, nodes, tp_across_nodes=config.parallel.tp_across_nodes)
     time_model = _time_model(config, cluster, per_node)
     seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
-    from framework.dryrun.agree import disagreements
-    from framework.dryrun.job import plan_job
-    from framework.dryrun.report import describe, figure, save
-    from framework.stderr import tell
+    from meshwright.dryrun.agree import disagreements
+    from meshwright.dryrun.job import plan_job
+    from meshwright.dryrun.report import describe, figure, save
+    from meshwright.stderr import tell
 
     gc.freeze()  # what is here stays: looking for garbage is then quick
     job = plan_job(config, tell)
@@ -72,8 +72,8 @@ def dryrun(
 
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
     """What tells seconds; the hardware is read now, so that a name that is none is refused before long work."""
-    from framework.meter import reference
-    from framework.planner.hardware import read_hardware
+    from meshwright.meter import reference
+    from meshwright.planner.hardware import read_hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
@@ -81,11 +81,11 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     hardware.check_dtype(config.train.dtype)
 
     def time_model(job: Job) -> StepTime:
-        from framework.dryrun.report import StepTime
-        from framework.planner.choices import choice_of
-        from framework.planner.search import examine
-        from framework.planner.sketch import Workbench
-        from launch.planning import practice_for
+        from meshwright.dryrun.report import StepTime
+        from meshwright.launch.planning import practice_for
+        from meshwright.planner.choices import choice_of
+        from meshwright.planner.search import examine
+        from meshwright.planner.sketch import Workbench
 
         workbench = Workbench(job.config, practice_for(job.config, hardware))
         found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
@@ -131,8 +131,8 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
     Raises:
         ConfigError: it is neither, there is no such rank, axis or schedule, or it would be no fault.
     """
-    from framework.mesh.grid import Axis
-    from framework.schedule.build import BUILDERS
+    from meshwright.mesh.grid import Axis
+    from meshwright.schedule.build import BUILDERS
 
     kind, _, rest = words.partition(":")
     rank, _, what = rest.partition("=") if kind == "schedule" else reversed(rest.partition(":"))
@@ -160,7 +160,7 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
 
 
 def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
-    from framework.dryrun.job import seed_schedule
+    from meshwright.dryrun.job import seed_schedule
 
     if kind == "missing":
         job.missing.append((what, rank))

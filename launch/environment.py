@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from framework.errors import MeshError
-from framework.mesh.network import NODES, interface_towards
+from meshwright.errors import MeshError
+from meshwright.mesh.network import NODES, interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from framework.errors import CommunicationError, HangEcho, UserError
+from meshwright.errors import CommunicationError, HangEcho, UserError
 
 LOG_TAIL_LINES = 20
 LOG_HEAD = "=== started "

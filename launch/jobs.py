@@ -1,5 +1,5 @@
 """Commands that start ranks, or are one that torchrun or srun has started: train, doctor, eval, sample; and slurm,
-which asks for nodes. Imports of weight are inside, as in :mod:`launch.commands`."""
+which asks for nodes. Imports of weight are inside, as in :mod:`meshwright.launch.commands`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.bounded import real_path
-from framework.errors import Preempted, UserError
-from framework.stderr import put, tell
+from meshwright.bounded import real_path
+from meshwright.errors import Preempted, UserError
+from meshwright.stderr import put, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from framework.config import RunConfig
-    from launch.environment import Launcher
-    from launch.rank import Work
+    from meshwright.config import RunConfig
+    from meshwright.launch.environment import Launcher
+    from meshwright.launch.rank import Work
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size
-    from framework.watch.lock import RunLock
-    from launch import local, restarts
-    from launch.environment import Launcher
+    from meshwright.config import default_world_size
+    from meshwright.launch import local, restarts
+    from meshwright.launch.environment import Launcher
+    from meshwright.watch.lock import RunLock
 
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
     if local.has_children(config):
-        local.warm_up(config, "framework.train")
-    from framework.train import check, run_directory, work
+        local.warm_up(config, "meshwright.train")
+    from meshwright.train import check, run_directory, work
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
     num_ranks = checked.launch.processes
@@ -54,9 +54,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
     """The configuration, its devices chosen for this process and its children; and who has started this process."""
-    from framework.config import load
-    from launch.devices import choose_devices
-    from launch.environment import launch_environment
+    from meshwright.config import load
+    from meshwright.launch.devices import choose_devices
+    from meshwright.launch.environment import launch_environment
 
     config = load(options.config, overrides)
     choose_devices(config)
@@ -65,7 +65,7 @@ def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
     """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
-    from framework.train import check, work
+    from meshwright.train import check, work
 
     checked, _ = check(config, world_size)
     if checked.launch.max_restarts and os.environ["RANK"] == "0":
@@ -78,18 +78,18 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
     """The same for the doctor."""
-    from framework.config import resolve
-    from framework.doctor.visit import work
+    from meshwright.config import resolve
+    from meshwright.doctor.visit import work
 
     return work, resolve(config, world_size)
 
 
 def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
     """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
-    from framework.process import leave
-    from launch import rank
-    from launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
-    from launch.failure import describe
+    from meshwright.launch import rank
+    from meshwright.launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
+    from meshwright.launch.failure import describe
+    from meshwright.process import leave
 
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -139,29 +139,29 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
 
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.config import default_world_size
-    from launch import local
-    from launch.environment import Launcher
+    from meshwright.config import default_world_size
+    from meshwright.launch import local
+    from meshwright.launch.environment import Launcher
 
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)
-    local.warm_up(config, "framework.doctor.visit")
+    local.warm_up(config, "meshwright.doctor.visit")
     work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
     return _ended(lambda: local.launch(work, resolved))
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.outputs import check_place
-    from framework.runs import find_run, is_checkpoint
-    from launch.environment import Launcher, launch_environment
+    from meshwright.launch.environment import Launcher, launch_environment
+    from meshwright.outputs import check_place
+    from meshwright.runs import find_run, is_checkpoint
 
     if not is_checkpoint(options.place):
         find_run(options.place)  # before seconds of imports
     check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
-    from framework.evaluate import Evaluation, check, of_corpus
-    from framework.trained import config_for, locate
+    from meshwright.evaluate import Evaluation, check, of_corpus
+    from meshwright.trained import config_for, locate
 
     place = locate(options.place, options.step)
     defaults = [] if launcher is Launcher.NONE else ["--parallel.dp=auto"]
@@ -173,16 +173,16 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
-    from framework.outputs import check_place
-    from framework.runs import find_run, is_checkpoint
-    from launch.environment import Launcher, launch_environment
+    from meshwright.launch.environment import Launcher, launch_environment
+    from meshwright.outputs import check_place
+    from meshwright.runs import find_run, is_checkpoint
 
     if not is_checkpoint(options.place):
         find_run(options.place)
     check_place(options.out, folder=False, example="texts.jsonl")
     launcher = launch_environment()
-    from framework.sample import SAME_TEXT, Ask, Sampling, check
-    from framework.trained import config_for, locate
+    from meshwright.sample import SAME_TEXT, Ask, Sampling, check
+    from meshwright.trained import config_for, locate
 
     place = locate(options.place, options.step)
     defaults = list(SAME_TEXT)
@@ -200,11 +200,11 @@ def _used(
     """Ranks that use a trained model: started as those that train it are. Their logs are theirs, not the run's."""
     import tempfile
 
-    from framework.config import default_world_size
-    from launch import local
-    from launch.devices import choose_devices
-    from launch.environment import Launcher
-    from launch.leftovers import own_directory
+    from meshwright.config import default_world_size
+    from meshwright.launch import local
+    from meshwright.launch.devices import choose_devices
+    from meshwright.launch.environment import Launcher
+    from meshwright.launch.leftovers import own_directory
 
     choose_devices(config)
     if launcher is not Launcher.NONE:
@@ -218,8 +218,8 @@ def _used(
 def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     from dataclasses import fields
 
-    from framework.config import load
-    from launch.slurm import Ask, placed, render, submit, write
+    from meshwright.config import load
+    from meshwright.launch.slurm import Ask, placed, render, submit, write
 
     ask = Ask(**{field.name: getattr(options, field.name) for field in fields(Ask)})
     config, picture = placed(load(options.config, overrides), ask)
@@ -237,8 +237,8 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _ended(start: Callable[[], object]) -> int:
     """The exit code of ranks that have been started here and have ended; what went wrong is said."""
-    from launch.failure import RankFailed
-    from launch.local import Interrupted
+    from meshwright.launch.failure import RankFailed
+    from meshwright.launch.local import Interrupted
 
     try:
         start()

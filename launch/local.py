@@ -31,16 +31,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from framework.config import RunConfig
-from framework.errors import ConfigError, MeshError
-from framework.process import end_process
-from framework.signals import SIGNALS, ignored
-from launch.devices import check_devices
-from launch.environment import check_port
-from launch.failure import RankFailed, describe, read_notes, told
-from launch.forking import PRELOADED
-from launch.leftovers import own_directory, remove_leftovers
-from launch.rank import Place, Work, run_rank, set_threads
+from meshwright.config import RunConfig
+from meshwright.errors import ConfigError, MeshError
+from meshwright.launch.devices import check_devices
+from meshwright.launch.environment import check_port
+from meshwright.launch.failure import RankFailed, describe, read_notes, told
+from meshwright.launch.forking import PRELOADED
+from meshwright.launch.leftovers import own_directory, remove_leftovers
+from meshwright.launch.rank import Place, Work, run_rank, set_threads
+from meshwright.process import end_process
+from meshwright.signals import SIGNALS, ignored
 
 LOOPBACK = "127.0.0.1"
 MOST_RANKS = 1024
@@ -90,7 +90,7 @@ def warm_up(config: RunConfig, module: str) -> None:
         modules = ["torch", "torch.distributed.device_mesh"]
     else:
         uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # its regions, or its datasets
-        modules = [*(["launch.preload"] if uses_megatron else PRELOADED), module]
+        modules = [*(["meshwright.launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
     # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle: the server

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import torch
 
-from framework.config import RunConfig, load
-from framework.config.given import read_file, read_overrides
-from framework.config.toml import to_toml
-from framework.errors import ConfigError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.outputs import check_place, write_out
-from framework.planner.calibrate import Measured, measure_block, measure_device, measure_links
-from framework.planner.hardware import Hardware, Link, Message, read_hardware
-from framework.planner.nearest import nearest, search_hard
-from framework.planner.page import page
-from framework.planner.plan_text import chosen_config, describe
-from framework.planner.profile import Practice
-from framework.planner.search import BEST, Plan, usable_bytes
-from framework.planner.sketch import Workbench
-from framework.stderr import put
-from framework.summary import memory
+from meshwright.config import RunConfig, load
+from meshwright.config.given import read_file, read_overrides
+from meshwright.config.toml import to_toml
+from meshwright.errors import ConfigError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.outputs import check_place, write_out
+from meshwright.planner.calibrate import Measured, measure_block, measure_device, measure_links
+from meshwright.planner.hardware import Hardware, Link, Message, read_hardware
+from meshwright.planner.nearest import nearest, search_hard
+from meshwright.planner.page import page
+from meshwright.planner.plan_text import chosen_config, describe
+from meshwright.planner.profile import Practice
+from meshwright.planner.search import BEST, Plan, usable_bytes
+from meshwright.planner.sketch import Workbench
+from meshwright.stderr import put
+from meshwright.summary import memory
 
 MOST_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
@@ -186,8 +186,8 @@ def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: P
 
 def calibrate(out: Path, ranks: int) -> None:
     """Measure this machine and write what it is, for ``--cluster``."""
-    from framework.planner.calibrate import cores, put_together, to_toml
-    from launch.pool import RankPool
+    from meshwright.launch.pool import RankPool
+    from meshwright.planner.calibrate import cores, put_together, to_toml
 
     check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:

@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.forking import die_with, loopback, preload
-from launch.leftovers import own_directory, remove_leftovers
+from meshwright.launch.forking import die_with, loopback, preload
+from meshwright.launch.leftovers import own_directory, remove_leftovers
 
 GRACE_S = 0.2
 """After a first failure: how long others may still report theirs, so that the earliest is known."""

@@ -1,5 +1,5 @@
 """For the fork server, which can import modules and nothing else: importing this one makes it ready to fork ranks."""
 
-from launch.forking import preload
+from meshwright.launch.forking import preload
 
 preload()

@@ -19,13 +19,13 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.config import RunConfig
-from framework.errors import Preempted
-from framework.process import GiveUp, leave
-from framework.signals import LISTENING, SIGNALS
-from framework.stderr import tell
-from launch.failure import LOG_HEAD, Failure, describe, write_down
-from launch.forking import die_with, loopback
+from meshwright.config import RunConfig
+from meshwright.errors import Preempted
+from meshwright.launch.failure import LOG_HEAD, Failure, describe, write_down
+from meshwright.launch.forking import die_with, loopback
+from meshwright.process import GiveUp, leave
+from meshwright.signals import LISTENING, SIGNALS
+from meshwright.stderr import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
 """What a rank does: given its configuration, and what ends its process when its main thread may be stuck for good."""
@@ -69,7 +69,7 @@ def run_rank(
 ) -> None:
     """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # DFL until it listens (framework.signals)
+    for each in SIGNALS:  # DFL until it listens (meshwright.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the server that it was forked from blocks all
     os.environ[LISTENING] = str(Path(notes) / "listening")

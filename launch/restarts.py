@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.errors import HangError
-from launch.failure import RankFailed
+from meshwright.errors import HangError
+from meshwright.launch.failure import RankFailed
 
 GIVEN_UP = 93
 MAY_PASS = (1, 18, HangError.exit_code)
@@ -62,7 +62,7 @@ def why_stop(reached: Sequence[Reached], most: int) -> str | None:
 
 def last_written(directory: Path) -> Reached:
     """Of a run: not that of the highest step, which may be a damaged one that the run has gone back behind."""
-    from framework.checkpoint import find
+    from meshwright.checkpoint import find
 
     found = [Reached(0, 0)]
     for candidate in find(directory):

@@ -7,7 +7,7 @@
 
 What the script does when the ranks have ended is its last lines: 85 (saved, as asked) and what may pass go back into
 the queue, what would come again does not, nor what failed without a newer checkpoint as often as
-``launch.restarts.IN_VAIN`` says.
+``meshwright.launch.restarts.IN_VAIN`` says.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 
 import jinja2
 
-from framework.config import RunConfig, resolve
-from framework.errors import ConfigError, UserError
-from framework.mesh.grid import Grid, check_placement, nodes_of
-from framework.mesh.view import draw
-from framework.tracking.jsonl import read_records
-from launch.restarts import GIVEN_UP, IN_VAIN
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import ConfigError, UserError
+from meshwright.launch.restarts import GIVEN_UP, IN_VAIN
+from meshwright.mesh.grid import Grid, check_placement, nodes_of
+from meshwright.mesh.view import draw
+from meshwright.tracking.jsonl import read_records
 
 TEMPLATES = Path(__file__).with_name("templates")
 SIGNAL = "USR2"

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from framework.errors import DataError
-from framework.mesh.grid import Grid
-from framework.tracking.console import duration
-from framework.tracking.jsonl import read_records
-from framework.tracking.record import StepRecord
-from framework.watch.blame import lines, seconds
-from framework.watch.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
-from framework.watch.standing import standing
+from meshwright.errors import DataError
+from meshwright.mesh.grid import Grid
+from meshwright.tracking.console import duration
+from meshwright.tracking.jsonl import read_records
+from meshwright.tracking.record import StepRecord
+from meshwright.watch.blame import lines, seconds
+from meshwright.watch.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
+from meshwright.watch.standing import standing
 
 LAST_STEPS = 20
 """Steps that the time per step is the median of."""

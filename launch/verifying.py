@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from framework.errors import ConfigError
-from framework.stderr import put
+from meshwright.errors import ConfigError
+from meshwright.stderr import put
 
 if TYPE_CHECKING:
-    from framework.config import RunConfig
-    from framework.verify import Layout, Row, Traits
+    from meshwright.config import RunConfig
+    from meshwright.verify import Layout, Row, Traits
 
 MOST_RANKS = 8
 """Ranks that verify runs on this machine."""
@@ -24,13 +24,13 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 
     ``words``: the layouts; without any, those that cover the pair table.
     """
-    from framework.config import load
-    from launch.pool import RankPool
+    from meshwright.config import load
+    from meshwright.launch.pool import RankPool
 
     config = load(config_path, overrides)
     with RankPool(MOST_RANKS) as pool:
-        from framework.verify import parse_layout
-        from framework.verify import verify as proved
+        from meshwright.verify import parse_layout
+        from meshwright.verify import verify as proved
 
         layouts, twice = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
@@ -69,8 +69,8 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     """Return the configuration that is proven, and print how it differs from the one that is trained."""
-    from framework.optimizer.eight_bit import SMALLEST
-    from framework.verify import make_small, turn_dropout_on
+    from meshwright.optimizer.eight_bit import SMALLEST
+    from meshwright.verify import make_small, turn_dropout_on
 
     if config.data.builder is not None:
         put("the model whole, on its own samples")
@@ -89,8 +89,8 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
 
 def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
     """Return what the model is like; a model that no layout takes is refused here, before layouts are chosen."""
-    from framework.blueprint import draw_blueprint
-    from framework.verify import Layout, layout_config, open_feed, probed, traits_of
+    from meshwright.blueprint import draw_blueprint
+    from meshwright.verify import Layout, layout_config, open_feed, probed, traits_of
 
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)
@@ -99,7 +99,7 @@ def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: boo
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
     """Return the default layouts and those of them that are run twice; print what they leave out."""
-    from framework.verify import default_layouts, run_twice
+    from meshwright.verify import default_layouts, run_twice
 
     layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
     for reason in traits.left_out():

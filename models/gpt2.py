@@ -14,7 +14,16 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, LastLayerNorm, assemble, check_heads, check_positive, initialise
+from meshwright.models.blocks import (
+    Attention,
+    Block,
+    Embedding,
+    LastLayerNorm,
+    assemble,
+    check_heads,
+    check_positive,
+    initialise,
+)
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",

@@ -23,7 +23,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.blocks import Attention, Block, Embedding, LastRMSNorm, assemble, check_heads, check_positive, initialise
+from meshwright.models.blocks import (
+    Attention,
+    Block,
+    Embedding,
+    LastRMSNorm,
+    assemble,
+    check_heads,
+    check_positive,
+    initialise,
+)
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",

@@ -33,8 +33,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.blocks import assemble, check_heads, check_positive
-from models.t5_layers import (
+from meshwright.models.blocks import assemble, check_heads, check_positive
+from meshwright.models.t5_layers import (
     CrossAttention,
     DecoderBlock,
     DecoderEmbedding,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from framework.signals import SIGNALS
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.signals import SIGNALS
 
 
 @pytest.fixture(scope="session")

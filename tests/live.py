@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.build import build
-from framework.config import RunConfig, parse, resolve
-from framework.data.example import example
-from framework.dryrun.rehearsal import grid_of
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
-from launch.pool import RankPool
+from meshwright.build import build
+from meshwright.config import RunConfig, parse, resolve
+from meshwright.data.example import example
+from meshwright.dryrun.rehearsal import grid_of
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from framework.checkpoint import Kind, newest_valid
-from framework.config import RunConfig, parse
-from framework.model import PlainModel, build_model
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint import Kind, newest_valid
+from meshwright.config import RunConfig, parse
+from meshwright.model import PlainModel, build_model
+from meshwright.parameters import ParameterInfo
 
 
 def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from framework.balance import cuts, describe, imbalance, rows, simulated_step
-from framework.blueprint import Blueprint, draw_blueprint
-from framework.config import RunConfig, resolve
-from framework.costs import weights
-from framework.pipeline.partition import partition
+from meshwright.balance import cuts, describe, imbalance, rows, simulated_step
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.config import RunConfig, resolve
+from meshwright.costs import weights
+from meshwright.pipeline.partition import partition
 
 OPTIONS = {"hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_sequence_length": 64, "dropout": 0.0}
 
@@ -21,7 +21,7 @@ def blueprint_of(
     """A GPT of six blocks whose head costs several of them, and whose embedding costs a part of one."""
     config = RunConfig.model_validate(
         {
-            "model": {"builder": "models.gpt2:build", "options": OPTIONS | {"vocab_size": vocab_size}},
+            "model": {"builder": "meshwright.models.gpt2:build", "options": OPTIONS | {"vocab_size": vocab_size}},
             "data": {"train": "random", "sequence_length": 64},
             "batch": {"micro_batch_size": 2, "chunks": 4},
             "parallel": {"dp": 1, "pp": pp, "tp": tp},
@@ -102,7 +102,7 @@ def test_neighbours_that_are_alike_share_a_line() -> None:
 def test_the_text() -> None:
     blueprint = blueprint_of(balance=[2, 2, 5])
     lines = describe(blueprint).splitlines()
-    assert lines[0] == f"model  models.gpt2:build, 9 layers, {blueprint.num_parameters:,} parameters"
+    assert lines[0] == f"model  meshwright.models.gpt2:build, 9 layers, {blueprint.num_parameters:,} parameters"
     assert "as on a CPU core in float32, 0.08 TFLOP/s and 20 GB/s" in lines[2]
     (head,) = [line.split() for line in lines if line.startswith("head ")]
     assert head[:2] == ["head", f"{32 * 2048:,}"] and head[-1] == "2"

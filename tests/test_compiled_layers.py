@@ -7,15 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from framework.blueprint import batch_numbers
-from framework.build import build
-from framework.config import RunConfig
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.blueprint import batch_numbers
+from meshwright.build import build
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 
 STEPS = 3
 
@@ -75,9 +75,9 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
 @pytest.mark.parametrize(
     ("builder", "layout"),
     [
-        ("models.gpt2:build", "dp1"),
-        pytest.param("models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
-        pytest.param("models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
+        ("meshwright.models.gpt2:build", "dp1"),
+        pytest.param("meshwright.models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:

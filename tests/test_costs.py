@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.costs import LayerCost, count_layers, weights
-from framework.errors import ModelError
-from framework.meter import Count, Meter, Reference, reference
-from framework.model import build_model
-from framework.pipeline.recompute import recompute_parts
-from models import gpt2, llama, t5
+from meshwright.costs import LayerCost, count_layers, weights
+from meshwright.errors import ModelError
+from meshwright.meter import Count, Meter, Reference, reference
+from meshwright.model import build_model
+from meshwright.models import gpt2, llama, t5
+from meshwright.pipeline.recompute import recompute_parts
 from tests import builders
 
 BY = Reference("a device of round numbers", 1000.0, 10.0, fused=False)
@@ -225,7 +225,9 @@ def test_an_operation_takes_as_long_as_the_slower_of_the_two() -> None:
 def test_masks_of_dropouts_are_counted() -> None:
     """Some twenty passes over int64: they cost a model with dropout more than its attention."""
     plain, dropping = (
-        count_layers(build_model("models.gpt2:build", SMALL | {"dropout": p}, 0).layers, ids(2, 6), ids(2, 6), BY)
+        count_layers(
+            build_model("meshwright.models.gpt2:build", SMALL | {"dropout": p}, 0).layers, ids(2, 6), ids(2, 6), BY
+        )
         for p in (0.0, 0.1)
     )
     assert dropping[0].forward.bytes > 20 * 8 * (2 * 6 * 16) + plain[0].forward.bytes
@@ -273,7 +275,7 @@ def test_layers_that_are_alike_are_run_once() -> None:
 
 
 def test_blocks_with_dropouts_of_their_own_names_are_alike() -> None:
-    layers = build_model("models.gpt2:build", SMALL | {"num_layers": 3, "dropout": 0.1}, 0).layers
+    layers = build_model("meshwright.models.gpt2:build", SMALL | {"num_layers": 3, "dropout": 0.1}, 0).layers
     costs = count_layers(layers, ids(2, 6), ids(2, 6), BY)
     assert len({cost._replace(name="") for cost in costs[1:4]}) == 1
 

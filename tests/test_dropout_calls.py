@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.build import StepFeed, build
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
-from framework.verify.layouts import layout_config, parse_layout
-from framework.verify.run import open_feed
+from meshwright.build import StepFeed, build
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
+from meshwright.verify.layouts import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 from tests.verify.cases import config_of
 
 P = 0.5

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from framework.config import RunConfig, resolve
-from framework.data.corpus import Corpus
-from framework.data.order import OnceInOrder
-from framework.data.records import Form
-from framework.data.samples import Feed
-from framework.errors import DataError
-from framework.evaluate import check, count_text
+from meshwright.config import RunConfig, resolve
+from meshwright.data.corpus import Corpus
+from meshwright.data.order import OnceInOrder
+from meshwright.data.records import Form
+from meshwright.data.samples import Feed
+from meshwright.errors import DataError
+from meshwright.evaluate import check, count_text
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 TEXTS = ["a", "two words", "straße 東京", "\n", "z" * 40]

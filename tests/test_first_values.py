@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from framework.config import RunConfig
-from framework.errors import ModelError
-from framework.model import build_model
-from framework.verify import parse_layout
-from framework.verify.initial import initial_problems
-from launch.pool import RankPool
+from meshwright.config import RunConfig
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.model import build_model
+from meshwright.verify import parse_layout
+from meshwright.verify.initial import initial_problems
 from tests.verify.cases import References, config_of, prove
 
 SET_ELSEWHERE = r"the value of parameter {} is set outside of {}\.reset_parameters\(\), and would be lost"

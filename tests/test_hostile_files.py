@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.data.readers import blocks, lines_of_range, list_files
-from framework.errors import ConfigError, DataError
-from framework.tracking.jsonl import keep_until
-from framework.watch.run_files import check_run_files
-from launch.cli import main
+from meshwright.data.readers import blocks, lines_of_range, list_files
+from meshwright.errors import ConfigError, DataError
+from meshwright.launch.cli import main
+from meshwright.tracking.jsonl import keep_until
+from meshwright.watch.run_files import check_run_files
 from tests.report.builders import make_run
 
 DEEP = 100_000

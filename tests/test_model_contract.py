@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig
-from framework.errors import ModelError
-from framework.imports import find_function
-from framework.model import build_model
-from framework.seeding import SeededDropout
-from framework.verify import layout_config, parse_layout, run_layout, verify
-from launch.pool import RankError, RankPool
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import ModelError
+from meshwright.imports import find_function
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.model import build_model
+from meshwright.seeding import SeededDropout
+from meshwright.verify import layout_config, parse_layout, run_layout, verify
 
 
 def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:
@@ -82,13 +82,13 @@ def test_an_option_like_no_other() -> None:
 
 
 def test_a_missing_option() -> None:
-    message = said("models.llama:build", vocab_size=17, num_heads=2, num_kv_heads=2, num_layers=1)
-    assert "model.options.hidden_size is missing: models.llama:build needs it" in message
+    message = said("meshwright.models.llama:build", vocab_size=17, num_heads=2, num_kv_heads=2, num_layers=1)
+    assert "model.options.hidden_size is missing: meshwright.models.llama:build needs it" in message
     assert "model.options.ffn_size is missing" in message, "all problems at once"
 
 
 def test_missing_options_are_told_beside_unknown_ones() -> None:
-    message = said("models.llama:build", hiden_size=8, ffn_size=8, num_heads=2, num_kv_heads=2, num_layers=1)
+    message = said("meshwright.models.llama:build", hiden_size=8, ffn_size=8, num_heads=2, num_kv_heads=2, num_layers=1)
     assert "model.options.hiden_size" in message and "did you mean hidden_size?" in message
     assert "model.options.vocab_size is missing" in message and "model.options.hidden_size is missing" in message
 
@@ -170,7 +170,9 @@ def test_a_value_that_is_no_tensor() -> None:
 
 
 def test_more_tokens_than_positions() -> None:
-    message = said("models.gpt2:build", vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, max_sequence_length=4)
+    message = said(
+        "meshwright.models.gpt2:build", vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, max_sequence_length=4
+    )
     assert "6 tokens" in message and "4 positions" in message and "max_sequence_length" in message
 
 
@@ -179,7 +181,7 @@ def test_more_tokens_than_positions() -> None:
 
 def test_parameters_are_on_meta_and_buffers_are_real() -> None:
     options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 16}
-    model = build_model("models.llama:build", options, 0)
+    model = build_model("meshwright.models.llama:build", options, 0)
     assert all(parameter.is_meta for parameter in model.layers.parameters())
     buffers = dict(model.layers.named_buffers())
     assert buffers and not any(buffer.is_meta for buffer in buffers.values())
@@ -207,7 +209,7 @@ def test_a_linear_s_weights_are_torch_s_own() -> None:
 
 def test_dropouts_are_seeded_by_name() -> None:
     options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
-    model = build_model("models.gpt2:build", options, 0)
+    model = build_model("meshwright.models.gpt2:build", options, 0)
     dropouts = {name: m for name, m in model.layers.named_modules() if "dropout" in type(m).__name__.lower()}
     assert len(dropouts) == 7 and all(type(m) is SeededDropout for m in dropouts.values())
     assert all(m.name == name for name, m in dropouts.items() if isinstance(m, SeededDropout))

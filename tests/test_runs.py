@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.runs import find_run, runs_in
+from meshwright.errors import ConfigError
+from meshwright.runs import find_run, runs_in
 
 
 @pytest.fixture

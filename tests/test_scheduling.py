@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import pytest
 
-from framework.config import Pipeline, RunConfig
-from framework.errors import UserError
-from framework.schedule.action import format_schedule
-from framework.schedule.build import BUILDERS, build
-from framework.schedule.lower import lower
-from framework.scheduling import draw_schedule
-from framework.verify.layouts import SCHEDULES
+from meshwright.config import Pipeline, RunConfig
+from meshwright.errors import UserError
+from meshwright.schedule.action import format_schedule
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.lower import lower
+from meshwright.scheduling import draw_schedule
+from meshwright.verify.layouts import SCHEDULES
 
 
 def config(**pipeline: Any) -> RunConfig:

@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.seeding import Draw, SeededDropout, derive, restart_calls, seed_dropouts, seeded
+from meshwright.errors import ModelError
+from meshwright.seeding import Draw, SeededDropout, derive, restart_calls, seed_dropouts, seeded
 
 
 def dropout(p: float = 0.25, name: str = "block0.dropout", seed: int = 7) -> SeededDropout:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from framework.stderr import put, say, tell, visible
-from framework.tracking.console import ConsoleSink
-from launch.cli import main
+from meshwright.launch.cli import main
+from meshwright.stderr import put, say, tell, visible
+from meshwright.tracking.console import ConsoleSink
 from tests.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def test_colours_of_ours_stay() -> None:
 
 TWO_THREADS = """
 import sys, threading
-from framework.stderr import put, say, tell
+from meshwright.stderr import put, say, tell
 sys.setswitchinterval(1e-6)
 def work(letter):
     for _ in range(2000):

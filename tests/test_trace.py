@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from framework.errors import DataError
-from framework.schedule.action import format_schedule
-from framework.schedule.build import build
-from framework.schedule.draw import Reading
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs, simulate
-from framework.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
+from meshwright.errors import DataError
+from meshwright.schedule.action import format_schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.draw import Reading
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Costs, simulate
+from meshwright.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
 
 SCHEDULE = lower(build("1f1b", 2, 2))
 TIMELINE = simulate(SCHEDULE, Costs(comm=0.25, step=1))

@@ -28,13 +28,13 @@ A checkpoint appears by one rename of a directory whose every byte has been fsyn
 afterwards. There is no "latest" pointer that could point at nothing: the newest directory that verifies is the latest.
 """
 
-from framework.checkpoint.behind import Attempt, Behind, to_host
-from framework.checkpoint.compatible import compatible
-from framework.checkpoint.keep import prune
-from framework.checkpoint.manifest import Head, Kind, Manifest
-from framework.checkpoint.read import Candidate, Checkpoint, find, newest_valid, open_checkpoint
-from framework.checkpoint.save import begin, publish
-from framework.checkpoint.shard import Piece, ShardReport, write_shard
+from meshwright.checkpoint.behind import Attempt, Behind, to_host
+from meshwright.checkpoint.compatible import compatible
+from meshwright.checkpoint.keep import prune
+from meshwright.checkpoint.manifest import Head, Kind, Manifest
+from meshwright.checkpoint.read import Candidate, Checkpoint, find, newest_valid, open_checkpoint
+from meshwright.checkpoint.save import begin, publish
+from meshwright.checkpoint.shard import Piece, ShardReport, write_shard
 
 __all__ = [
     "Attempt",

@@ -21,10 +21,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from framework.checkpoint.manifest import Head, Kind
-from framework.checkpoint.save import final_directory, publish, temporary_directory
-from framework.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, write_shard
-from framework.errors import CheckpointError
+from meshwright.checkpoint.manifest import Head, Kind
+from meshwright.checkpoint.save import final_directory, publish, temporary_directory
+from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, write_shard
+from meshwright.errors import CheckpointError
 
 POLL_S = 0.02, 0.5
 """How often rank 0 looks for reports: at first, and at most."""

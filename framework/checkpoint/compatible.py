@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from framework.checkpoint.manifest import Manifest
-from framework.config.keys import KEYS
-from framework.errors import CheckpointError
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.keys import KEYS
+from meshwright.errors import CheckpointError
+from meshwright.imports import current_name
 
 REFUSED = {
     "model.builder": "it is another model",
@@ -46,6 +47,8 @@ def compatible(
     every field whose change is not allowed, with both values. Paths of the corpus may change: its fingerprint may not.
     """
     saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
+    if isinstance(builder := saved.get("model.builder"), str):
+        saved["model.builder"] = current_name(builder)
     is_fresh = manifest.step == 0 and manifest.samples_seen == 0
     refused = {field: why for field, why in REFUSED.items() if field in FRESH or not is_fresh}
     problems, differences = [], []

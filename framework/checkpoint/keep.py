@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from framework.checkpoint.files import Warn, explained, remove_directory, to_stderr
-from framework.checkpoint.read import Candidate, find, open_checkpoint
-from framework.errors import CheckpointError
+from meshwright.checkpoint.files import Warn, explained, remove_directory, to_stderr
+from meshwright.checkpoint.read import Candidate, find, open_checkpoint
+from meshwright.errors import CheckpointError
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = to_stderr) -> list[Candidate]:

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from framework.bounded import parse_json
-from framework.checkpoint.counts import contradictions
-from framework.errors import CheckpointError
+from meshwright.bounded import parse_json
+from meshwright.checkpoint.counts import contradictions
+from meshwright.errors import CheckpointError
 
 FORMAT: Final = "meshwright-checkpoint"
 VERSION: Final = 1

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from framework.bounded import MAX_MANIFEST_BYTES, read_bytes
-from framework.checkpoint.files import (
+from meshwright.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.checkpoint.files import (
     Warn,
     checkpoints_directory,
     regular_size,
@@ -25,10 +25,10 @@ from framework.checkpoint.files import (
     step_name,
     to_stderr,
 )
-from framework.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, intersection, parse, render_sums
-from framework.checkpoint.shard import TORCH_DTYPES, held_box
-from framework.errors import CheckpointError, UnreadableError
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, intersection, parse, render_sums
+from meshwright.checkpoint.shard import TORCH_DTYPES, held_box
+from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.parameters import ParameterInfo
 
 
 class Candidate(NamedTuple):

@@ -17,8 +17,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.bounded import MAX_MANIFEST_BYTES, read_bytes
-from framework.checkpoint.files import (
+from meshwright.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.checkpoint.files import (
     Warn,
     checkpoints_directory,
     delete,
@@ -28,7 +28,7 @@ from framework.checkpoint.files import (
     to_stderr,
     write_synced,
 )
-from framework.checkpoint.manifest import (
+from meshwright.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     SUMS,
@@ -42,11 +42,11 @@ from framework.checkpoint.manifest import (
     render,
     render_sums,
 )
-from framework.checkpoint.read import open_checkpoint
-from framework.checkpoint.shard import REPORT_SUFFIX, ShardReport
-from framework.durable import sync_directory
-from framework.errors import CheckpointError, UnreadableError
-from framework.versions import versions
+from meshwright.checkpoint.read import open_checkpoint
+from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
+from meshwright.durable import sync_directory
+from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.versions import versions
 
 
 def final_directory(run_directory: Path, step: int) -> Path:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.checkpoint.files import explained, write_synced
-from framework.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
-from framework.durable import sync_directory
-from framework.errors import CheckpointError
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint.files import explained, write_synced
+from meshwright.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
+from meshwright.durable import sync_directory
+from meshwright.errors import CheckpointError
+from meshwright.parameters import ParameterInfo
 
 MAX_FILE_BYTES = 512 * 2**20
 BYTES_AT_ONCE = 16 * 2**20

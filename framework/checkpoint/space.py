@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from framework.checkpoint.files import Warn, checkpoints_directory, to_stderr
-from framework.checkpoint.read import find
-from framework.errors import ConfigError
+from meshwright.checkpoint.files import Warn, checkpoints_directory, to_stderr
+from meshwright.checkpoint.read import find
+from meshwright.errors import ConfigError
 
 BYTES_PER_TENSOR = 512
 """Of header and manifest, for one tensor of one kind."""

@@ -1,8 +1,8 @@
 """The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
 
-from framework.config.kept import keep
-from framework.config.load import change, dump, explain, load, parse, read_resolved
-from framework.config.schema import (
+from meshwright.config.kept import keep
+from meshwright.config.load import change, dump, explain, load, parse, read_resolved
+from meshwright.config.schema import (
     Batch,
     Checkpoint,
     Data,
@@ -17,8 +17,8 @@ from framework.config.schema import (
     Tracking,
     Train,
 )
-from framework.config.toml import to_toml
-from framework.config.world import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
+from meshwright.config.toml import to_toml
+from meshwright.config.world import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
 
 __all__ = [
     "Batch",

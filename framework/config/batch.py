@@ -5,8 +5,8 @@ Pure: it is asked once when the file is read (dp may still be open then) and onc
 
 from __future__ import annotations
 
-from framework.config.schema import Batch
-from framework.errors import ConfigError
+from meshwright.config.schema import Batch
+from meshwright.errors import ConfigError
 
 
 def _product(factors: dict[str, int]) -> tuple[str, int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from framework.config.load import dump
-from framework.config.schema import RunConfig
-from framework.config.toml import to_toml
-from framework.durable import replace_synced
+from meshwright.config.load import dump
+from meshwright.config.schema import RunConfig
+from meshwright.config.toml import to_toml
+from meshwright.durable import replace_synced
 
 
 def keep(directory: Path, config: RunConfig) -> None:

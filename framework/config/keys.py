@@ -1,6 +1,6 @@
 """What the schema says, told to people: the keys there are, what each allows, and what was probably meant.
 
-Read off :mod:`framework.config.schema`, so that no second list of keys can fall behind it.
+Read off :mod:`meshwright.config.schema`, so that no second list of keys can fall behind it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from framework.config.familiar import FAMILIAR_VALUES, NOTHING, fold, here
-from framework.config.schema import RunConfig, Section
+from meshwright.config.familiar import FAMILIAR_VALUES, NOTHING, fold, here
+from meshwright.config.schema import RunConfig, Section
 
 Path = tuple[str, ...]
 """A key, taken apart at its dots."""

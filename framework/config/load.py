@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from framework.bounded import MIB, check_values, parse_json, read_text
-from framework.config.familiar import FAMILIAR, SHARDING, fold, here
-from framework.config.given import Bare, Given, Source, leaves, read_file, read_overrides
-from framework.config.keys import (
+from meshwright.bounded import MIB, check_values, parse_json, read_text
+from meshwright.config.familiar import FAMILIAR, SHARDING, fold, here
+from meshwright.config.given import Bare, Given, Source, leaves, read_file, read_overrides
+from meshwright.config.keys import (
     KEYS,
     SECTIONS,
     Hint,
@@ -36,11 +36,11 @@ from framework.config.keys import (
     shown,
     takes,
 )
-from framework.config.rules import RULES
-from framework.config.schema import RunConfig
-from framework.config.secret import names_a_secret, said_of, secrets_in
-from framework.errors import ConfigError
-from framework.stderr import tell
+from meshwright.config.rules import RULES
+from meshwright.config.schema import RunConfig
+from meshwright.config.secret import names_a_secret, said_of, secrets_in
+from meshwright.errors import ConfigError
+from meshwright.stderr import tell
 
 TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
 """Sections of torchtitan's files that are none of ours."""

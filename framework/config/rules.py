@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from framework.config import batch
-from framework.config.keys import Path, shown, split
-from framework.config.schema import Data, Pipeline, RunConfig, Train, Watch
+from meshwright.config import batch
+from meshwright.config.keys import Path, shown, split
+from meshwright.config.schema import Data, Pipeline, RunConfig, Train, Watch
 
 MAX_RANKS = 2**20
 MAX_FORWARDS = 2**18
@@ -297,7 +297,7 @@ def _ranks(config: RunConfig) -> str | None:
 
 
 def _forwards(config: RunConfig) -> str | None:
-    """The same bound as framework.schedule.build's, told before anything is built."""
+    """The same bound as meshwright.schedule.build's, told before anything is built."""
     pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
     if pp * chunks * interleave <= MAX_FORWARDS:
         return None

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
+
+from meshwright.imports import current_name
 
 # NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63 (checkpoint/manifest).
 # Every whole number here has an upper bound below that, and so has every product that a checkpoint records:
@@ -46,8 +48,8 @@ class Run(Section):
 class Model(Section):
     """Where the ``nn.Sequential`` comes from: ``builder(**options)``."""
 
-    builder: str = Field(
-        default="models.gpt2:build",
+    builder: Annotated[str, AfterValidator(current_name)] = Field(
+        default="meshwright.models.gpt2:build",
         pattern=r"^([\w.]+:\w+|hf:.+)$",
         description='a module and a function in it, as in "my_package.my_module:build"; or "hf:" and a directory',
     )

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from framework.config.schema import RunConfig
+from meshwright.config.schema import RunConfig
 
 
 def _value(value: Any) -> str:
@@ -33,7 +33,7 @@ def _is_table(value: Any) -> bool:
 
 
 def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
-    """The file that :func:`~framework.config.load` reads as ``config``.
+    """The file that :func:`~meshwright.config.load` reads as ``config``.
 
     ``defaults``: also the keys that stand at theirs. What is unset (None) has no form in TOML and is left out.
     """

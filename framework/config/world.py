@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from framework.config import batch
-from framework.config.rules import known_dp
-from framework.config.schema import RunConfig
-from framework.errors import ConfigError
+from meshwright.config import batch
+from meshwright.config.rules import known_dp
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError
 
 
 def _counts(numbers: list[int]) -> str:

@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from framework.data import indexed, readers, tokenizer_files
-from framework.data.encode import Encoded, Encoder
-from framework.data.fingerprint import Fingerprint
-from framework.data.publish import publish
-from framework.data.readers import Block, InputFile, Kind, Place
-from framework.data.records import Form, columns_of
-from framework.data.seal import complete, seal
-from framework.data.splits import SPLITS, split_of
-from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
-from framework.data.workers import ordered_map
-from framework.errors import DataError
+from meshwright.data import indexed, readers, tokenizer_files
+from meshwright.data.encode import Encoded, Encoder
+from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.publish import publish
+from meshwright.data.readers import Block, InputFile, Kind, Place
+from meshwright.data.records import Form, columns_of
+from meshwright.data.seal import complete, seal
+from meshwright.data.splits import SPLITS, split_of
+from meshwright.data.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
+from meshwright.data.workers import ordered_map
+from meshwright.errors import DataError
 
 COMMIT_EVERY_S = 2.0
 

@@ -34,10 +34,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from framework.data import fingerprint as fingerprints
-from framework.data.fingerprint import Entropy, Split
-from framework.data.indexed import Mask, TokenStream, documents, inspect, mask_path
-from framework.errors import DataError
+from meshwright.data import fingerprint as fingerprints
+from meshwright.data.fingerprint import Entropy, Split
+from meshwright.data.indexed import Mask, TokenStream, documents, inspect, mask_path
+from meshwright.errors import DataError
 
 IGNORE = -100
 """A label that counts for nothing: neither in the loss nor in the number of tokens it is divided by."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from framework.config import RunConfig
-from framework.data.corpus import IGNORE
-from framework.data.samples import Microbatch
-from framework.errors import DataError
-from framework.imports import find_function, place
+from meshwright.config import RunConfig
+from meshwright.data.corpus import IGNORE
+from meshwright.data.samples import Microbatch
+from meshwright.errors import DataError
+from meshwright.imports import find_function, place
 
 
 class Spec(NamedTuple):
@@ -93,7 +93,7 @@ def _sha256(sample: tuple[Any, Tensor]) -> str:
 
 
 class DatasetFeed(NamedTuple):
-    """A dataset and the order in which a run goes through it; see :class:`framework.data.samples.Feed`."""
+    """A dataset and the order in which a run goes through it; see :class:`meshwright.data.samples.Feed`."""
 
     samples: Samples
     order: Callable[[int], int | None]

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from framework.data.readers import Block, InputFile, Kind, lines_of, lines_of_range, text_of
-from framework.data.records import Broken, Form, Piece, columns_of, decoded, pieces_of, values_of_line
-from framework.errors import DataError
+from meshwright.data.readers import Block, InputFile, Kind, lines_of, lines_of_range, text_of
+from meshwright.data.records import Broken, Form, Piece, columns_of, decoded, pieces_of, values_of_line
+from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
 _TEXTS_AT_ONCE = 64

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from framework.config import RunConfig
-from framework.data.dataset import open_dataset
-from framework.data.span_corruption import lengths
+from meshwright.config import RunConfig
+from meshwright.data.dataset import open_dataset
+from meshwright.data.span_corruption import lengths
 
 
 def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from framework.bounded import real_path
-from framework.errors import DataError
+from meshwright.bounded import real_path
+from meshwright.errors import DataError
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from framework.data import fingerprint as fingerprints
-from framework.data import indexed, sources, tokenizer
-from framework.data.fingerprint import Fingerprint
-from framework.data.publish import OLD, publish
-from framework.errors import DataError
-from framework.process import is_alive
+from meshwright.data import fingerprint as fingerprints
+from meshwright.data import indexed, sources, tokenizer
+from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.publish import OLD, publish
+from meshwright.errors import DataError
+from meshwright.process import is_alive
 
 TOKENIZER_FILE = "tokenizer.json"
 TRAIN = "train"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framework.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.corpus import IGNORE, Blend, Corpus
 
 
 class Microbatch(NamedTuple):
@@ -33,7 +33,7 @@ class Feed(NamedTuple):
 
     corpus: Corpus | Blend
     order: Callable[[int], int | None]
-    """Global index -> sample number, None past the end: one of :mod:`framework.data.order`."""
+    """Global index -> sample number, None past the end: one of :mod:`meshwright.data.order`."""
 
     @property
     def num_samples(self) -> int:

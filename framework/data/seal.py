@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from framework.data import fingerprint as fingerprints
-from framework.data import indexed, tokenizer_files
-from framework.data.fingerprint import Fingerprint, Prepared
-from framework.data.readers import InputFile, Kind
-from framework.data.splits import SPLITS
-from framework.data.tokenizer_files import Known
-from framework.data.work_folder import SKIPPED_FILE, Request, WorkFolder
-from framework.errors import DataError
+from meshwright.data import fingerprint as fingerprints
+from meshwright.data import indexed, tokenizer_files
+from meshwright.data.fingerprint import Fingerprint, Prepared
+from meshwright.data.readers import InputFile, Kind
+from meshwright.data.splits import SPLITS
+from meshwright.data.tokenizer_files import Known
+from meshwright.data.work_folder import SKIPPED_FILE, Request, WorkFolder
+from meshwright.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 22
 

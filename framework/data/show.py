@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from framework.data.corpus import IGNORE, Corpus, Example, Packing
-from framework.data.indexed import idx_path
-from framework.data.splits import SPLITS
-from framework.data.tokenizer import load
-from framework.errors import DataError
-from framework.stderr import visible
+from meshwright.data.corpus import IGNORE, Corpus, Example, Packing
+from meshwright.data.indexed import idx_path
+from meshwright.data.splits import SPLITS
+from meshwright.data.tokenizer import load
+from meshwright.errors import DataError
+from meshwright.stderr import visible
 
 
 class Run(NamedTuple):

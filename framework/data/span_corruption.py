@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from framework.data.corpus import IGNORE, Blend, Corpus
-from framework.data.indexed import mask_path
-from framework.data.order import permute, round_keys
-from framework.data.samples import Microbatch
-from framework.errors import DataError
-from framework.seeding import derive
+from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.indexed import mask_path
+from meshwright.data.order import permute, round_keys
+from meshwright.data.samples import Microbatch
+from meshwright.errors import DataError
+from meshwright.seeding import derive
 
 NOISE_PERCENT = 15
 MEAN_SPAN = 3
@@ -186,7 +186,7 @@ class SpanCorruptionFeed(NamedTuple):
         """Micro-batch ``m`` in [0, chunks) of replica ``dp_rank`` in the step that starts at ``samples_seen``.
 
         Its inputs: encoder_ids (b, Se) and decoder_ids (b, Sd), int64; its labels (b, Sd). The same numbering as
-        :meth:`framework.data.samples.Feed.microbatch`, past the end of a corpus too: there rows have only IGNORE
+        :meth:`meshwright.data.samples.Feed.microbatch`, past the end of a corpus too: there rows have only IGNORE
         labels.
         """
         assert 0 <= dp_rank < dp and 0 <= m < chunks, (dp_rank, dp, m, chunks)

@@ -18,7 +18,7 @@ def split_of(numbers: NDArray[np.int64], seed: int, validation_share: float, tes
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """:func:`framework.data.order.mix` of each."""
+    """:func:`meshwright.data.order.mix` of each."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
-from framework.data.corpus import IGNORE
+from meshwright.data.corpus import IGNORE
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BEFORE = "a"

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from framework.bounded import parse_json, read_bytes, read_text
-from framework.errors import DataError
+from meshwright.bounded import parse_json, read_bytes, read_text
+from meshwright.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from framework.bounded import read_bytes
-from framework.data.fingerprint import File
-from framework.data.publish import flush
-from framework.data.readers import BEGINNING, InputFile, Place
-from framework.data.splits import SPLITS
-from framework.errors import DataError
+from meshwright.bounded import read_bytes
+from meshwright.data.fingerprint import File
+from meshwright.data.publish import flush
+from meshwright.data.readers import BEGINNING, InputFile, Place
+from meshwright.data.splits import SPLITS
+from meshwright.errors import DataError
 
 SKIPPED_FILE = "skipped.txt"
 

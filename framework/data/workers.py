@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from framework.errors import DataError, UserError
+from meshwright.errors import DataError, UserError
 
 AHEAD = 4
 """Results that may wait for their turn, for each worker."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.data_parallel.sharded import (
+from meshwright.data_parallel.sharded import (
     Member,
     Place,
     Sharded,
@@ -32,8 +32,8 @@ from framework.data_parallel.sharded import (
     kind_of,
     sum_over_tp,
 )
-from framework.errors import ModelError
-from framework.mesh.comm import Group
+from meshwright.errors import ModelError
+from meshwright.mesh.comm import Group
 
 _SUMMED_TOGETHER = 2**24
 """Elements of the gradient that go across the groups in one message, and on the device when they lie on the host."""

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from framework.data_parallel.buckets import Bucket, plan_buckets
-from framework.data_parallel.sharded import Member, Sharded, Sharding, sum_over_tp
-from framework.host_memory import HostMemory
-from framework.mesh.comm import Group
+from meshwright.data_parallel.buckets import Bucket, plan_buckets
+from meshwright.data_parallel.sharded import Member, Sharded, Sharding, sum_over_tp
+from meshwright.host_memory import HostMemory
+from meshwright.mesh.comm import Group
 
 
 class Replica(Protocol):

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.mesh.comm import Group, Handle
-from framework.parameters import ParameterInfo
+from meshwright.mesh.comm import Group, Handle
+from meshwright.parameters import ParameterInfo
 
 
 class Sharding(NamedTuple):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from framework.mesh.mesh import Mesh
-from framework.versions import versions
-from framework.watch.nodes import clock_ahead_s, sees_directory
+from meshwright.mesh.mesh import Mesh
+from meshwright.versions import versions
+from meshwright.watch.nodes import clock_ahead_s, sees_directory
 
 WRITTEN_BYTES = 2**26
 CLOCK_ROUNDS = 5

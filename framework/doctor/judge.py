@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from framework.doctor.facts import Facts
-from framework.doctor.links import Link, by_node, slow_pairs
-from framework.watch.nodes import unseen, wrong_clocks
+from meshwright.doctor.facts import Facts
+from meshwright.doctor.links import Link, by_node, slow_pairs
+from meshwright.watch.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
 """A node or link that reaches less than this share of what is usual here is named."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from framework.mesh.comm import Group, Transfer
-from framework.mesh.grid import Axis
-from framework.mesh.mesh import Mesh
+from meshwright.mesh.comm import Group, Transfer
+from meshwright.mesh.grid import Axis
+from meshwright.mesh.mesh import Mesh
 
 PINGS = 20
 AIM_S = 0.25

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from framework.doctor.judge import Finding
-from framework.doctor.links import MOST_ROUNDS, rounds
-from framework.errors import CommunicationError
-from framework.mesh.meeting import in_short
-from framework.mesh.network import node_name, own_address
+from meshwright.doctor.judge import Finding
+from meshwright.doctor.links import MOST_ROUNDS, rounds
+from meshwright.errors import CommunicationError
+from meshwright.mesh.meeting import in_short
+from meshwright.mesh.network import node_name, own_address
 
 CONNECT_S = 5.0
 """A link on which a connection takes longer is dead."""

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.doctor.facts import Facts
-from framework.doctor.judge import Finding, gbit
-from framework.doctor.links import Link, Sum, by_node
-from framework.summary import columns, memory
+from meshwright.doctor.facts import Facts
+from meshwright.doctor.judge import Finding, gbit
+from meshwright.doctor.links import Link, Sum, by_node
+from meshwright.summary import columns, memory
 
 MUCH_LATENCY = 0.05
 """Of the time of a message: what buckets should be large enough for."""

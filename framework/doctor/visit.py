@@ -7,20 +7,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
-from framework.config import RunConfig, bucket_bytes, resolve
-from framework.doctor.facts import look
-from framework.doctor.judge import Finding, judge
-from framework.doctor.links import measure_links, measure_sums
-from framework.doctor.reach import judge_reach, try_links
-from framework.doctor.report import text, write_links
-from framework.errors import CommunicationError, ConfigError, UserError
-from framework.mesh.grid import Grid
-from framework.mesh.meeting import NotAllCame, meet, needs_meeting
-from framework.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
-from framework.process import GiveUp, end_process
-from framework.signals import SIGNALS
-from framework.stderr import put
+from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_text
+from meshwright.config import RunConfig, bucket_bytes, resolve
+from meshwright.doctor.facts import look
+from meshwright.doctor.judge import Finding, judge
+from meshwright.doctor.links import measure_links, measure_sums
+from meshwright.doctor.reach import judge_reach, try_links
+from meshwright.doctor.report import text, write_links
+from meshwright.errors import CommunicationError, ConfigError, UserError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.meeting import NotAllCame, meet, needs_meeting
+from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
+from meshwright.process import GiveUp, end_process
+from meshwright.signals import SIGNALS
+from meshwright.stderr import put
 
 LIMIT_S = 120.0
 """How long a rank waits for another: who does not come within that is not coming."""

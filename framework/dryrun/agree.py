@@ -3,7 +3,7 @@
     members       each rank that is in a group is known to all others of it
     collectives   all members of a group say the same, in the same order: operation, bytes, dtype
     messages      each send meets its receive: bytes and dtype, in the order of the channel; and the rows themselves
-                  pass framework.schedule.check
+                  pass meshwright.schedule.check
     hang          played to the end, each operation waits until all that it concerns are there (the harshest reading)
 
 All ranks are held together. Those of one column, the ranks with the same (dp, tp), do what another column does unless
@@ -18,10 +18,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from framework.dryrun.job import Job
-from framework.dryrun.notes import Rehearsal, Spoken
-from framework.mesh.grid import Axis, Coordinates, Grid
-from framework.schedule.check import check
+from meshwright.dryrun.job import Job
+from meshwright.dryrun.notes import Rehearsal, Spoken
+from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.schedule.check import check
 
 Ranks = tuple[int, ...]
 

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from framework.blueprint import Blueprint, batch_numbers
-from framework.config import RunConfig
-from framework.dryrun.notes import Rehearsal
-from framework.dryrun.playback import CHUNKS, CannotPlay, learn, play_back
-from framework.dryrun.rehearsal import draw, grid_of, rehearse, rehearsed
-from framework.mesh.grid import Grid
-from framework.pipeline.outline import outline_of
-from framework.schedule.action import Schedule
-from framework.scheduling import draw_schedule
+from meshwright.blueprint import Blueprint, batch_numbers
+from meshwright.config import RunConfig
+from meshwright.dryrun.notes import Rehearsal
+from meshwright.dryrun.playback import CHUNKS, CannotPlay, learn, play_back
+from meshwright.dryrun.rehearsal import draw, grid_of, rehearse, rehearsed
+from meshwright.mesh.grid import Grid
+from meshwright.pipeline.outline import outline_of
+from meshwright.schedule.action import Schedule
+from meshwright.scheduling import draw_schedule
 
 
 @dataclass

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from framework.dryrun.recorder import Begun, Life, Recorder, live_bytes
-from framework.mesh.overhear import Heard
-from framework.schedule.action import Action, Kind
+from meshwright.dryrun.recorder import Begun, Life, Recorder, live_bytes
+from meshwright.mesh.overhear import Heard
+from meshwright.schedule.action import Action, Kind
 
 
 class Category(StrEnum):

@@ -20,18 +20,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from framework.blueprint import batch_numbers
-from framework.config import RunConfig
-from framework.dryrun.notes import Rehearsal, told
-from framework.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, Recorder, Said
-from framework.dryrun.rehearsal import Drawn, PaperFeed, Run, grid_of
-from framework.mesh.grid import Grid
-from framework.mesh.overhear import Heard
-from framework.mesh.paper import paper_mesh
-from framework.pipeline.executor import Executor, Microbatch
-from framework.pipeline.stage import LossPart
-from framework.pipeline.values import TensorSpec, ValueSpec
-from framework.schedule.action import Action, Kind, Schedule
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.dryrun.notes import Rehearsal, told
+from meshwright.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, Recorder, Said
+from meshwright.dryrun.rehearsal import Drawn, PaperFeed, Run, grid_of
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.overhear import Heard
+from meshwright.mesh.paper import paper_mesh
+from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.stage import LossPart
+from meshwright.pipeline.values import TensorSpec, ValueSpec
+from meshwright.schedule.action import Action, Kind, Schedule
 
 CHUNKS = 4
 """Micro-batches of the short rehearsal."""

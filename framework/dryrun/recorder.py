@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framework.mesh.activity import Activity
-from framework.mesh.overhear import NAMESPACES, Ear, Heard, hears_parts
+from meshwright.mesh.activity import Activity
+from meshwright.mesh.overhear import NAMESPACES, Ear, Heard, hears_parts
 
 ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default

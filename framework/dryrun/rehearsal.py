@@ -23,26 +23,26 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.blueprint import Blueprint, draw_blueprint
-from framework.build import Parts, StepFeed, build
-from framework.config import RunConfig, shard_factor
-from framework.data_parallel.buckets import Bucket
-from framework.dryrun.notes import Category, Rehearsal, told
-from framework.dryrun.recorder import NotedActivity, Recorder
-from framework.mesh.comm import Group
-from framework.mesh.grid import Grid
-from framework.mesh.paper import paper_mesh
-from framework.pipeline.executor import Result
-from framework.pipeline.stage import LossPart, Stage
-from framework.pipeline.values import Example
-from framework.schedule.action import Action, Kind
-from framework.seeding import Draw
-from framework.step import sum_numbers
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import Parts, StepFeed, build
+from meshwright.config import RunConfig, shard_factor
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.dryrun.notes import Category, Rehearsal, told
+from meshwright.dryrun.recorder import NotedActivity, Recorder
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.paper import paper_mesh
+from meshwright.pipeline.executor import Result
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import Example
+from meshwright.schedule.action import Action, Kind
+from meshwright.seeding import Draw
+from meshwright.step import sum_numbers
 
 
 @dataclass
 class PaperFeed:
-    """Samples of the right shape. A :class:`framework.feeds.Source`."""
+    """Samples of the right shape. A :class:`meshwright.feeds.Source`."""
 
     example: Example
 
@@ -220,7 +220,7 @@ def _make_states(parts: Parts) -> None:
 
 
 def _step(parts: Parts) -> None:
-    """As :func:`framework.step.take_step`, without what looks at numbers."""
+    """As :func:`meshwright.step.take_step`, without what looks at numbers."""
     for replica in parts.replicas.values():
         replica.begin_step()
 

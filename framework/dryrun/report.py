@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from framework.blueprint import batch_numbers
-from framework.dryrun.agree import Disagreement, axis_of
-from framework.dryrun.job import Job
-from framework.dryrun.notes import Category, Rehearsal
-from framework.schedule.action import COMPUTE
-from framework.schedule.simulate import Costs, Timeline, bubble_share, simulate
-from framework.summary import columns, memory
+from meshwright.blueprint import batch_numbers
+from meshwright.dryrun.agree import Disagreement, axis_of
+from meshwright.dryrun.job import Job
+from meshwright.dryrun.notes import Category, Rehearsal
+from meshwright.schedule.action import COMPUTE
+from meshwright.schedule.simulate import Costs, Timeline, bubble_share, simulate
+from meshwright.summary import columns, memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire
 
 
 def ticks(job: Job) -> Timeline:
-    """The schedule, each stage as long as its layers take on the reference device (see framework.costs); messages cost
+    """The schedule, each stage as long as its layers take on the reference device (see meshwright.costs); messages cost
     nothing."""
     costs = []
     for stage in job.blueprint.stages:
@@ -204,7 +204,7 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     """Memory of each pipeline rank, stacked by category, beside what it does when."""
     from matplotlib.figure import Figure
 
-    from framework.schedule.picture.palette import shade
+    from meshwright.schedule.picture.palette import shade
 
     time = None if time_model is None else time_model(job)
     timeline = ticks(job) if time is None else time.timeline

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from framework.config import to_toml
-from framework.foreign.adopt import NAMES, Adopted
-from framework.foreign.draft import Left, Why
+from meshwright.config import to_toml
+from meshwright.foreign.adopt import NAMES, Adopted
+from meshwright.foreign.draft import Left, Why
 
 WIDTH = 118
 ORDER = (Why.BY_HAND, Why.DIFFERS, Why.NONE)

@@ -1,4 +1,4 @@
-"""A file of another framework -> a :class:`~framework.config.RunConfig`, and what became of each of its keys."""
+"""A file of another framework -> a :class:`~meshwright.config.RunConfig`, and what became of each of its keys."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.config import RunConfig, change, default_world_size, resolve
-from framework.config.given import read_overrides
-from framework.config.keys import SECTIONS, split
-from framework.errors import ConfigError
-from framework.foreign import megatron, nanotron, torchtitan
-from framework.foreign.draft import Draft, Item, Left
-from framework.foreign.read import read_text, read_toml, read_yaml
-from framework.foreign.shell import read_script
-from framework.foreign.torchtitan_keys import MOVED
+from meshwright.config import RunConfig, change, default_world_size, resolve
+from meshwright.config.given import read_overrides
+from meshwright.config.keys import SECTIONS, split
+from meshwright.errors import ConfigError
+from meshwright.foreign import megatron, nanotron, torchtitan
+from meshwright.foreign.draft import Draft, Item, Left
+from meshwright.foreign.read import read_text, read_toml, read_yaml
+from meshwright.foreign.shell import read_script
+from meshwright.foreign.torchtitan_keys import MOVED
 
 SUFFIXES = {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
 TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {

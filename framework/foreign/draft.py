@@ -14,9 +14,9 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from framework.config.keys import shown
-from framework.config.secret import names_a_secret
-from framework.errors import ConfigError
+from meshwright.config.keys import shown
+from meshwright.config.secret import names_a_secret
+from meshwright.errors import ConfigError
 
 
 class Why(StrEnum):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from framework.errors import ConfigError
-from framework.foreign.draft import Draft, Why
-from framework.foreign.megatron_keys import PREPARED, REST
-from framework.foreign.megatron_model import MOST_LAYERS, model
-from framework.foreign.shell import LAUNCHER
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Draft, Why
+from meshwright.foreign.megatron_keys import PREPARED, REST
+from meshwright.foreign.megatron_model import MOST_LAYERS, model
+from meshwright.foreign.shell import LAUNCHER
 
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from framework.foreign.draft import Rest, Why
-from framework.foreign.shell import LAUNCHER
+from meshwright.foreign.draft import Rest, Why
+from meshwright.foreign.shell import LAUNCHER
 
 PREPARED = "data.train, the path of a .bin/.idx pair without the suffix"
 NEEDLESS = """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from framework.errors import ConfigError
-from framework.foreign.draft import Draft, Why
-from framework.foreign.shell import PROGRAM
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Draft, Why
+from meshwright.foreign.shell import PROGRAM
 
 OTHER = {
     "num-experts": "mixture of experts",
@@ -54,9 +54,9 @@ def model(draft: Draft) -> int:
         raise draft.no_such_model("kv-channels", f"heads of {channels}, not {hidden} / {heads}")
     is_llama = _is_llama(draft)
     if is_llama:
-        draft.put("model.builder", "models.llama:build", "rotary positions, RMSNorm, SwiGLU, no biases")
+        draft.put("model.builder", "meshwright.models.llama:build", "rotary positions, RMSNorm, SwiGLU, no biases")
     else:
-        draft.put("model.builder", "models.gpt2:build", "learned positions, LayerNorm, GELU, biases")
+        draft.put("model.builder", "meshwright.models.gpt2:build", "learned positions, LayerNorm, GELU, biases")
     draft.put("model.options.vocab_size", _vocabulary(draft, is_llama))
     draft.put("model.options.hidden_size", hidden)
     draft.put("model.options.num_layers", layers)
@@ -101,8 +101,9 @@ def _is_llama(draft: Draft) -> bool:
         has = [name for name, there in traits.items() if there]
         lacks = [name for name, there in traits.items() if not there]
         raise ConfigError(
-            f"the flags have {', '.join(has)}, but not {', '.join(lacks)}: models.llama has all of these and "
-            f"models.gpt2 none; bring one of your own with --model.builder=module:function and its --model.options.*"
+            f"the flags have {', '.join(has)}, but not {', '.join(lacks)}: meshwright.models.llama has all of these "
+            f"and meshwright.models.gpt2 none; bring one of your own with --model.builder=module:function and its "
+            f"--model.options.*"
         )
     return rotary
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from framework.errors import ConfigError
-from framework.foreign.draft import Draft, Rest, Why, is_off
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Draft, Rest, Why, is_off
 
 CONFIG = "model.model_config"
 FACTORY = "optimizer.optimizer_factory"
@@ -16,7 +16,7 @@ NOT_LLAMA = {
     "moe_config": "mixture of experts",
     "rope_seq_len_interpolation_factor": "interpolated positions",
 }
-"""What models.llama has not; off, they do no harm."""
+"""What meshwright.models.llama has not; off, they do no harm."""
 
 REST = (
     Rest("checkpoints.resume_checkpoint_path", Why.BY_HAND, "the same command goes on; nanotron's are not read"),
@@ -33,7 +33,9 @@ REST = (
     Rest("model.init_method.path", Why.BY_HAND, "weights of elsewhere are converted first"),
     Rest("model.init_method.use_mup", Why.NONE, "there is no muP"),
     Rest(
-        "model.init_method.*", Why.DIFFERS, "weights begin as models.llama has it: 0.02, less at the ends of branches"
+        "model.init_method.*",
+        Why.DIFFERS,
+        "weights begin as meshwright.models.llama has it: 0.02, less at the ends of branches",
     ),
     Rest("model.make_vocab_size_divisible_by", Why.NEEDLESS, "tp pads the vocabulary itself"),
     Rest(f"{CONFIG}.initializer_range", Why.NEEDLESS),
@@ -114,7 +116,7 @@ def _model(draft: Draft) -> None:
             other or "model.model_config", "such a configuration, only is_llama_config and is_qwen2_config,"
         )
     heads = draft.count(f"{CONFIG}.num_attention_heads", 32)
-    draft.put("model.builder", "models.llama:build")
+    draft.put("model.builder", "meshwright.models.llama:build")
     draft.put("model.options.vocab_size", draft.count(f"{CONFIG}.vocab_size", 32000))
     draft.put("model.options.hidden_size", draft.count(f"{CONFIG}.hidden_size", 4096))
     draft.put("model.options.num_layers", draft.count(f"{CONFIG}.num_hidden_layers", 32))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.bounded import MIB, parse_toml, parse_yaml, read_bytes
-from framework.config.lines import toml_lines
-from framework.errors import ConfigError
-from framework.foreign.draft import Item
+from meshwright.bounded import MIB, parse_toml, parse_yaml, read_bytes
+from meshwright.config.lines import toml_lines
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Item
 
 
 def read_text(path: Path) -> str:

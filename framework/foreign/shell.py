@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.errors import ConfigError
-from framework.foreign.draft import Item
-from framework.foreign.shell_values import both, compute, either, holds
-from framework.foreign.shell_words import Part, Token, split_words, tokens
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Item
+from meshwright.foreign.shell_values import both, compute, either, holds
+from meshwright.foreign.shell_words import Part, Token, split_words, tokens
 
 LAUNCHER = "launcher."
 """Before the names of the launcher's own flags, such as ``launcher.nproc-per-node``."""

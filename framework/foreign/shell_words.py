@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.errors import ConfigError
+from meshwright.errors import ConfigError
 
 OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n", "(", ")")
 REDIRECT = re.compile(r"\d*(>>|>&|<<<|<<|>|<|&>)")

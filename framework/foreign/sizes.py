@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """The arguments of ``models.llama:build`` that a flavor stands for."""
+    """The arguments of ``meshwright.models.llama:build`` that a flavor stands for."""
 
     hidden_size: int
     num_layers: int

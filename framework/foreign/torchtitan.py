@@ -6,10 +6,10 @@ version; ``torchtitan_keys.MOVED`` has where they were before.
 
 from __future__ import annotations
 
-from framework.errors import ConfigError
-from framework.foreign.draft import Draft, Why, is_off
-from framework.foreign.sizes import FLAVORS, VARIANTS
-from framework.foreign.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
+from meshwright.errors import ConfigError
+from meshwright.foreign.draft import Draft, Why, is_off
+from meshwright.foreign.sizes import FLAVORS, VARIANTS
+from meshwright.foreign.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
@@ -39,7 +39,7 @@ def _model(draft: Draft) -> int:
         known = ", ".join(FLAVORS[name])
         raise draft.no_such_model("model.flavor", f"the sizes of {name} {flavor}, only of {known},")
     size = FLAVORS[name][plain]
-    draft.put("model.builder", "models.llama:build")
+    draft.put("model.builder", "meshwright.models.llama:build")
     for option, value in size._asdict().items():
         draft.put(f"model.options.{option}", value)
     draft.put("model.options.norm_eps", 1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework.foreign.draft import Rest, Why
+from meshwright.foreign.draft import Rest, Why
 
 MOVED = {
     "training.batch_size": "training.local_batch_size",

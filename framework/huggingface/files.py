@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from framework.bounded import parse_json, read_bytes
-from framework.errors import ModelError
+from meshwright.bounded import parse_json, read_bytes
+from meshwright.errors import ModelError
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

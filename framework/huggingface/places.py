@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from framework.bounded import real_path
-from framework.checkpoint.files import delete, explained
-from framework.durable import sync_directory
-from framework.errors import CheckpointError
+from meshwright.bounded import real_path
+from meshwright.checkpoint.files import delete, explained
+from meshwright.durable import sync_directory
+from meshwright.errors import CheckpointError
 
 OnBytes = Callable[[int, int], None]
 """Told of the bytes that are done, and of all of them."""

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from framework.errors import ModelError
-from framework.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
+from meshwright.errors import ModelError
+from meshwright.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
 
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.checkpoint import Checkpoint, Kind
-from framework.checkpoint.files import explained
-from framework.checkpoint.shard import TORCH_DTYPES
-from framework.errors import CheckpointError, ModelError
-from framework.huggingface.files import DTYPES, INDEX, SINGLE, write_json
-from framework.huggingface.places import OnBytes, keep_quiet
-from framework.huggingface.rules import Rule
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint import Checkpoint, Kind
+from meshwright.checkpoint.files import explained
+from meshwright.checkpoint.shard import TORCH_DTYPES
+from meshwright.errors import CheckpointError, ModelError
+from meshwright.huggingface.files import DTYPES, INDEX, SINGLE, write_json
+from meshwright.huggingface.places import OnBytes, keep_quiet
+from meshwright.huggingface.rules import Rule
+from meshwright.parameters import ParameterInfo
 
 SHARD_BYTES = 5 * 10**9
 BYTES_AT_ONCE = 16 * 2**20

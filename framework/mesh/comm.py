@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from framework.errors import CommunicationError
-from framework.mesh.activity import Activity, Waits
-from framework.mesh.messages import MAX_BYTES, decode, encode
+from meshwright.errors import CommunicationError
+from meshwright.mesh.activity import Activity, Waits
+from meshwright.mesh.messages import MAX_BYTES, decode, encode
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from framework.errors import MeshError
+from meshwright.errors import MeshError
 
 
 class Axis(StrEnum):
@@ -82,7 +82,7 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
     for ranks in grid.groups(Axis.TP):
         found = list(dict.fromkeys(nodes[rank] for rank in ranks))
         if len(found) > 1:
-            from framework.mesh.view import draw
+            from meshwright.mesh.view import draw
 
             raise MeshError(
                 f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "

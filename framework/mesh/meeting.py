@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from framework.errors import CommunicationError, MeshError
-from framework.mesh.network import NODES, node_name, open_listener
+from meshwright.errors import CommunicationError, MeshError
+from meshwright.mesh.network import NODES, node_name, open_listener
 
 LONGER_S = 30.0
 """So much longer than rank 0 waits who cannot reach it: it speaks first, and says who is missing."""

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from framework.errors import CommunicationError
+from meshwright.errors import CommunicationError
 
 MAX_BYTES = 2**28
 """Of one rank's value."""

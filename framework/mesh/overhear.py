@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from framework.mesh.comm import WIRE_FACTORS
+from meshwright.mesh.comm import WIRE_FACTORS
 
 Ranks = tuple[int, ...]
 
@@ -61,7 +61,7 @@ class Heard(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """What the rank puts on the wire, by the ring formulas of :mod:`framework.mesh.comm`."""
+        """What the rank puts on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
         return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from framework.errors import MeshError
-from framework.mesh.activity import Activity
-from framework.mesh.comm import Group, Traffic
-from framework.mesh.grid import Axis, Coordinates, Grid
-from framework.mesh.mesh import Mesh
+from meshwright.errors import MeshError
+from meshwright.mesh.activity import Activity
+from meshwright.mesh.comm import Group, Traffic
+from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh.mesh import Mesh
 
 
 class PaperGroup(Group):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from framework.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh.grid import Axis, Coordinates, Grid
 
 WIDTH = 110
 MOST_BOXES = 8

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from framework.errors import ConfigError
-from framework.parameters import ParameterInfo
+from meshwright.errors import ConfigError
+from meshwright.parameters import ParameterInfo
 
 DECADES = 7
 SMALLEST = 8

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from framework.mesh.activity import BETWEEN, READING
-from framework.mesh.comm import Group, Handle, Transfer
-from framework.pipeline.clock import Clock, CudaClock, clock_of
-from framework.pipeline.stage import LossPart, Stage
-from framework.pipeline.values import TensorSpec
-from framework.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
-from framework.schedule.simulate import Span
+from meshwright.mesh.activity import BETWEEN, READING
+from meshwright.mesh.comm import Group, Handle, Transfer
+from meshwright.pipeline.clock import Clock, CudaClock, clock_of
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import TensorSpec
+from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
+from meshwright.schedule.simulate import Span
 
 
 class Microbatch(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from framework.seeding import SeededDropout
+from meshwright.seeding import SeededDropout
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 OF_THE_DRAW = {"name", "draw", "seed", "num_calls"}

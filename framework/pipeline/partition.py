@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from framework.errors import ConfigError
+from meshwright.errors import ConfigError
 
 
 def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> list[range]:

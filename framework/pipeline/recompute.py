@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from framework.seeding import SeededDropout, dropouts_of
+from meshwright.seeding import SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
 """Called as a forward begins; what it returns is entered around the second forward."""

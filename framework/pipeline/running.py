@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.pipeline.values import meta_copy
-from framework.schedule.action import Kind, Schedule
+from meshwright.errors import ModelError
+from meshwright.pipeline.values import meta_copy
+from meshwright.schedule.action import Kind, Schedule
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "

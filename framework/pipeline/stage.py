@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from framework.errors import ModelError
-from framework.pipeline.recompute import Context, recomputed
-from framework.pipeline.running import INSTEAD
-from framework.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
-from framework.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
-from framework.seeding import dropouts_of, restart_calls
+from meshwright.errors import ModelError
+from meshwright.pipeline.recompute import Context, recomputed
+from meshwright.pipeline.running import INSTEAD
+from meshwright.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
+from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
+from meshwright.seeding import dropouts_of, restart_calls
 
 
 class LossPart(NamedTuple):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.errors import ModelError
-from framework.pipeline.outline import Outline, outline_of
+from meshwright.errors import ModelError
+from meshwright.pipeline.outline import Outline, outline_of
 
 CALLS_BEFORE = 2
 PLAIN = (bool, int, float, str)

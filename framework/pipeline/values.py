@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from framework.errors import ModelError
-from framework.pipeline.outline import outline_of, outline_of_value
-from framework.pipeline.standalone import LayerWatch
+from meshwright.errors import ModelError
+from meshwright.pipeline.outline import outline_of, outline_of_value
+from meshwright.pipeline.standalone import LayerWatch
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the last layer, labels) -> loss of each label, of the labels' shape; zero where the label is ignored."""
@@ -304,7 +304,7 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
     output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
     try:
         found = loss(output, labels)
-    except Exception:  # said with all else that does not run on meta, by framework.costs
+    except Exception:  # said with all else that does not run on meta, by meshwright.costs
         return
     if not isinstance(found, Tensor) or found.shape != labels.shape:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

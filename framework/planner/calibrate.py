@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from framework.mesh.comm import Group, Transfer
-from framework.planner.hardware import Hardware, Link, Message, Rate
-from framework.planner.profile import Practice, paper_group, profile_layers
-from framework.planner.rates import MEASURED, work_s
-from framework.planner.tape import Kind, Tape
+from meshwright.mesh.comm import Group, Transfer
+from meshwright.planner.hardware import Hardware, Link, Message, Rate
+from meshwright.planner.profile import Practice, paper_group, profile_layers
+from meshwright.planner.rates import MEASURED, work_s
+from meshwright.planner.tape import Kind, Tape
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
 COPIED = tuple(4**power for power in range(5, 12))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.blueprint import batch_numbers
-from framework.config import RunConfig
-from framework.errors import UserError
-from framework.planner.hardware import Hardware
-from framework.planner.sketch import Workbench
-from framework.tensor_parallel.check import check_sequence_length
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.sketch import Workbench
+from meshwright.tensor_parallel.check import check_sequence_length
 
 SCHEDULES = (
     ("1f1b", 1),

@@ -1,8 +1,8 @@
 """How long a step takes: the work of each layer on a device, its messages on the links, the schedule simulated.
 
-Work, Said -> seconds by framework.planner.rates
+Work, Said -> seconds by meshwright.planner.rates
 stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
-schedule -> Timeline  framework.schedule.simulate
+schedule -> Timeline  meshwright.schedule.simulate
 step     =  Timeline + what is left of the sums over replicas + optimizer
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from framework.blueprint import batch_numbers
-from framework.config import RunConfig, bucket_bytes, reduces_each, shard_factor
-from framework.planner.hardware import Hardware
-from framework.planner.profile import LayerProfile, Said
-from framework.planner.rates import MEASURED, ON_CORES, Habits, Reached, Wire, wire_of, work_s
-from framework.planner.sketch import Sketch
-from framework.planner.tape import Kind, Work
-from framework.schedule.action import COMPUTE, Action, Placement, Schedule
-from framework.schedule.action import Kind as Does
-from framework.schedule.simulate import Costs, Timeline, bubble_share, pace, simulate
-from framework.summary import Elements
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.profile import LayerProfile, Said
+from meshwright.planner.rates import MEASURED, ON_CORES, Habits, Reached, Wire, wire_of, work_s
+from meshwright.planner.sketch import Sketch
+from meshwright.planner.tape import Kind, Work
+from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
+from meshwright.schedule.action import Kind as Does
+from meshwright.schedule.simulate import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.summary import Elements
 
 
 class StageTime(NamedTuple):

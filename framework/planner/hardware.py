@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
-from framework.bounded import MAX_TOML_BYTES, parse_toml, read_text
-from framework.config.schema import Section
-from framework.errors import ConfigError
+from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_text
+from meshwright.config.schema import Section
+from meshwright.errors import ConfigError
 
 Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 """A kind of messages that ``calibrate`` measures."""
@@ -115,7 +115,7 @@ def time_on(curve: list[Rate], size: float) -> float:
 
 def known() -> list[str]:
     """Names that ``--cluster`` takes besides paths."""
-    folder = resources.files("framework.planner") / "clusters"
+    folder = resources.files("meshwright.planner") / "clusters"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
@@ -126,7 +126,7 @@ def read_hardware(name: str) -> Hardware:
         ConfigError: no such name or file, or what is wrong in it.
     """
     if name.lower() in known():
-        text = (resources.files("framework.planner") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
+        text = (resources.files("meshwright.planner") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
         return _parse(text, name)
     path = Path(name)
     if not path.is_file():

@@ -10,11 +10,11 @@ import dataclasses
 import math
 from itertools import islice
 
-from framework.errors import UserError
-from framework.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices
-from framework.planner.hardware import Hardware, known, read_hardware
-from framework.planner.search import BEST, Plan, search
-from framework.planner.sketch import Workbench
+from meshwright.errors import UserError
+from meshwright.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices
+from meshwright.planner.hardware import Hardware, known, read_hardware
+from meshwright.planner.search import BEST, Plan, search
+from meshwright.planner.sketch import Workbench
 
 DOUBLINGS = 6
 """Of nodes, and of sequences halved."""

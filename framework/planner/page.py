@@ -5,15 +5,15 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from framework.mesh.grid import Grid, nodes_of
-from framework.mesh.view import draw
-from framework.page.render import render, svg_of
-from framework.planner.pictures import memory_bars, schedule_picture, trade_off
-from framework.planner.plan_text import CATEGORIES
-from framework.planner.search import Plan, tokens_per_second, usable_bytes
-from framework.planner.sketch import Workbench
-from framework.planner.words import duration, sanity, strategy, why
-from framework.summary import memory
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.view import draw
+from meshwright.page.render import render, svg_of
+from meshwright.planner.pictures import memory_bars, schedule_picture, trade_off
+from meshwright.planner.plan_text import CATEGORIES
+from meshwright.planner.search import Plan, tokens_per_second, usable_bytes
+from meshwright.planner.sketch import Workbench
+from meshwright.planner.words import duration, sanity, strategy, why
+from meshwright.summary import memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MOST_DRAWN = 4096

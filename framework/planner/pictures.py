@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from framework.planner.memory import RankMemory
-from framework.planner.search import Plan, usable_bytes
-from framework.planner.words import duration
-from framework.schedule.draw import Panel, Unit
-from framework.schedule.picture.figure import figure
-from framework.schedule.simulate import Timeline
+from meshwright.planner.memory import RankMemory
+from meshwright.planner.search import Plan, usable_bytes
+from meshwright.planner.words import duration
+from meshwright.schedule.draw import Panel, Unit
+from meshwright.schedule.picture.figure import figure
+from meshwright.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

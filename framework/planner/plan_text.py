@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from framework.config import RunConfig
-from framework.mesh.grid import Grid, nodes_of
-from framework.mesh.view import draw
-from framework.planner.search import HEADROOM_SHARE, Found, Plan, tokens_per_second, usable_bytes
-from framework.planner.sketch import Workbench
-from framework.planner.words import sanity, strategy, why
-from framework.schedule.draw import text as schedule_text
-from framework.summary import columns, memory
+from meshwright.config import RunConfig
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.view import draw
+from meshwright.planner.search import HEADROOM_SHARE, Found, Plan, tokens_per_second, usable_bytes
+from meshwright.planner.sketch import Workbench
+from meshwright.planner.words import sanity, strategy, why
+from meshwright.schedule.draw import text as schedule_text
+from meshwright.summary import columns, memory
 
 MOST_RULES = 14
 WIDTH = 110

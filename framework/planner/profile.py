@@ -24,15 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from framework.errors import ModelError
-from framework.mesh.comm import Counted, PaperGroup
-from framework.pipeline.outline import outline_of, outline_of_value
-from framework.pipeline.recompute import recompute_parts, recomputed
-from framework.pipeline.split_backward import SplitBackward, complete
-from framework.pipeline.values import Loss
-from framework.planner.tape import AttentionKernel, LossKernel, Tape, Work
-from framework.planner.tape import Practice as Practice
-from framework.seeding import Draw, SeededDropout
+from meshwright.errors import ModelError
+from meshwright.mesh.comm import Counted, PaperGroup
+from meshwright.pipeline.outline import outline_of, outline_of_value
+from meshwright.pipeline.recompute import recompute_parts, recomputed
+from meshwright.pipeline.split_backward import SplitBackward, complete
+from meshwright.pipeline.values import Loss
+from meshwright.planner.tape import AttentionKernel, LossKernel, Tape, Work
+from meshwright.planner.tape import Practice as Practice
+from meshwright.seeding import Draw, SeededDropout
 
 
 class Said(NamedTuple):

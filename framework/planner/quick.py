@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from framework.planner.choices import Choice, with_choice
-from framework.planner.cost import stages_by_rank, step_time
-from framework.planner.hardware import Hardware
-from framework.planner.rates import Habits, Reached
-from framework.planner.sketch import Sketch, Workbench
-from framework.schedule.action import Placement, Schedule
-from framework.schedule.build import build
-from framework.schedule.lower import lower
-from framework.schedule.simulate import peak_activations
-from framework.summary import held_at_rest
+from meshwright.planner.choices import Choice, with_choice
+from meshwright.planner.cost import stages_by_rank, step_time
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.rates import Habits, Reached
+from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.schedule.action import Placement, Schedule
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import peak_activations
+from meshwright.summary import held_at_rest
 
 SHORT = 8
 """Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from framework.planner.hardware import Hardware, Link, time_on
-from framework.planner.tape import Kind, Work
+from meshwright.planner.hardware import Hardware, Link, time_on
+from meshwright.planner.tape import Kind, Work
 
 
 class Reached(NamedTuple):

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import NamedTuple, TypeAlias
 
-from framework.blueprint import batch_numbers
-from framework.config import RunConfig
-from framework.planner.choices import Choice, Rejection, choices, with_choice
-from framework.planner.cost import StepTime, step_time
-from framework.planner.hardware import Hardware
-from framework.planner.memory import GLOO, NCCL, RankMemory, Transport
-from framework.planner.quick import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
-from framework.planner.rates import Habits, Reached
-from framework.planner.sketch import Sketch, Workbench
-from framework.schedule.action import Schedule
-from framework.summary import memory as text_of_bytes
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.planner.choices import Choice, Rejection, choices, with_choice
+from meshwright.planner.cost import StepTime, step_time
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.memory import GLOO, NCCL, RankMemory, Transport
+from meshwright.planner.quick import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
+from meshwright.planner.rates import Habits, Reached
+from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.schedule.action import Schedule
+from meshwright.summary import memory as text_of_bytes
 
 HEADROOM_SHARE = 0.08
 """Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""

@@ -15,24 +15,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from framework.blueprint import DTYPES, batch_numbers, cast_parameters, check_recompute, cut, recomputed_names
-from framework.config import RunConfig
-from framework.costs import LayerCost, count_layers
-from framework.data.example import example
-from framework.mesh.comm import PaperGroup
-from framework.meter import reference
-from framework.model import PlainModel, build_model
-from framework.optimizer.eight_bit import with_blocks
-from framework.pipeline.outline import outline_of
-from framework.pipeline.values import Example, Loss, cross_entropy
-from framework.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
-from framework.planner.profile import LayerProfile, Practice, paper_group, profile_layers
-from framework.schedule.action import Schedule
-from framework.scheduling import draw_schedule
-from framework.summary import Elements
-from framework.tensor_parallel import plan as sharding
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.layers import VocabHead
+from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, check_recompute, cut, recomputed_names
+from meshwright.config import RunConfig
+from meshwright.costs import LayerCost, count_layers
+from meshwright.data.example import example
+from meshwright.mesh.comm import PaperGroup
+from meshwright.meter import reference
+from meshwright.model import PlainModel, build_model
+from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.pipeline.outline import outline_of
+from meshwright.pipeline.values import Example, Loss, cross_entropy
+from meshwright.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
+from meshwright.planner.profile import LayerProfile, Practice, paper_group, profile_layers
+from meshwright.schedule.action import Schedule
+from meshwright.scheduling import draw_schedule
+from meshwright.summary import Elements
+from meshwright.tensor_parallel import plan as sharding
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.layers import VocabHead
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Workbench:
         return 3.0 * forward * batch.global_batch / batch.micro_batch_size
 
     def loss(self, layers: nn.Sequential, group: PaperGroup) -> Loss:
-        """As ``framework.build`` picks it."""
+        """As ``meshwright.build`` picks it."""
         if self.model.loss is not None:
             return self.model.loss
         heads = [name for name, module in layers[-1].named_modules() if isinstance(module, VocabHead)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from framework.blueprint import DTYPES, batch_numbers
-from framework.planner.search import Found, Plan, usable_bytes
-from framework.planner.sketch import Workbench
-from framework.summary import memory
+from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.planner.search import Found, Plan, usable_bytes
+from meshwright.planner.sketch import Workbench
+from meshwright.summary import memory
 
 ALIKE_SHARE = 1e-4
 """Of a step's time."""

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from framework.page.chart import Curve, Mark, Point, chart
-from framework.report.run import RunSeen
-from framework.tracking.console import duration
-from framework.tracking.plot import SMOOTHED_FROM, running_mean
-from framework.tracking.record import GIB, StepRecord
+from meshwright.page.chart import Curve, Mark, Point, chart
+from meshwright.report.run import RunSeen
+from meshwright.tracking.console import duration
+from meshwright.tracking.plot import SMOOTHED_FROM, running_mean
+from meshwright.tracking.record import GIB, StepRecord
 
 MOST_BAD = 200
 """Marks of steps that were not finite."""

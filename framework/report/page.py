@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from framework.config import RunConfig, default_world_size, resolve, to_toml
-from framework.errors import UserError
-from framework.mesh.grid import Axis, Grid
-from framework.page.chart import SIDE
-from framework.page.render import render, svg_of
-from framework.report.curves import FINAL_NAMES, final, layout_of, of_run, together
-from framework.report.run import Attempt, RunSeen, clock
-from framework.schedule.account import Account, account, measured_costs, without_early_steps
-from framework.schedule.draw import Panel, Unit, text, timeline_of
-from framework.schedule.picture.axis import unit_of_seconds
-from framework.schedule.picture.figure import figure
-from framework.schedule.simulate import Costs, bubble_share, simulate
-from framework.scheduling import draw_schedule
-from framework.tracking.console import duration, memory
+from meshwright.config import RunConfig, default_world_size, resolve, to_toml
+from meshwright.errors import UserError
+from meshwright.mesh.grid import Axis, Grid
+from meshwright.page.chart import SIDE
+from meshwright.page.render import render, svg_of
+from meshwright.report.curves import FINAL_NAMES, final, layout_of, of_run, together
+from meshwright.report.run import Attempt, RunSeen, clock
+from meshwright.schedule.account import Account, account, measured_costs, without_early_steps
+from meshwright.schedule.draw import Panel, Unit, text, timeline_of
+from meshwright.schedule.picture.axis import unit_of_seconds
+from meshwright.schedule.picture.figure import figure
+from meshwright.schedule.simulate import Costs, bubble_share, simulate
+from meshwright.scheduling import draw_schedule
+from meshwright.tracking.console import duration, memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MOST_DRAWN = 2000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.bounded import (
+from meshwright.bounded import (
     MAX_MANIFEST_BYTES,
     MIB,
     check_values,
@@ -26,18 +26,18 @@ from framework.bounded import (
     read_text,
     real_path,
 )
-from framework.config import RunConfig, parse
-from framework.data import fingerprint
-from framework.errors import ConfigError, DataError, UserError
-from framework.runs import RESOLVED, find_run
-from framework.trace import Measured, newest
-from framework.trace import read as read_trace
-from framework.tracking.jsonl import AGAIN, FILE_NAME
-from framework.tracking.record import StepRecord, from_json
-from framework.watch.heartbeat import STATUS, read_status
-from framework.watch.peaks import Peaks, read_peaks
-from framework.watch.standing import standing
-from framework.watch.starts import PLACEMENT, STARTS
+from meshwright.config import RunConfig, parse
+from meshwright.data import fingerprint
+from meshwright.errors import ConfigError, DataError, UserError
+from meshwright.runs import RESOLVED, find_run
+from meshwright.trace import Measured, newest
+from meshwright.trace import read as read_trace
+from meshwright.tracking.jsonl import AGAIN, FILE_NAME
+from meshwright.tracking.record import StepRecord, from_json
+from meshwright.watch.heartbeat import STATUS, read_status
+from meshwright.watch.peaks import Peaks, read_peaks
+from meshwright.watch.standing import standing
+from meshwright.watch.starts import PLACEMENT, STARTS
 
 MOST_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from framework.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from framework.schedule.draw import Reading
-from framework.schedule.simulate import Costs, Span, Timeline
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwright.schedule.draw import Reading
+from meshwright.schedule.simulate import Costs, Span, Timeline
 
 
 class Account(NamedTuple):

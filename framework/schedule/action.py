@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from framework.bounded import read_text
-from framework.errors import ScheduleError
+from meshwright.bounded import read_text
+from meshwright.errors import ScheduleError
 
 
 class Kind(StrEnum):

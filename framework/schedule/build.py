@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 
-from framework.errors import ScheduleError
-from framework.schedule.action import Action, Kind, Schedule
-from framework.schedule.v_shape import v_half, v_min, zb_v
-from framework.schedule.zero_bubble import zb_h1, zb_h2
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.v_shape import v_half, v_min, zb_v
+from meshwright.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from framework.schedule.action import (
+from meshwright.schedule.action import (
     COMPUTE,
     LAST_HALVES,
     RECEIVES,
@@ -29,7 +29,7 @@ from framework.schedule.action import (
     Schedule,
     format_item,
 )
-from framework.schedule.simulate import Blocked, Channel, Costs, peak_activations, play
+from meshwright.schedule.simulate import Blocked, Channel, Costs, peak_activations, play
 
 
 class Fault(StrEnum):

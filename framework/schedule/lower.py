@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from framework.errors import ScheduleError
-from framework.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Item, Kind, Schedule, actions_of
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Item, Kind, Schedule, actions_of
 
 _TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 

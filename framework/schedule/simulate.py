@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from framework.errors import ScheduleError
-from framework.schedule.action import COMMUNICATION, COMPUTE, LAST_HALVES, SENDS, Action, Kind, Schedule, actions_of
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, LAST_HALVES, SENDS, Action, Kind, Schedule, actions_of
 
 
 class Channel(StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import replace
 
-from framework.schedule.action import Action, Kind, Placement, Schedule
+from meshwright.schedule.action import Action, Kind, Placement, Schedule
 
 
 def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:

@@ -6,7 +6,7 @@ pictures have F, I and W of one length.
 
 from __future__ import annotations
 
-from framework.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.action import Action, Kind, Schedule
 
 
 def zb_h1(pp: int, chunks: int, interleave: int = 1) -> Schedule:

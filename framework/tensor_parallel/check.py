@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 
 class Kind(StrEnum):

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from framework.mesh.comm import Group, PaperGroup
-from framework.tensor_parallel.layers import vocab_slice
+from meshwright.mesh.comm import Group, PaperGroup
+from meshwright.tensor_parallel.layers import vocab_slice
 
 CHUNK_ELEMENTS = 2**22
 """Logits converted and exponentiated at a time: bounds the memory besides logits and gradient (16 MiB in float32)."""

@@ -21,10 +21,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.mesh.comm import Group
-from framework.parameters import ParameterInfo, Slice
-from framework.tensor_parallel.regather import gathered_linear
-from framework.tensor_parallel.regions import (
+from meshwright.mesh.comm import Group
+from meshwright.parameters import ParameterInfo, Slice
+from meshwright.tensor_parallel.regather import gathered_linear
+from meshwright.tensor_parallel.regions import (
     copy_in,
     gather_features,
     reduce_out,

@@ -30,11 +30,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from framework.mesh.comm import Group
-from framework.parameters import ParameterInfo, Slice
-from framework.seeding import SeededDropout
-from framework.tensor_parallel.check import SPLITTING, Kind, Placement, check
-from framework.tensor_parallel.layers import (
+from meshwright.mesh.comm import Group
+from meshwright.parameters import ParameterInfo, Slice
+from meshwright.seeding import SeededDropout
+from meshwright.tensor_parallel.check import SPLITTING, Kind, Placement, check
+from meshwright.tensor_parallel.layers import (
     ColumnEmbedding,
     ColumnLinear,
     RowLinear,
@@ -43,7 +43,7 @@ from framework.tensor_parallel.layers import (
     WholeColumnLinear,
     WholeRowLinear,
 )
-from framework.tensor_parallel.regions import cut_sequence, gather_sequence
+from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
 
 POSITION_DIM = -2
 """The sequence dim of what a module of kind ``sequence`` gives: (S, D) or (B, S, D)."""
@@ -69,7 +69,7 @@ def apply(
     replaced.
 
     Raises:
-        ModelError: the plan does not fit the model, see :func:`framework.tensor_parallel.check.check`.
+        ModelError: the plan does not fit the model, see :func:`meshwright.tensor_parallel.check.check`.
     """
     placements = check(model, plan, tied, group.size, sequence, divisible)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}

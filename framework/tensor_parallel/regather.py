@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.mesh.comm import Group, place_of
-from framework.tensor_parallel.regions import gather_sequence, outside_graphs
+from meshwright.mesh.comm import Group, place_of
+from meshwright.tensor_parallel.regions import gather_sequence, outside_graphs
 
 
 class _Keep(torch.autograd.Function):

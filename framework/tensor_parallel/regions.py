@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from framework.mesh.comm import Group, tensor_bytes
-from framework.tensor_parallel import core, paper
+from meshwright.mesh.comm import Group, tensor_bytes
+from meshwright.tensor_parallel import core, paper
 
 SEQUENCE_DIM = 1
 

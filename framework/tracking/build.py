@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.tracking.console import ConsoleSink
-from framework.tracking.jsonl import JsonlSink
-from framework.tracking.sink import Sink
-from framework.tracking.tracker import Tracker, warn_on_stderr
-from framework.tracking.wandb import WandbMode, WandbSink
+from meshwright.tracking.console import ConsoleSink
+from meshwright.tracking.jsonl import JsonlSink
+from meshwright.tracking.sink import Sink
+from meshwright.tracking.tracker import Tracker, warn_on_stderr
+from meshwright.tracking.wandb import WandbMode, WandbSink
 
 METRICS_FILE = "metrics.jsonl"
 

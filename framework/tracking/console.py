@@ -9,8 +9,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from framework.stderr import visible
-from framework.tracking.record import GIB, StepRecord, perplexity
+from meshwright.stderr import visible
+from meshwright.tracking.record import GIB, StepRecord, perplexity
 
 SMOOTHING = 0.9
 """How much of the time per step, from which the time left is told, comes from the steps before."""

@@ -19,10 +19,10 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from framework.bounded import MIB, lines, open_regular, parse_json
-from framework.durable import sync_directory
-from framework.errors import DataError
-from framework.tracking.record import StepRecord, from_json, to_json
+from meshwright.bounded import MIB, lines, open_regular, parse_json
+from meshwright.durable import sync_directory
+from meshwright.errors import DataError
+from meshwright.tracking.record import StepRecord, from_json, to_json
 
 FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 MOST_PENDING = 10_000

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.errors import DataError, UserError
-from framework.outputs import writing
-from framework.tracking.jsonl import read_records
-from framework.tracking.record import StepRecord
+from meshwright.errors import DataError, UserError
+from meshwright.outputs import writing
+from meshwright.tracking.jsonl import read_records
+from meshwright.tracking.record import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

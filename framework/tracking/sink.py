@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from framework.tracking.record import StepRecord
+from meshwright.tracking.record import StepRecord
 
 
 class Sink(Protocol):

@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
-from framework.stderr import tell
-from framework.tracking.record import StepRecord
-from framework.tracking.sink import Sink
+from meshwright.stderr import tell
+from meshwright.tracking.record import StepRecord
+from meshwright.tracking.sink import Sink
 
 
 class _End(NamedTuple):

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from framework.errors import UserError
-from framework.tracking.record import StepRecord, metrics
-from framework.tracking.tracker import quietly, warn_on_stderr
+from meshwright.errors import UserError
+from meshwright.tracking.record import StepRecord, metrics
+from meshwright.tracking.tracker import quietly, warn_on_stderr
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"

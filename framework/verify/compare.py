@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.verify.layouts import Layout
-from framework.verify.reference import Findings, validated_after
-from framework.verify.report import Row
+from meshwright.verify.layouts import Layout
+from meshwright.verify.reference import Findings, validated_after
+from meshwright.verify.report import Row
 
 
 class Bar(NamedTuple):

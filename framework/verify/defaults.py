@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig
-from framework.errors import UserError
-from framework.verify.layouts import Layout, is_possible, layout_config, own_layout
-from framework.verify.pairs import Choice, choose
-from framework.verify.traits import Traits
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.verify.layouts import Layout, is_possible, layout_config, own_layout
+from meshwright.verify.pairs import Choice, choose
+from meshwright.verify.traits import Traits
 
 
 def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> Choice:

@@ -1,6 +1,6 @@
 """Dropout of the plain run: the user's own ``nn.Dropout`` modules, with keyed masks installed from outside.
 
-Written from the published definition (docs/verify.md) and not from :mod:`framework.seeding`, so that a mistake in the
+Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so that a mistake in the
 one does not hide in the other. All arithmetic is modulo 2**64, with mix = splitmix64's finaliser::
 
     key      = BLAKE2b-64(seed, "dropout", name[, call])[63 bits]        call is left out for the first call
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from framework.data.span_corruption import corrupt, lengths, spans_of
-from framework.errors import ConfigError
-from framework.feeds import Source
-from framework.pipeline.values import IGNORED_LABEL
-from framework.seeding import derive
+from meshwright.data.span_corruption import corrupt, lengths, spans_of
+from meshwright.errors import ConfigError
+from meshwright.feeds import Source
+from meshwright.pipeline.values import IGNORED_LABEL
+from meshwright.seeding import derive
 
 
 class VerifyFeed(NamedTuple):
@@ -30,7 +30,7 @@ class VerifyFeed(NamedTuple):
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> tuple[Any, Tensor, Tensor]:
-        """Micro-batch m of a replica, as :class:`framework.data.samples.Feed` numbers them."""
+        """Micro-batch m of a replica, as :class:`meshwright.data.samples.Feed` numbers them."""
         first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
         indices = list(range(first, first + micro_batch_size))
         rows = [self.sample(index) for index in indices]

@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from framework.config import RunConfig
-from framework.model import PlainModel, find_builder
-from framework.seeding import seeded
+from meshwright.config import RunConfig
+from meshwright.model import PlainModel, find_builder
+from meshwright.seeding import seeded
 
 STANDARD_ERRORS = 8.0
 """For 1,000 normal parameters a false alarm has a chance of 1e-12."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, get_args
 
-from framework.config import Pipeline, RunConfig
-from framework.errors import ConfigError
-from framework.schedule.action import read_schedule
-from framework.verify.traits import Traits
+from meshwright.config import Pipeline, RunConfig
+from meshwright.errors import ConfigError
+from meshwright.schedule.action import read_schedule
+from meshwright.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
 WORDS = (

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from framework.verify.layouts import Layout, is_possible
-from framework.verify.traits import Traits
+from meshwright.verify.layouts import Layout, is_possible
+from meshwright.verify.traits import Traits
 
 ZEROS = ("zero1", "zero2", "zero3")
 """As they are by themselves: what offload and reduce = "step" make of them are features of their own."""

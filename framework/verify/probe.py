@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.config import RunConfig
-from framework.errors import ModelError, UserError
-from framework.feeds import Source
-from framework.pipeline.values import cast_floats
-from framework.verify.reference import PlainRun
+from meshwright.config import RunConfig
+from meshwright.errors import ModelError, UserError
+from meshwright.feeds import Source
+from meshwright.pipeline.values import cast_floats
+from meshwright.verify.reference import PlainRun
 
 SAMPLES = 4
 """That are run at once."""

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from framework.build import Parts, build
-from framework.checkpoint import Kind
-from framework.config import RunConfig, parse
-from framework.data.example import example
-from framework.data_parallel.sharded import Sharded, kind_of
-from framework.feeds import Source, open_feeds
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.model import build_model
-from framework.parameters import ParameterInfo
-from framework.state import flat_pieces
-from framework.step import take_step, total_loss
-from framework.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
-from framework.verify.reference import Findings, checksum, validated_after, widened
+from meshwright.build import Parts, build
+from meshwright.checkpoint import Kind
+from meshwright.config import RunConfig, parse
+from meshwright.data.example import example
+from meshwright.data_parallel.sharded import Sharded, kind_of
+from meshwright.feeds import Source, open_feeds
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.model import build_model
+from meshwright.parameters import ParameterInfo
+from meshwright.state import flat_pieces
+from meshwright.step import take_step, total_loss
+from meshwright.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
+from meshwright.verify.reference import Findings, checksum, validated_after, widened
 
 Part = tuple[ParameterInfo, Any]
 

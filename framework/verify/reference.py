@@ -3,7 +3,7 @@ loss, clipping and optimizer.
 
 Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks,
 parametrizations, buffers and ``nn.Dropout`` modules are the user's own. Put in from outside are the initial values, by
-name, and the dropout masks, by their published definition (:mod:`framework.verify.dropout`). Shared with the layouts
+name, and the dropout masks, by their published definition (:mod:`meshwright.verify.dropout`). Shared with the layouts
 are the definitions of what is to be the same: initial values, the samples, the learning rate of a step.
 """
 
@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from framework.config import Optimizer, RunConfig
-from framework.data.example import example
-from framework.errors import ModelError, UserError
-from framework.feeds import Source
-from framework.imports import place
-from framework.model import PlainModel, build_model, find_builder
-from framework.optimizer.eight_bit import AdamW8bit
-from framework.optimizer.schedule import learning_rate
-from framework.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
-from framework.pipeline.values import IGNORED_LABEL, Example, cast_floats
-from framework.seeding import seeded
-from framework.verify.dropout import KeyedDropout
+from meshwright.config import Optimizer, RunConfig
+from meshwright.data.example import example
+from meshwright.errors import ModelError, UserError
+from meshwright.feeds import Source
+from meshwright.imports import place
+from meshwright.model import PlainModel, build_model, find_builder
+from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.schedule import learning_rate
+from meshwright.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
+from meshwright.pipeline.values import IGNORED_LABEL, Example, cast_floats
+from meshwright.seeding import seeded
+from meshwright.verify.dropout import KeyedDropout
 
 
 class Findings(NamedTuple):

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from framework.blueprint import DTYPES, draw_blueprint
-from framework.config import RunConfig
-from framework.errors import UserError
-from framework.model import build_model
-from framework.verify.compare import SAME_ROUNDING, bar_of, compare, worst
-from framework.verify.feed import VerifyFeed
-from framework.verify.initial import initial_problems
-from framework.verify.layouts import Layout, layout_config
-from framework.verify.rank import RankFindings, merge, open_feed, run_layout
-from framework.verify.reference import Findings, run_reference
-from framework.verify.report import Report, Row
-from framework.verify.traits import probed, traits_of
+from meshwright.blueprint import DTYPES, draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.model import build_model
+from meshwright.verify.compare import SAME_ROUNDING, bar_of, compare, worst
+from meshwright.verify.feed import VerifyFeed
+from meshwright.verify.initial import initial_problems
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import RankFindings, merge, open_feed, run_layout
+from meshwright.verify.reference import Findings, run_reference
+from meshwright.verify.report import Report, Row
+from meshwright.verify.traits import probed, traits_of
 
 __all__ = ["Pool", "RankFindings", "groupings", "merge", "open_feed", "rounding_of", "run_layout", "verify"]
 
@@ -30,7 +30,7 @@ LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 
 
 class Pool(Protocol):
-    """Ranks that wait for work; ``launch.pool.RankPool`` is one."""
+    """Ranks that wait for work; ``meshwright.launch.pool.RankPool`` is one."""
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = ...) -> list[Any]:
         """``function(rank, world_size, *args)`` on each rank; the results by rank."""

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig
-from framework.errors import UserError
-from framework.model import find_builder
-from framework.verify.layouts import Layout, layout_config
-from framework.verify.rank import open_feed
-from framework.verify.reference import PlainRun
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.model import find_builder
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_feed
+from meshwright.verify.reference import PlainRun
 
 DROPOUT = 0.1
 """Where the configuration has dropout and has it off."""
-WITH_DROPOUT = "framework.verify.smaller:with_dropout"
+WITH_DROPOUT = "meshwright.verify.smaller:with_dropout"
 ODD_VOCABULARY = 499
 """Divided by no degree of tp: each has padded rows."""
 

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.config import RunConfig
-from framework.data.example import example
-from framework.feeds import Source
-from framework.model import PlainModel, build_model
-from framework.pipeline.running import couples_samples, running_buffers
-from framework.pipeline.values import Example
-from framework.seeding import SeededDropout
-from framework.verify.probe import find_coupling
+from meshwright.config import RunConfig
+from meshwright.data.example import example
+from meshwright.feeds import Source
+from meshwright.model import PlainModel, build_model
+from meshwright.pipeline.running import couples_samples, running_buffers
+from meshwright.pipeline.values import Example
+from meshwright.seeding import SeededDropout
+from meshwright.verify.probe import find_coupling
 
 
 class Traits(NamedTuple):

@@ -19,8 +19,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from framework.mesh.grid import Grid
-from framework.watch.heartbeat import Heartbeat, Seen, collective, does, exchange, in_words, place
+from meshwright.mesh.grid import Grid
+from meshwright.watch.heartbeat import Heartbeat, Seen, collective, does, exchange, in_words, place
 
 MOST_NAMED = 3
 MOST_LINES = 16

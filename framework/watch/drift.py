@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.data_parallel.sharded import Sharded, Tie, kind_of
-from framework.errors import DriftError
-from framework.mesh.comm import Group
-from framework.mesh.grid import Grid
-from framework.watch.places import numbers, ranks_at
+from meshwright.data_parallel.sharded import Sharded, Tie, kind_of
+from meshwright.errors import DriftError
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Grid
+from meshwright.watch.places import numbers, ranks_at
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from framework.build import Parts
+    from meshwright.build import Parts
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMED = 4

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from framework.mesh.grid import Grid
-from framework.watch.places import ranks_at, samples_named
+from meshwright.mesh.grid import Grid
+from meshwright.watch.places import ranks_at, samples_named
 
 MOST = 16
 """Findings of one kind that a rank tells the others: the first ones."""

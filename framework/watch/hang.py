@@ -29,13 +29,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from framework.errors import HangEcho, HangError, Preempted, RunFilesError, UserError
-from framework.mesh.mesh import Mesh
-from framework.process import GiveUp
-from framework.stderr import tell
-from framework.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
-from framework.watch.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
-from framework.watch.on_disk import OnDisk
+from meshwright.errors import HangEcho, HangError, Preempted, RunFilesError, UserError
+from meshwright.mesh.mesh import Mesh
+from meshwright.process import GiveUp
+from meshwright.stderr import tell
+from meshwright.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
+from meshwright.watch.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
+from meshwright.watch.on_disk import OnDisk
 
 LATER_S = 60.0
 """How much longer than the limit the process groups wait: the watchdog speaks first."""

@@ -16,9 +16,9 @@ from pydantic import (
     ValidationError,
 )
 
-from framework.bounded import read_bytes
-from framework.errors import DataError
-from framework.mesh.grid import Grid
+from meshwright.bounded import read_bytes
+from meshwright.errors import DataError
+from meshwright.mesh.grid import Grid
 
 STATUS = "status.json"
 MISSED = 3
@@ -42,7 +42,7 @@ class _File(BaseModel):
 
 
 class Waited(_File):
-    """What a rank waits for: see ``framework.mesh.activity.Waits``."""
+    """What a rank waits for: see ``meshwright.mesh.activity.Waits``."""
 
     how: Literal["receive", "send", "collective"]
     ranks: tuple[NonNegativeInt, ...]

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from framework.bounded import MIB, parse_json, read_bytes
-from framework.errors import LockError
-from framework.stderr import tell
+from meshwright.bounded import MIB, parse_json, read_bytes
+from meshwright.errors import LockError
+from meshwright.stderr import tell
 
 if TYPE_CHECKING:  # the launcher looks before torch is there
-    from framework.mesh.mesh import Mesh
+    from meshwright.mesh.mesh import Mesh
 
 FILE = "lock"
 PATIENCE_S = 2.0

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.errors import ConfigError
-from framework.mesh.mesh import Mesh
+from meshwright.errors import ConfigError
+from meshwright.mesh.mesh import Mesh
 
 MOST_CLOCK_S = 60.0
 """Clocks that differ more than this are refused: who holds a run's lock, and what is newest, are told by times."""

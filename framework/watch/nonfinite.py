@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from framework.data_parallel.replica import Replica
-from framework.data_parallel.sharded import Place, Sharded
-from framework.errors import NonFiniteError
-from framework.mesh.grid import Axis, Grid
-from framework.pipeline.executor import Result
-from framework.stderr import tell
-from framework.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
-from framework.watch.places import ranks_at
-from framework.watch.second_look import look_again, losses, positions_of
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.sharded import Place, Sharded
+from meshwright.errors import NonFiniteError
+from meshwright.mesh.grid import Axis, Grid
+from meshwright.pipeline.executor import Result
+from meshwright.stderr import tell
+from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
+from meshwright.watch.places import ranks_at
+from meshwright.watch.second_look import look_again, losses, positions_of
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from framework.build import Parts, StepFeed
+    from meshwright.build import Parts, StepFeed
 
 
 def remains(parts: Parts, feed: StepFeed, result: Result) -> list[Evidence]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from framework.bounded import read_bytes
-from framework.errors import DataError
-from framework.tracking.memory import peak_memory_bytes
+from meshwright.bounded import read_bytes
+from meshwright.errors import DataError
+from meshwright.tracking.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
-    from framework.mesh.mesh import Mesh
+    from meshwright.mesh.mesh import Mesh
 
 PEAKS = "memory.json"
 

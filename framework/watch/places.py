@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from framework.mesh.grid import Axis, Grid
+from meshwright.mesh.grid import Axis, Grid
 
 MOST_RUNS = 8
 """Runs of numbers that are written out."""

@@ -19,17 +19,17 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.bounded import MAX_FILE_BYTES, why_unusable
-from framework.checkpoint.files import Warn
-from framework.checkpoint.read import find
-from framework.durable import make_directory_synced, replace_synced, sync_directory, sync_file
-from framework.errors import ConfigError, LockError
-from framework.runs import RESOLVED
-from framework.tracking.build import METRICS_FILE
-from framework.tracking.jsonl import AGAIN
-from framework.watch.heartbeat import STATUS
-from framework.watch.lock import FILE, RunLock
-from framework.watch.starts import PLACEMENT, STARTS
+from meshwright.bounded import MAX_FILE_BYTES, why_unusable
+from meshwright.checkpoint.files import Warn
+from meshwright.checkpoint.read import find
+from meshwright.durable import make_directory_synced, replace_synced, sync_directory, sync_file
+from meshwright.errors import ConfigError, LockError
+from meshwright.runs import RESOLVED
+from meshwright.tracking.build import METRICS_FILE
+from meshwright.tracking.jsonl import AGAIN
+from meshwright.watch.heartbeat import STATUS
+from meshwright.watch.lock import FILE, RunLock
+from meshwright.watch.starts import PLACEMENT, STARTS
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""

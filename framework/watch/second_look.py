@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from framework.data_parallel.sharded import Place, Sharded
-from framework.pipeline.executor import Result
-from framework.pipeline.stage import LossPart, Stage
-from framework.schedule.action import Kind
-from framework.watch.evidence import MOST, Evidence, Of, backward_order, broken
+from meshwright.data_parallel.sharded import Place, Sharded
+from meshwright.pipeline.executor import Result
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.schedule.action import Kind
+from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from framework.build import Parts, StepFeed
+    from meshwright.build import Parts, StepFeed
 
 
 def positions_of(stage: Stage) -> dict[int, int]:

@@ -6,9 +6,9 @@ import socket
 import time
 from typing import NamedTuple
 
-from framework.process import is_alive
-from framework.watch.blame import seconds
-from framework.watch.heartbeat import MISSED, Status
+from meshwright.process import is_alive
+from meshwright.watch.blame import seconds
+from meshwright.watch.heartbeat import MISSED, Status
 
 
 class Standing(NamedTuple):

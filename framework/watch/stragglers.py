@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from framework.mesh.meeting import in_short
-from framework.mesh.mesh import Mesh
-from framework.pipeline.executor import Result
-from framework.schedule.account import on_their_way
-from framework.schedule.simulate import Timeline
-from framework.trace import Seen, on_one_clock
-from framework.tracking.tracker import quietly, warn_on_stderr
+from meshwright.mesh.meeting import in_short
+from meshwright.mesh.mesh import Mesh
+from meshwright.pipeline.executor import Result
+from meshwright.schedule.account import on_their_way
+from meshwright.schedule.simulate import Timeline
+from meshwright.trace import Seen, on_one_clock
+from meshwright.tracking.tracker import quietly, warn_on_stderr
 
 SHARE = 0.1
 """Of a step: what holds the others up for less is not named."""

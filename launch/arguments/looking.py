@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import commands
-from launch.arguments.words import Added, command
+from meshwright.launch import commands
+from meshwright.launch.arguments.words import Added, command
 
 
 def status(added: Added) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import commands
-from launch.arguments.words import Added, command, config_file, count, trust_code
+from meshwright.launch import commands
+from meshwright.launch.arguments.words import Added, command, config_file, count, trust_code
 
 
 def mesh(added: Added) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import commands
-from launch import data as corpora
-from launch.arguments.words import Added, command, config_file, count, size, text, trust_code, whole
+from meshwright.launch import commands
+from meshwright.launch import data as corpora
+from meshwright.launch.arguments.words import Added, command, config_file, count, size, text, trust_code, whole
 
 
 def data(added: Added) -> None:

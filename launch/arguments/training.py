@@ -5,8 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from launch import commands, jobs
-from launch.arguments.words import Added, command, config_file, count, share, temperature, text, trust_code, whole
+from meshwright.launch import commands, jobs
+from meshwright.launch.arguments.words import (
+    Added,
+    command,
+    config_file,
+    count,
+    share,
+    temperature,
+    text,
+    trust_code,
+    whole,
+)
 
 
 def train(added: Added) -> None:
@@ -18,7 +28,7 @@ def train(added: Added) -> None:
         "Starts the ranks of this machine by itself; under torchrun or srun it is one of their ranks. Any key of the "
         "configuration can be given after the file. The same command again resumes.",
         "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
-        "  torchrun --nproc-per-node=8 -m launch train configs/demo.toml\n"
+        "  torchrun --nproc-per-node=8 -m meshwright.launch train configs/demo.toml\n"
         "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
         takes_overrides=True,
     )
@@ -114,7 +124,7 @@ def evaluate(added: Added) -> None:
         "meanwhile: the newest sound checkpoint is taken, and none is written into.",
         "meshwright eval runs/demo --parallel.tp=2 --parallel.pp=1 --parallel.dp=1\n"
         "  meshwright eval runs/demo --step 40 --data runs/data/other --out demo-40.json\n"
-        "  torchrun --nproc-per-node=8 -m launch eval runs/demo",
+        "  torchrun --nproc-per-node=8 -m meshwright.launch eval runs/demo",
         takes_overrides=True,
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="a prepared corpus: its folder, or DIR/NAME of a pair")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.checkpoint import Head, Kind, Piece, begin, publish, write_shard
-from framework.checkpoint.save import final_directory
-from framework.parameters import ParameterInfo, Slice
+from meshwright.checkpoint import Head, Kind, Piece, begin, publish, write_shard
+from meshwright.checkpoint.save import final_directory
+from meshwright.parameters import ParameterInfo, Slice
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (10, 6),  # the vocabulary: no tp of 3, 4 or 7 divides it

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import Head, Kind, Manifest, Piece, begin, compatible, open_checkpoint, publish, write_shard
-from framework.checkpoint.compatible import REFUSED
-from framework.checkpoint.save import final_directory
-from framework.config.schema import RunConfig
-from framework.errors import CheckpointError
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint import Head, Kind, Manifest, Piece, begin, compatible, open_checkpoint, publish, write_shard
+from meshwright.checkpoint.compatible import REFUSED
+from meshwright.checkpoint.save import final_directory
+from meshwright.config.schema import RunConfig
+from meshwright.errors import CheckpointError
+from meshwright.parameters import ParameterInfo
 
 CONFIG = RunConfig.model_validate(
     {
-        "model": {"builder": "models.gpt2:build", "options": {"hidden": 64, "dropout": 0.1}},
+        "model": {"builder": "meshwright.models.gpt2:build", "options": {"hidden": 64, "dropout": 0.1}},
         "data": {"train": "a/corpus", "sequence_length": 128},
         "batch": {"micro_batch_size": 2, "chunks": 4, "global_batch": 16},
         "parallel": {"dp": 2},
@@ -83,7 +83,7 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
     [
         (
             "model.builder",
-            "models.llama:build",
+            "meshwright.models.llama:build",
             r'model\.builder was "models\.gpt2:build" and is "models\.llama:build"',
         ),
         ("model.options.hidden", 128, r"model\.options\.hidden was 64 and is 128: it is another model"),

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import Kind, begin, files, find, newest_valid, open_checkpoint, prune, publish, write_shard
-from framework.checkpoint.save import final_directory
-from framework.errors import CheckpointError, UnreadableError
+from meshwright.checkpoint import Kind, begin, files, find, newest_valid, open_checkpoint, prune, publish, write_shard
+from meshwright.checkpoint.save import final_directory
+from meshwright.errors import CheckpointError, UnreadableError
 
 FILES = ["manifest.json", "SHA256SUMS", "pp0-tp0-00000.safetensors", "pp0-tp1-00001.safetensors"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from framework.checkpoint import Kind
-from framework.checkpoint.manifest import Entry, File, Manifest, Part, check
+from meshwright.checkpoint import Kind
+from meshwright.checkpoint.manifest import Entry, File, Manifest, Part, check
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
@@ -58,7 +58,7 @@ def test_the_manifest_has_the_fields_that_there_are() -> None:
 
 
 def test_the_commands_are_those_that_there_are() -> None:
-    from launch.arguments import build_parser
+    from meshwright.launch.arguments import build_parser
 
     shown = re.findall(r"^meshwright (checkpoint .*?)(?:  +#.*)?$", GUIDE, flags=re.MULTILINE)
     parser = build_parser()

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint import Kind, Manifest, find, newest_valid, open_checkpoint, prune
-from framework.errors import CheckpointError
-from framework.resume import saved_count
+from meshwright.checkpoint import Kind, Manifest, find, newest_valid, open_checkpoint, prune
+from meshwright.errors import CheckpointError
+from meshwright.resume import saved_count
 
 pytestmark = pytest.mark.fault(row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run")
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from framework.checkpoint import (
+from meshwright.checkpoint import (
     Attempt,
     Behind,
     Kind,
@@ -29,10 +29,10 @@ from framework.checkpoint import (
     to_host,
     write_shard,
 )
-from framework.checkpoint.manifest import Dtype, Entry, Part, coverage
-from framework.checkpoint.save import final_directory
-from framework.errors import CheckpointError
-from framework.parameters import ParameterInfo, Slice
+from meshwright.checkpoint.manifest import Dtype, Entry, Part, coverage
+from meshwright.checkpoint.save import final_directory
+from meshwright.errors import CheckpointError
+from meshwright.parameters import ParameterInfo, Slice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -10,15 +10,15 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from framework.checkpoint import Head
-from framework.checkpoint.manifest import parse as parse_manifest
-from framework.checkpoint.manifest import render
-from framework.checkpoint.save import merge
-from framework.config import RunConfig, dump, parse, resolve
-from framework.config.batch import derive
-from framework.config.keys import KEYS
-from framework.config.schema import Batch
-from framework.errors import ConfigError
+from meshwright.checkpoint import Head
+from meshwright.checkpoint.manifest import parse as parse_manifest
+from meshwright.checkpoint.manifest import render
+from meshwright.checkpoint.save import merge
+from meshwright.config import RunConfig, dump, parse, resolve
+from meshwright.config.batch import derive
+from meshwright.config.keys import KEYS
+from meshwright.config.schema import Batch
+from meshwright.errors import ConfigError
 
 
 def numbers_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> list[tuple[type, list[Any]]]:

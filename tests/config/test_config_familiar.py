@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import load
-from framework.config.familiar import FAMILIAR, NOTHING, fold
-from framework.config.keys import KEYS, SECTIONS, hint
-from framework.errors import ConfigError
+from meshwright.config import load
+from meshwright.config.familiar import FAMILIAR, NOTHING, fold
+from meshwright.config.keys import KEYS, SECTIONS, hint
+from meshwright.errors import ConfigError
 
 
 @pytest.mark.parametrize(

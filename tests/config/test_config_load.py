@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import Optimizer, RunConfig, load
-from framework.errors import ConfigError
+from meshwright.config import Optimizer, RunConfig, load
+from meshwright.errors import ConfigError
 
 SOUND = """
 [data]
@@ -129,8 +129,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
             "digit first: it names a directory",
         ),
         (
-            '[model]\nbuilder = "models.gpt2"',
-            'run.toml: model.builder = "models.gpt2" is not allowed: a module and a function in it, as in '
+            '[model]\nbuilder = "meshwright.models.gpt2"',
+            'run.toml: model.builder = "meshwright.models.gpt2" is not allowed: a module and a function in it, as in '
             '"my_package.my_module:build"',
         ),
         ("[run]\nname = 2024-01-01", "run.toml: run.name = 2024-01-01 cannot be used (a date is not allowed; "),

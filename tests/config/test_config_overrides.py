@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from framework.config import RunConfig, load
-from framework.errors import ConfigError
+from meshwright.config import RunConfig, load
+from meshwright.errors import ConfigError
 
 FILE = """
 [data]

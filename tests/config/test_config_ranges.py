@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.manifest import Dtype, Entry, Part, coverage
-from framework.config import load, rules
-from framework.errors import ConfigError, ModelError, ScheduleError
-from framework.model import build_model
-from framework.schedule import build as building
-from framework.schedule.build import build
-from launch.cli import main
-from launch.local import launch
+from meshwright.checkpoint.manifest import Dtype, Entry, Part, coverage
+from meshwright.config import load, rules
+from meshwright.errors import ConfigError, ModelError, ScheduleError
+from meshwright.launch.cli import main
+from meshwright.launch.local import launch
+from meshwright.model import build_model
+from meshwright.schedule import build as building
+from meshwright.schedule.build import build
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 
@@ -85,4 +85,4 @@ def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]
 def test_a_builder_that_asks_for_too_much_is_placed_in_its_own_code() -> None:
     words = ["--model.options.hidden_size=1000000000000"]
     with pytest.raises(ModelError, match=r"failed at .*models/\w+\.py:\d+|failed: "):
-        build_model("models.gpt2:build", load(DEMO, words).model.options, 0)
+        build_model("meshwright.models.gpt2:build", load(DEMO, words).model.options, 0)

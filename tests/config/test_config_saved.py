@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from framework.config import (
+from meshwright.config import (
     Batch,
     Data,
     Model,
@@ -25,8 +25,8 @@ from framework.config import (
     resolve,
     to_toml,
 )
-from framework.config.secret import secrets_in
-from framework.errors import ConfigError
+from meshwright.config.secret import secrets_in
+from meshwright.errors import ConfigError
 
 words = st.text(st.characters(codec="utf-8"), max_size=10)
 finite = st.floats(allow_nan=False, allow_infinity=False)

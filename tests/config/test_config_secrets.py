@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import load, parse
-from framework.errors import ConfigError
+from meshwright.config import load, parse
+from meshwright.errors import ConfigError
 
 CANARY = "canary-5e1f"
 BATCH = "[data]\ntrain = 'corpus'\n[batch]\nmicro_batch_size = 1\nchunks = 1\n"

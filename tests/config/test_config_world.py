@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config import Batch, Data, Launch, Parallel, RunConfig, bucket_bytes, default_world_size, load, resolve
-from framework.config.batch import derive, problem
-from framework.errors import ConfigError
+from meshwright.config import Batch, Data, Launch, Parallel, RunConfig, bucket_bytes, default_world_size, load, resolve
+from meshwright.config.batch import derive, problem
+from meshwright.errors import ConfigError
 
 
 def make(batch: dict[str, int | None], launch: int | str = "auto", **parallel: Any) -> RunConfig:

@@ -6,7 +6,7 @@ in ``framework/`` or ``launch/``, but not in ``framework/config/``, which only c
 
 - the configuration, when it is a name or attribute called ``config``, or one declared or returned as ``RunConfig``;
 - a section, when it is ``.section`` of the configuration, or a name or attribute declared as the section's class
-  (imported from ``framework.config``) or assigned from such an expression.
+  (imported from ``meshwright.config``) or assigned from such an expression.
 
 Names count for a whole file. That is a little generous, and needs no flow analysis. One file of ``framework/config/``
 is a reader after all: ``world.py`` decides how many processes to start.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import RunConfig
+from meshwright.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "RunConfig"
@@ -50,9 +50,9 @@ class Meanings:
 
     def _imports(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("framework"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright"):
                 for alias in node.names:
-                    if alias.name in {*CLASSES, CONFIG} and str(node.module).startswith("framework.config"):
+                    if alias.name in {*CLASSES, CONFIG} and str(node.module).startswith("meshwright.config"):
                         self.classes[alias.asname or alias.name] = CLASSES.get(alias.name, CONFIG)
                     elif alias.name in ("config", "schema"):
                         self.modules.add(alias.asname or alias.name)
@@ -145,21 +145,21 @@ def test_every_key_is_read() -> None:
         ("def f(self): return self.config.train.steps", ["train.steps"]),
         ("parallel = config.parallel\nprint(f'{parallel.tp}')", ["parallel.tp"]),
         ("p, t = config.parallel, config.train\np.tp, t.steps", ["parallel.tp", "train.steps"]),
-        ("from framework.config import Optimizer\ndef f(o: Optimizer | None): return o.eps", ["optimizer.eps"]),
-        ("from framework.config.schema import Optimizer as O\ndef f(o: 'O'): return o.eps", ["optimizer.eps"]),
+        ("from meshwright.config import Optimizer\ndef f(o: Optimizer | None): return o.eps", ["optimizer.eps"]),
+        ("from meshwright.config.schema import Optimizer as O\ndef f(o: 'O'): return o.eps", ["optimizer.eps"]),
         ("from framework import config\ndef f(o: config.Optimizer): return o.eps", ["optimizer.eps"]),
-        ("from framework.config import RunConfig\ndef f(run: RunConfig): return run.run.name", ["run.name"]),
+        ("from meshwright.config import RunConfig\ndef f(run: RunConfig): return run.run.name", ["run.name"]),
         (
-            "from framework.config import Train\nclass A:\n  t: Train\n  def f(self): return self.t.steps",
+            "from meshwright.config import Train\nclass A:\n  t: Train\n  def f(self): return self.t.steps",
             ["train.steps"],
         ),
         (
-            "from framework.config import Train\nclass A:\n  def __init__(self, t: Train): self.kept = t\n"
+            "from meshwright.config import Train\nclass A:\n  def __init__(self, t: Train): self.kept = t\n"
             "  def f(self): return self.kept.steps",
             ["train.steps"],
         ),
-        ("from framework.config import load\nrun = load(path)\nrun.train.steps", ["train.steps"]),
-        ("from framework.config import RunConfig\ndef g() -> RunConfig: ...\ng().train.steps", ["train.steps"]),
+        ("from meshwright.config import load\nrun = load(path)\nrun.train.steps", ["train.steps"]),
+        ("from meshwright.config import RunConfig\ndef g() -> RunConfig: ...\ng().train.steps", ["train.steps"]),
         # what is none:
         ("optimizer.eps, train.steps, parallel.tp", []),
         ("self.optimizer.eps", []),

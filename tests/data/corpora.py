@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from framework.data.bulk import Options, Outcome, prepare
-from framework.data.splits import SPLITS
+from meshwright.data.bulk import Options, Outcome, prepare
+from meshwright.data.splits import SPLITS
 
 END = "</s>"
 

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from framework.data import bulk, fingerprint, indexed, seal
-from framework.data.bulk import Progress
-from framework.data.records import Form
-from framework.data.splits import split_of
-from framework.data.work_folder import WorkFolder
-from framework.data.workers import ordered_map
-from framework.errors import DataError
+from meshwright.data import bulk, fingerprint, indexed, seal
+from meshwright.data.bulk import Progress
+from meshwright.data.records import Form
+from meshwright.data.splits import split_of
+from meshwright.data.work_folder import WorkFolder
+from meshwright.data.workers import ordered_map
+from meshwright.errors import DataError
 from tests.data.corpora import END, bytes_tokenizer, contents, documents_in, made, write_lines
 
 
@@ -206,7 +206,7 @@ def test_killed_before_and_after_every_thing_that_is_written(
 
                     return wrapped
 
-                from framework.data import work_folder
+                from meshwright.data import work_folder
 
                 for owner, name in (
                     (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "_replace"), (WorkFolder, "remove"),

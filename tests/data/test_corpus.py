@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from framework.data.corpus import IGNORE, Blend, Corpus, Packed, whole_weights
-from framework.data.indexed import documents, inspect
-from framework.data.order import BlendOrder, SampleOrder
-from framework.data.samples import Feed
-from framework.errors import DataError
+from meshwright.data.corpus import IGNORE, Blend, Corpus, Packed, whole_weights
+from meshwright.data.indexed import documents, inspect
+from meshwright.data.order import BlendOrder, SampleOrder
+from meshwright.data.samples import Feed
+from meshwright.errors import DataError
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 49), max_size=9), min_size=1, max_size=12)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from framework.data import indexed
-from framework.data.indexed import TokenStream, inspect
-from framework.errors import DataError
+from meshwright.data import indexed
+from meshwright.data.indexed import TokenStream, inspect
+from meshwright.errors import DataError
 
 DOCUMENTS = [np.array([5, 6, 7, 0]), np.array([0]), np.arange(100, 120)]
 
@@ -147,7 +147,7 @@ def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
     """A check imports neither torch nor megatron-core; nor does reading, and there is no warning of any kind."""
     prefix = build(tmp_path / "c")
     code = (
-        "import sys; from pathlib import Path; from framework.data.indexed import TokenStream, inspect\n"
+        "import sys; from pathlib import Path; from meshwright.data.indexed import TokenStream, inspect\n"
         f"index = inspect(Path({str(prefix)!r}))\n"
         "assert not {'torch', 'megatron'} & set(sys.modules)\n"
         "print(TokenStream(index).read(1, 2).tolist())\n"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.order import OnceInOrder, SampleOrder, permute, round_keys
+from meshwright.data.order import OnceInOrder, SampleOrder, permute, round_keys
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,5 +77,5 @@ def test_once_in_order_ends() -> None:
 
 
 def test_order_needs_no_torch() -> None:
-    code = "import sys, framework.data.order; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, meshwright.data.order; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from framework.data.corpus import Corpus, unigram_entropy
-from framework.data.records import Form
-from framework.data.show import show, splits_of
-from framework.data.span_corruption import open_corpus
-from framework.errors import DataError
-from launch.cli import main
+from meshwright.data.corpus import Corpus, unigram_entropy
+from meshwright.data.records import Form
+from meshwright.data.show import show, splits_of
+from meshwright.data.span_corruption import open_corpus
+from meshwright.errors import DataError
+from meshwright.launch.cli import main
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 PAIRS = [

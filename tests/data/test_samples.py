@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from framework.data import fingerprint as fingerprints
-from framework.data.corpus import IGNORE, Corpus, unigram_entropy
-from framework.data.fingerprint import Fingerprint, Source, Split
-from framework.data.order import OnceInOrder, SampleOrder
-from framework.data.samples import Feed, Microbatch, validation_steps
-from framework.errors import DataError
+from meshwright.data import fingerprint as fingerprints
+from meshwright.data.corpus import IGNORE, Corpus, unigram_entropy
+from meshwright.data.fingerprint import Fingerprint, Source, Split
+from meshwright.data.order import OnceInOrder, SampleOrder
+from meshwright.data.samples import Feed, Microbatch, validation_steps
+from meshwright.errors import DataError
 
 END = 0
 LENGTH = 5
@@ -262,5 +262,5 @@ def test_unigram_entropy(tmp_path: Path, prefix: Path) -> None:
 def test_unigram_entropy_of_a_corpus_read_in_blocks(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Corpus(prefix, LENGTH)
     whole = unigram_entropy(corpus)
-    monkeypatch.setattr("framework.data.corpus._TOKENS_AT_ONCE", 13)
+    monkeypatch.setattr("meshwright.data.corpus._TOKENS_AT_ONCE", 13)
     assert unigram_entropy(corpus) == whole

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from framework.data.corpus import IGNORE
-from framework.data.order import OnceInOrder, SampleOrder
-from framework.data.span_corruption import Lengths, SpanCorruptionFeed, corrupt, lengths, open_corpus, spans_of
-from framework.errors import DataError
+from meshwright.data.corpus import IGNORE
+from meshwright.data.order import OnceInOrder, SampleOrder
+from meshwright.data.span_corruption import Lengths, SpanCorruptionFeed, corrupt, lengths, open_corpus, spans_of
+from meshwright.errors import DataError
 
 LENGTH = 32
 VOCAB = 60

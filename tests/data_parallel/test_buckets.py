@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from framework.data_parallel.buckets import Bucket, plan_buckets
-from framework.data_parallel.sharded import Member, Sharding, Tie, accumulation_dtype
-from framework.mesh.comm import Group
-from framework.parameters import ParameterInfo, Slice
+from meshwright.data_parallel.buckets import Bucket, plan_buckets
+from meshwright.data_parallel.sharded import Member, Sharding, Tie, accumulation_dtype
+from meshwright.mesh.comm import Group
+from meshwright.parameters import ParameterInfo, Slice
 
 TIED = Tie("embedding.weight", Group("tied", (0, 4), 0), True)
 

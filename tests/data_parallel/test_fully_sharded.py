@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.build import build
-from framework.config import RunConfig, parse
-from framework.errors import ModelError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.build import build
+from meshwright.config import RunConfig, parse
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 from tests.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 S = 8

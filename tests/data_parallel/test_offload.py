@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from framework.build import Parts, build
-from framework.checkpoint import Kind
-from framework.config import RunConfig, parse
-from framework.errors import ConfigError
-from framework.host_memory import HostMemory
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.state import pieces
-from framework.step import take_step
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.build import Parts, build
+from meshwright.checkpoint import Kind
+from meshwright.config import RunConfig, parse
+from meshwright.errors import ConfigError
+from meshwright.host_memory import HostMemory
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.state import pieces
+from meshwright.step import take_step
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 from tests.data_parallel.apart import Apart
 from tests.verify.cases import LATER, model_config, size_for
 
@@ -97,7 +97,7 @@ def trained_apart(
 ) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor], set[int]]:
     """The same where the host's memory is not the device's; and how often the gradient of a bucket was copied."""
     host = Apart()
-    with mock.patch("framework.build.host_memory", return_value=host):
+    with mock.patch("meshwright.build.host_memory", return_value=host):
         losses, found = trained(rank, world_size, config_json)
     return losses, found, set(Counter(place for place, _ in host.brought).values())
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.data_parallel.replica import StageReplica, members_of
-from framework.data_parallel.sharded import Member, Sharding, Tie
-from framework.host_memory import HostMemory
-from framework.mesh.comm import Counted, Group
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import Mesh, open_mesh
-from framework.parameters import ParameterInfo
-from launch.pool import RankPool
+from meshwright.data_parallel.replica import StageReplica, members_of
+from meshwright.data_parallel.sharded import Member, Sharding, Tie
+from meshwright.host_memory import HostMemory
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Counted, Group
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, open_mesh
+from meshwright.parameters import ParameterInfo
 from tests.data_parallel.apart import Apart
 
 ALONE = Group("dp", (0,), 0)

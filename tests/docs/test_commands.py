@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import default_world_size, load, resolve
-from framework.mesh.grid import Grid, check_placement, nodes_of
-from launch.arguments import build_parser
-from launch.cli import main, split_overrides
+from meshwright.config import default_world_size, load, resolve
+from meshwright.launch.arguments import build_parser
+from meshwright.launch.cli import main, split_overrides
+from meshwright.mesh.grid import Grid, check_placement, nodes_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").rglob("*.md"))
 START = re.compile(r"^\s*(?:\$ )?((?:meshwright|torchrun|srun) [a-z-].*)$")
-LAUNCHER = re.compile(r"^(?:torchrun (?:--\S+ )*-m launch|srun (?:--\S+ )*meshwright) ")
+LAUNCHER = re.compile(r"^(?:torchrun (?:--\S+ )*-m meshwright.launch|srun (?:--\S+ )*meshwright) ")
 CONTINUED = re.compile(r"\s*\\\n\s*")
 REMARK = re.compile(r"\s{2,}\S.*$")
 REFUSED = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
+from meshwright.launch.cli import main
 from tests.docs.test_commands import COMMANDS, ROOT
 from tests.foreign.samples import TORCHTITAN
 

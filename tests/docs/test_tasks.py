@@ -62,7 +62,11 @@ def desk(tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     bin_ = tmp_path / ".bin"
     bin_.mkdir()
-    for name, module in (("meshwright", "-m launch"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+    for name, module in (
+        ("meshwright", "-m meshwright.launch"),
+        ("torchrun", "-m torch.distributed.run"),
+        ("python", ""),
+    ):
         (bin_ / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
         (bin_ / name).chmod(0o755)
     return tmp_path

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from framework.doctor.facts import Facts
-from framework.doctor.judge import judge
-from framework.doctor.links import Link, by_node, rounds
+from meshwright.doctor.facts import Facts
+from meshwright.doctor.judge import judge
+from meshwright.doctor.links import Link, by_node, rounds
 
 GBIT = 1.25e8
 

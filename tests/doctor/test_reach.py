@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from framework.doctor import reach
-from framework.doctor.reach import Reach, _connects, _listening, judge_reach, try_links
+from meshwright.doctor import reach
+from meshwright.doctor.reach import Reach, _connects, _listening, judge_reach, try_links
 
 
 @pytest.mark.parametrize(

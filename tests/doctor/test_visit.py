@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import RunConfig
-from framework.doctor.visit import NotFit, expected_of, work
-from framework.errors import ConfigError
-from launch.pool import RankError, RankPool
+from meshwright.config import RunConfig
+from meshwright.doctor.visit import NotFit, expected_of, work
+from meshwright.errors import ConfigError
+from meshwright.launch.pool import RankError, RankPool
 from tests.end_to_end.driving import layout, run_config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.dryrun.job import plan_job
+from meshwright.dryrun.job import plan_job
 from tests.dryrun.jobs import Planned, configured
 
 

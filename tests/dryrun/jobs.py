@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from framework.config import RunConfig, resolve
-from framework.dryrun.job import Job
+from meshwright.config import RunConfig, resolve
+from meshwright.dryrun.job import Job
 
 
 class Planned(NamedTuple):

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from framework.dryrun.agree import axis_of, disagreements
-from framework.dryrun.job import Job, plan_job, seed_schedule
-from framework.dryrun.notes import Spoken
-from framework.dryrun.report import describe, wire
-from framework.mesh.grid import Grid, nodes_of
-from framework.mesh.overhear import Heard
+from meshwright.dryrun.agree import axis_of, disagreements
+from meshwright.dryrun.job import Job, plan_job, seed_schedule
+from meshwright.dryrun.notes import Spoken
+from meshwright.dryrun.report import describe, wire
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.overhear import Heard
 from tests.dryrun.jobs import Planned, configured
 
 

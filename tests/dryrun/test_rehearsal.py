@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.config import RunConfig
-from framework.dryrun.job import Job, plan_job
-from framework.dryrun.rehearsal import grid_of, rehearse
-from framework.errors import MeshError
-from framework.mesh.grid import Grid
-from framework.mesh.paper import paper_mesh
-from launch.pool import RankPool
+from meshwright.config import RunConfig
+from meshwright.dryrun.job import Job, plan_job
+from meshwright.dryrun.rehearsal import grid_of, rehearse
+from meshwright.errors import MeshError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.paper import paper_mesh
 from tests.dryrun.jobs import Planned, configured
 from tests.live import RUNS, measured
 

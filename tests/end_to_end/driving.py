@@ -1,4 +1,4 @@
-"""Runs as users have them: a configuration, ranks that call ``framework.train.work``, and what is left on the disk."""
+"""Runs as users have them: a configuration, ranks that call ``meshwright.train.work``, and what is left on the disk."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.blueprint import batch_numbers
-from framework.build import Parts, build
-from framework.checkpoint import Kind, find, open_checkpoint
-from framework.config import RunConfig, resolve
-from framework.data.samples import Feed, Microbatch
-from framework.feeds import open_feeds
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.parameters import ParameterInfo
-from framework.resume import resume
-from framework.saving import Saver
-from framework.step import take_step
-from framework.train import run_directory, work
-from launch.pool import RankPool
+from meshwright.blueprint import batch_numbers
+from meshwright.build import Parts, build
+from meshwright.checkpoint import Kind, find, open_checkpoint
+from meshwright.config import RunConfig, resolve
+from meshwright.data.samples import Feed, Microbatch
+from meshwright.feeds import open_feeds
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.parameters import ParameterInfo
+from meshwright.resume import resume
+from meshwright.saving import Saver
+from meshwright.step import take_step
+from meshwright.train import run_directory, work
 
 GPT2 = {
     "vocab_size": 300,
@@ -47,8 +47,11 @@ LLAMA = {
 }
 
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"builder": "models.gpt2:build", "options": {**GPT2, "vocab_size": 301}},  # tied; no degree divides it
-    "llama": {"builder": "models.llama:build", "options": LLAMA},
+    "gpt2": {
+        "builder": "meshwright.models.gpt2:build",
+        "options": {**GPT2, "vocab_size": 301},
+    },  # tied; no degree divides it
+    "llama": {"builder": "meshwright.models.llama:build", "options": LLAMA},
     "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
 }
 LATER = partial(pytest.param, marks=pytest.mark.torture)
@@ -59,7 +62,7 @@ def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfi
     """A small GPT-2 with dropout on a prepared corpus; ``sections`` go on top, key by key."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "directory": str(runs)},
-        "model": {"builder": "models.gpt2:build", "options": GPT2},
+        "model": {"builder": "meshwright.models.gpt2:build", "options": GPT2},
         "data": {
             "train": str(corpus / "train"),
             "validation": str(corpus / "validation"),

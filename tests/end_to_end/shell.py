@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.config import RunConfig, to_toml
+from meshwright.config import RunConfig, to_toml
 
 ROOT = Path(__file__).parents[2]
 MARK = "MESHWRIGHT_TEST"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import models.gpt2
-from framework.config import RunConfig, load, parse
-from framework.train import run_directory
-from framework.watch.peaks import read_peaks
-from launch.cli import main
-from launch.pool import RankPool
+import meshwright.models.gpt2
+from meshwright.config import RunConfig, load, parse
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory
+from meshwright.watch.peaks import read_peaks
 from tests.end_to_end.driving import GPT2, layout, run_config, tensors, train
 
 
@@ -40,7 +40,7 @@ def sampled(capfd: pytest.CaptureFixture[str], config: RunConfig, *words: str) -
 def test_the_likeliest_tokens_are_those_of_the_plain_model(
     trained: RunConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = models.gpt2.build(**GPT2).eval()
+    model = meshwright.models.gpt2.build(**GPT2).eval()
     saved = tensors(run_directory(trained))
     weights = {name.removeprefix("weights/"): t.float() for name, t in saved.items() if name.startswith("weights/")}
     assert not model.load_state_dict(weights, strict=False).unexpected_keys

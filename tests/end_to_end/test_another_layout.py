@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.train import run_directory
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import (
     GPT2,
     LATER,

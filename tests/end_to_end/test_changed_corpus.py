@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.checkpoint import find
-from framework.config import RunConfig
-from framework.data import fingerprint
-from framework.data.corpus import Corpus
-from framework.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
-from framework.errors import DataError, UserError
-from framework.mesh.grid import Grid
-from framework.train import run_directory, work
-from framework.watch.starts import note_start
-from launch.cli import main
-from launch.pool import RankPool
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig
+from meshwright.data import fingerprint
+from meshwright.data.corpus import Corpus
+from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
+from meshwright.errors import DataError, UserError
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.train import run_directory, work
+from meshwright.watch.starts import note_start
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import RunConfig
-from framework.schedule.account import account
-from framework.trace import read
-from framework.train import run_directory
-from launch.cli import main
-from launch.pool import RankPool
+from meshwright.config import RunConfig
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.schedule.account import account
+from meshwright.trace import read
+from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

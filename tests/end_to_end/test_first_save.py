@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import find, open_checkpoint
-from framework.config import RunConfig
-from framework.errors import CheckpointError, ConfigError
-from framework.train import check, run_directory, work
-from launch.pool import RankPool
+from meshwright.checkpoint import find, open_checkpoint
+from meshwright.config import RunConfig
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.launch.pool import RankPool
+from meshwright.train import check, run_directory, work
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

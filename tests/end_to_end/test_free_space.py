@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.checkpoint import find
-from framework.checkpoint.space import checkpoint_bytes
-from framework.config import RunConfig, resolve, to_toml
-from framework.errors import ConfigError
-from framework.state import saved_weights
-from framework.train import check, run_directory
-from launch.cli import main
-from launch.pool import RankPool
+from meshwright.blueprint import draw_blueprint
+from meshwright.checkpoint import find
+from meshwright.checkpoint.space import checkpoint_bytes
+from meshwright.config import RunConfig, resolve, to_toml
+from meshwright.errors import ConfigError
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.state import saved_weights
+from meshwright.train import check, run_directory
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 
 
@@ -37,7 +37,7 @@ def test_it_is_what_a_checkpoint_takes(
     dtype: str, text: str, frozen: bool, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     options: dict[str, Any] = {**GPT2, "vocab_size": 301, "hidden_size": 128}
-    model = {"builder": "models.gpt2:build", "options": options}
+    model = {"builder": "meshwright.models.gpt2:build", "options": options}
     if frozen:
         (tmp_path / "source.txt").write_text("1.5")
         options["source"] = str(tmp_path / "source.txt")

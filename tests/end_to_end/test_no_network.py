@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.arguments import build_parser
+from meshwright.launch.arguments import build_parser
 from tests.end_to_end.network import GUARD, in_namespace, strangers
 from tests.foreign import samples
 
@@ -85,7 +85,7 @@ ELSEWHERE = {
 DRIVER = """
 import json, sys
 if __name__ == "__main__":
-    from launch.cli import main
+    from meshwright.launch.cli import main
     for words in json.loads(sys.argv[1]):
         code = main(words)
         assert code == 0, (words, code)
@@ -151,7 +151,7 @@ def test_the_guard_sees_what_tries(place: Path) -> None:
 def test_a_remote_that_is_named_is_gone_to(place: Path) -> None:
     """wandb = "auto" with a key and a server: so the silence of the others is not the guard's."""
     program = (
-        "import os; from framework.tracking.wandb import WandbMode, choose_mode as c; c(WandbMode.AUTO, os.environ)"
+        "import os; from meshwright.tracking.wandb import WandbMode, choose_mode as c; c(WandbMode.AUTO, os.environ)"
     )
     remote = {"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://203.0.113.7:8080"}
     _, seen = guarded(place, [sys.executable, "-c", program], **remote)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from framework.signals import SIGNALS, StopRequest, ignored
-from framework.train import run_directory
+from meshwright.signals import SIGNALS, StopRequest, ignored
+from meshwright.train import run_directory
 from tests.end_to_end.driving import layout, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -44,7 +44,7 @@ def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_pat
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}}
     config = run_config(corpus, tmp_path, **keys)
     process = shell.start(
-        ["-m", "launch", "train", written(config, tmp_path)],
+        ["-m", "meshwright.launch", "train", written(config, tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),

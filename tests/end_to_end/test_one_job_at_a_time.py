@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from framework.config import RunConfig
-from framework.errors import LockError
-from framework.train import run_directory, work
-from framework.watch.lock import FILE, PATIENCE_S, RunLock
-from launch.pool import RankPool
+from meshwright.config import RunConfig
+from meshwright.errors import LockError
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory, work
+from meshwright.watch.lock import FILE, PATIENCE_S, RunLock
 from tests.end_to_end.driving import layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -45,7 +45,7 @@ def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
     """A run that has taken two steps more."""
     metrics = run_directory(config) / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-    process = shell.start(["-m", "launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = shell.start(["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + LIMIT_S
     while not metrics.exists() or metrics.stat().st_mtime_ns == before or len(metrics.read_text().splitlines()) < 2:
         assert time.monotonic() < deadline_s and process.poll() is None
@@ -67,9 +67,11 @@ def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: S
     assert holder["process"] in ranks
 
     began_s = time.monotonic()
-    assert shell.run("-m", "launch", "train", file, "--train.steps=0").returncode == 2  # read the file, say no
+    assert (
+        shell.run("-m", "meshwright.launch", "train", file, "--train.steps=0").returncode == 2
+    )  # read the file, say no
     refused_s = time.monotonic()
-    second = shell.run("-m", "launch", "train", file)
+    second = shell.run("-m", "meshwright.launch", "train", file)
     took_s = time.monotonic() - refused_s
     assert second.returncode == 2 and second.stdout == ""
     assert re.fullmatch(
@@ -97,7 +99,7 @@ def test_two_jobs_at_the_same_time_under_torchrun(corpus: Path, tmp_path: Path, 
     """The ranks take the lock themselves: nobody looked before."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))
     run_directory(config).mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch")
     with RunLock(run_directory(config)):
         done = shell.run(*torchrun, "train", written(config, tmp_path))
     assert done.returncode != 0

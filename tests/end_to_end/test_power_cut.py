@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import find
-from framework.config import parse
-from framework.durable import make_directory_synced
-from framework.train import run_directory
+from meshwright.checkpoint import find
+from meshwright.config import parse
+from meshwright.durable import make_directory_synced
+from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, layout, lines, run_config
 from tests.end_to_end.shell import Shell, written
 
@@ -40,7 +40,7 @@ def on_the_disk(descriptor):
         files[found.st_ino] = place.read_bytes()
 
 os.fsync = on_the_disk
-from launch.cli import main
+from meshwright.launch.cli import main
 sys.exit(main(sys.argv[3:]))
 """
 
@@ -84,7 +84,7 @@ def test_what_a_checkpoint_presupposes_survives(asynchronous: bool, corpus: Path
     assert parse((directory / "resolved.json").read_text()).run == config.run
     assert "validate_steps" in (directory / "config.toml").read_text() and (directory / "placement.txt").read_text()
     assert json.loads((directory / "starts.jsonl").read_text())["step"] == 0
-    again = shell.run("-m", "launch", "train", str(directory / "config.toml"))
+    again = shell.run("-m", "meshwright.launch", "train", str(directory / "config.toml"))
     assert again.returncode == 0, again.stderr
     assert [line["step"] for line in lines(config)] == list(range(1, 7))
     assert len((directory / "starts.jsonl").read_text().splitlines()) == 2
@@ -108,7 +108,7 @@ def test_records_that_are_lost_for_good_have_an_exit_code(corpus: Path, tmp_path
     config = run_config(corpus, tmp_path, parallel=layout(""), train={"steps": 12}, launch={"processes": 1})
     run_directory(config).mkdir()
     (run_directory(config) / "metrics.jsonl").mkdir()
-    done = shell.run("-m", "launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
     place = run_directory(config) / "metrics.jsonl"
     assert done.returncode == 20, done.stderr
     assert f"{place} cannot be written: Is a directory (errno 21). The run goes on; its records wait" in done.stderr
@@ -124,7 +124,7 @@ def test_records_wait_until_the_file_can_be_written_again(corpus: Path, tmp_path
     run_directory(config).mkdir()
     place = run_directory(config) / "metrics.jsonl"
     place.mkdir()
-    with shell.start(["-m", "launch", "train", written(config, tmp_path)], stderr=-1) as process:
+    with shell.start(["-m", "meshwright.launch", "train", written(config, tmp_path)], stderr=-1) as process:
         assert process.stderr is not None
         while "cannot be written" not in (line := process.stderr.readline()):
             assert line

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.checkpoint import find, open_checkpoint
-from framework.config import RunConfig, parse
-from framework.errors import UserError
-from framework.train import run_directory, work
-from framework.watch.lock import FILE, RunLock
-from launch.pool import RankPool
+from meshwright.checkpoint import find, open_checkpoint
+from meshwright.config import RunConfig, parse
+from meshwright.errors import UserError
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory, work
+from meshwright.watch.lock import FILE, RunLock
 from tests.end_to_end.driving import (
     LATER,
     changed,
@@ -224,7 +224,9 @@ def test_an_unmounted_file_system_ends_the_run(corpus: Path, tmp_path: Path, poo
 @pytest.mark.torture
 def test_from_the_shell_with_the_logs_of_the_ranks(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     config = slow_run(corpus, tmp_path / "runs", "dp2")
-    with shell.start(["-m", "launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE) as process:
+    with shell.start(
+        ["-m", "meshwright.launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE
+    ) as process:
         metrics = run_directory(config) / "metrics.jsonl"
         deadline_s = time.monotonic() + LIMIT_S
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < AT:

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from framework.build import Parts, build
-from framework.checkpoint import find, open_checkpoint
-from framework.config import RunConfig, resolve
-from framework.errors import CheckpointError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.saving import Saver
-from framework.step import take_step
-from framework.train import run_directory
-from launch.pool import RankPool
+from meshwright.build import Parts, build
+from meshwright.checkpoint import find, open_checkpoint
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import CheckpointError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.saving import Saver
+from meshwright.step import take_step
+from meshwright.train import run_directory
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors
 
 

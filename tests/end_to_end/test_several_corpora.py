@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from framework.errors import CheckpointError
-from launch.pool import RankPool
+from meshwright.errors import CheckpointError
+from meshwright.launch.pool import RankPool
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from framework.build import build
-from framework.checkpoint import find
-from framework.config import RunConfig, parse
-from framework.errors import Preempted
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.signals import SIGNALS, StopRequest
-from framework.step import take_step
-from framework.train import run_directory, work
-from launch.pool import RankPool
+from meshwright.build import build
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig, parse
+from meshwright.errors import Preempted
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.signals import SIGNALS, StopRequest
+from meshwright.step import take_step
+from meshwright.train import run_directory, work
 from tests.end_to_end.driving import (
     differing,
     exact_losses,
@@ -143,7 +143,9 @@ def stopped(
 ) -> None:
     """Train, send the signals a while after the second step, and look at what is left."""
     process = shell.start(
-        ["-m", "launch", "train", written(config, directory)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ["-m", "meshwright.launch", "train", written(config, directory)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     metrics = run_directory(config) / "metrics.jsonl"
     deadline_s = time.monotonic() + LIMIT_S

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import find
-from framework.config import RunConfig
-from framework.train import run_directory
-from launch.pool import RankError, RankPool
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import (
     LATER,
     LLAMA,
@@ -121,7 +121,7 @@ def test_moments_in_8_bits_resume_and_are_adamw_s(text: str, corpus: Path, tmp_p
 def test_llama_resumes_too(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     """Another model, uneven stages by hand, gpipe; and three stops instead of one."""
     sections: dict[str, Any] = {
-        "model": {"builder": "models.llama:build", "options": LLAMA},
+        "model": {"builder": "meshwright.models.llama:build", "options": LLAMA},
         "parallel": layout("dp2,pp2"),
         "pipeline": {"schedule": "gpipe", "balance": [2, 4]},
     }

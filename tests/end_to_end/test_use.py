@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-import framework.sample
-from framework.config import RunConfig, default_world_size
-from framework.data.indexed import TokenStream, inspect
-from framework.errors import DataError
-from framework.evaluate import Evaluation, of_corpus
-from framework.evaluate import check as check_evaluation
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.sample import SAME_TEXT, Ask, Sampling, sample, write
-from framework.sample import check as check_sampling
-from framework.stderr import visible
-from framework.train import run_directory
-from framework.trained import config_for, locate
-from launch.cli import main
-from launch.pool import RankPool
+import meshwright.sample
+from meshwright.config import RunConfig, default_world_size
+from meshwright.data.indexed import TokenStream, inspect
+from meshwright.errors import DataError
+from meshwright.evaluate import Evaluation, of_corpus
+from meshwright.evaluate import check as check_evaluation
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.sample import SAME_TEXT, Ask, Sampling, sample, write
+from meshwright.sample import check as check_sampling
+from meshwright.stderr import visible
+from meshwright.train import run_directory
+from meshwright.trained import config_for, locate
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
 from tests.plain import load_plain
@@ -140,11 +140,11 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
     ask = Ask(("the mesh waits. ", "a rank"), 12, seed=3)
-    monkeypatch.setattr(framework.sample, "_ends_of_document", lambda *_: set())
+    monkeypatch.setattr(meshwright.sample, "_ends_of_document", lambda *_: set())
     free = write(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
-    monkeypatch.setattr(framework.sample, "_ends_of_document", lambda *_: {end})
+    monkeypatch.setattr(meshwright.sample, "_ends_of_document", lambda *_: {end})
     first, second = write(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]
@@ -241,13 +241,15 @@ def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Pat
     """By the command itself, and by torchrun: pp 2, as the run has it."""
     run, out = str(run_directory(trained)), tmp_path / "found.json"
     logs = sorted(run_directory(trained).rglob("*"))
-    done = shell.run("-m", "launch", "eval", run, "--parallel.dp=1", f"--out={out}")
+    done = shell.run("-m", "meshwright.launch", "eval", run, "--parallel.dp=1", f"--out={out}")
     assert (done.returncode, done.stderr) == (0, "") and "on dp1 x pp2 x tp1" in done.stdout
     logged = [line["validation/loss"] for line in lines(trained) if "validation/loss" in line][-1]
     assert json.loads(out.read_text())["while_training"]["loss"] == pytest.approx(logged, rel=1e-6)
     words = ("sample", run, "--prompt=the mesh", "--temperature=0", "--tokens=12")
-    alone = shell.run("-m", "launch", *words)
-    together = shell.run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launch", *words)
+    alone = shell.run("-m", "meshwright.launch", *words)
+    together = shell.run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch", *words
+    )
     assert (alone.returncode, together.returncode) == (0, 0)
     assert alone.stdout == together.stdout and len(alone.stdout) > len("the mesh\n")
     assert sorted(run_directory(trained).rglob("*")) == logs, "nothing is written into the run"
@@ -258,7 +260,7 @@ def test_a_reader_that_has_gone_is_no_failure(trained: RunConfig, words: list[st
     """`meshwright eval RUN | head -1`, on ranks of their own."""
     theirs, ours = os.pipe()
     os.close(theirs)
-    said = ["-m", "launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
+    said = ["-m", "meshwright.launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
     done = Shell(ROOT).run(*said, stdout=ours)
     os.close(ours)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import find
-from framework.config import RunConfig
-from framework.data import fingerprint
-from framework.data.prepare import prepare_files
-from framework.errors import CheckpointError
-from framework.train import run_directory
-from launch.pool import RankError, RankPool
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig
+from meshwright.data import fingerprint
+from meshwright.data.prepare import prepare_files
+from meshwright.errors import CheckpointError
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import GPT2, LLAMA, changed, exact_losses, layout, run_config, tensors, train
 
 
@@ -49,14 +49,17 @@ def refused(pool: RankPool, config: RunConfig) -> str:
 
 def test_what_is_the_run_itself_is_refused_by_name(begun: RunConfig, pool: RankPool) -> None:
     cases: list[tuple[str, dict[str, dict[str, Any]]]] = [
-        ('model.builder was "models.gpt2:build" and is "models.llama:build"', {"model": {"options": LLAMA}}),
+        (
+            'model.builder was "meshwright.models.gpt2:build" and is "meshwright.models.llama:build"',
+            {"model": {"options": LLAMA}},
+        ),
         ("model.options.dropout was 0.1 and is 0.0", {"model": {"options": {**GPT2, "dropout": 0.0}}}),
         ("data.sequence_length was 32 and is 16", {"data": {"sequence_length": 16}}),
         ("batch.global_batch was 8 and is 16", {"batch": {"global_batch": 16}}),
         ("run.seed was 1234 and is 7", {"run": {"seed": 7}}),
         ('train.dtype was "float32" and is "float64"', {"train": {"dtype": "float64"}}),
     ]
-    cases[0][1]["model"]["builder"] = "models.llama:build"
+    cases[0][1]["model"]["builder"] = "meshwright.models.llama:build"
     for said, sections in cases:
         message = refused(pool, changed(begun, **sections))
         assert said in message and "choose another run.name" in message

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from framework.config import RunConfig
-from framework.data.dataset import open_dataset
-from framework.errors import DataError, UserError
-from framework.train import check
-from launch.cli import main
+from meshwright.config import RunConfig
+from meshwright.data.dataset import open_dataset
+from meshwright.errors import DataError, UserError
+from meshwright.launch.cli import main
+from meshwright.train import check
 
 
 def config_of(runs: Path, fault: str = "in_place", sample: str = "", **sections: Any) -> RunConfig:
@@ -102,7 +102,7 @@ def test_builders_with_typing_errors(tmp_path: Path) -> None:
 
 
 def test_through_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from framework.config import to_toml
+    from meshwright.config import to_toml
 
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config_of(tmp_path, "batch_norm", parallel={"dp": 2})))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.config import default_world_size, load, resolve
-from framework.errors import ConfigError
-from framework.foreign import Adopted, Why, account, adopt, file_text
-from framework.foreign.sizes import LLAMA3
-from framework.optimizer.schedule import learning_rate
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import default_world_size, load, resolve
+from meshwright.errors import ConfigError
+from meshwright.foreign import Adopted, Why, account, adopt, file_text
+from meshwright.foreign.sizes import LLAMA3
+from meshwright.optimizer.schedule import learning_rate
 from tests.foreign import samples
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def reasons(found: Adopted) -> dict[str, tuple[Why, int]]:
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "torchtitan.toml": {
-        "model.builder": "models.llama:build",
+        "model.builder": "meshwright.models.llama:build",
         "parallel.dp": 16,
         "parallel.tp": 4,
         "parallel.sequence": True,
@@ -130,7 +130,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "parallel.bucket_bytes": 25 * 2**20,
     },
     "gpt.sh": {
-        "model.builder": "models.gpt2:build",
+        "model.builder": "meshwright.models.gpt2:build",
         "parallel.dp": 4,
         "parallel.pp": 2,
         "parallel.tp": 2,
@@ -148,7 +148,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.train": "/data/books_text_document",
     },
     "llama.sh": {
-        "model.builder": "models.llama:build",
+        "model.builder": "meshwright.models.llama:build",
         "parallel.dp": 4,
         "parallel.zero": 3,
         "train.steps": 500,
@@ -441,7 +441,7 @@ def test_it_needs_no_torch_and_runs_nothing_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "a.sh"
     script.write_text(f"X=$(touch {trace})\n`touch {trace}`\ntouch {trace}\n{samples.MEGATRON_FLAGS}")
     program = (
-        "import sys\nfrom launch.cli import main\n"
+        "import sys\nfrom meshwright.launch.cli import main\n"
         f"code = main(['config', 'import', {str(script)!r}, '--out', {str(tmp_path / 'o.toml')!r}])\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()\nsys.exit(code)"
     )

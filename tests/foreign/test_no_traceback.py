@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ConfigError
-from framework.foreign import account, adopt, file_text
-from framework.foreign.shell import read_script
+from meshwright.errors import ConfigError
+from meshwright.foreign import account, adopt, file_text
+from meshwright.foreign.shell import read_script
 from tests.foreign import samples
 
 WORDS = """if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; | > < & $

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.foreign.shell import read_script
+from meshwright.foreign.shell import read_script
 from tests.foreign import samples
 
 SCRIPTS = {

@@ -11,18 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.build import Parts, StepFeed, build
-from framework.config import RunConfig
-from framework.data_parallel.replica import StageReplica
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh, pick_device
-from framework.schedule.action import Action, actions_of
-from framework.schedule.simulate import Span
-from framework.seeding import Draw, SeededDropout
-from framework.step import take_step
-from framework.tensor_parallel import core
-from framework.tracking.memory import peak_memory_bytes
-from framework.verify.run import open_feed, run_layout
+from meshwright.build import Parts, StepFeed, build
+from meshwright.config import RunConfig
+from meshwright.data_parallel.replica import StageReplica
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
+from meshwright.schedule.action import Action, actions_of
+from meshwright.schedule.simulate import Span
+from meshwright.seeding import Draw, SeededDropout
+from meshwright.step import take_step
+from meshwright.tensor_parallel import core
+from meshwright.tracking.memory import peak_memory_bytes
+from meshwright.verify.run import open_feed, run_layout
 
 
 def parts_of(config: RunConfig) -> Parts:

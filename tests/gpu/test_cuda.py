@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from framework.config import Launch, Run, RunConfig
-from framework.schedule.action import COMPUTE
-from framework.verify import layout_config, parse_layout
-from framework.verify.compare import BARS, compare
-from framework.verify.run import merge, run_layout
-from launch.local import launch
+from meshwright.config import Launch, Run, RunConfig
+from meshwright.launch.local import launch
+from meshwright.schedule.action import COMPUTE
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.compare import BARS, compare
+from meshwright.verify.run import merge, run_layout
 from tests.gpu import on_gpu
 from tests.verify.cases import References, model_config, size_for
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from framework.config import RunConfig
-from framework.huggingface.restructure.library import library
+from meshwright.config import RunConfig
+from meshwright.huggingface.restructure.library import library
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,  # no degree but 1 divides it

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from framework.checkpoint import find
-from framework.config import RunConfig
-from framework.data.prepare import prepare_files
-from framework.errors import CheckpointError, DataError, ModelError
-from framework.feeds import open_feeds
-from framework.huggingface.restructure.back import export
-from framework.huggingface.restructure.library import library
-from framework.train import run_directory, work
-from launch.converting import convert
-from launch.pool import RankPool
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig
+from meshwright.data.prepare import prepare_files
+from meshwright.errors import CheckpointError, DataError, ModelError
+from meshwright.feeds import open_feeds
+from meshwright.huggingface.restructure.back import export
+from meshwright.huggingface.restructure.library import library
+from meshwright.launch.converting import convert
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory, work
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import load_plain
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
     options = {"vocab_size": 280, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 16}
     config = run_config(
         tmp_path,
-        model={"builder": "models.gpt2:build", "options": options},
+        model={"builder": "meshwright.models.gpt2:build", "options": options},
         run={"name": "run", "directory": str(tmp_path)},
         data={"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")},
         parallel={"dp": 1},

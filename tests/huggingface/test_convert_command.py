@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from framework.checkpoint import find
-from framework.config import keep, load, parse
-from framework.data.prepare import prepare_files
-from framework.huggingface.convert.families import FAMILIES
-from framework.huggingface.convert.taking import take
-from framework.train import run_directory
-from launch.arguments import build_parser
-from launch.arguments.words import size
-from launch.cli import main, split_overrides
-from launch.pool import RankPool
+from meshwright.checkpoint import find
+from meshwright.config import keep, load, parse
+from meshwright.data.prepare import prepare_files
+from meshwright.huggingface.convert.families import FAMILIES
+from meshwright.huggingface.convert.taking import take
+from meshwright.launch.arguments import build_parser
+from meshwright.launch.arguments.words import size
+from meshwright.launch.cli import main, split_overrides
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import initial_weights, layout, run_config
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
@@ -61,7 +61,7 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
     path, run, out = written("llama 3.1").path, tmp_path / "runs" / "mine", tmp_path / "out"
     assert main(["convert", "--from", "hf", str(path), str(run), "--parallel.pp=2", "--train.steps=7"]) == 0
     said = capsys.readouterr().out
-    assert f"{path}: LlamaForCausalLM, models.llama:build\n" in said and "rope_scaling_factor 8.0" in said
+    assert f"{path}: LlamaForCausalLM, meshwright.models.llama:build\n" in said and "rope_scaling_factor 8.0" in said
     assert f"{run}/checkpoints/step-00000000: 21 tensors, " in said
     assert f"data.train = {run}/data/train is still missing" in said
     assert f"meshwright data prepare TEXT --tokenizer {run}/huggingface/tokenizer.json --out {run}/data\n" in said
@@ -100,7 +100,10 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
         (["--from", "hf", "PATH", "NEW", "--model.options.hidden_size=64"], "config.json asks for"),
         (["--from", "hf", "PATH", "NEW", "--model.options.num_heads=0"], "num_heads=0"),
         (["--from", "hf", "PATH", "NEW", "--model.options.num_layers=2"], "tensor transformer.h.2.attn.c_attn.bias"),
-        (["--from", "hf", "PATH", "NEW", "--model.builder=models.llama:build"], "model.builder follows from"),
+        (
+            ["--from", "hf", "PATH", "NEW", "--model.builder=meshwright.models.llama:build"],
+            "model.builder follows from",
+        ),
     ],
 )
 def test_what_is_refused(arguments: list[str], said: str, written: Write, tmp_path: Path, capsys: Any) -> None:
@@ -163,9 +166,9 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
 MEASURED = """
 import json, sys
 from pathlib import Path
-from framework.huggingface.convert.bringing import bring
-from framework.huggingface.convert.taking import take
-import models.llama
+from meshwright.huggingface.convert.bringing import bring
+from meshwright.huggingface.convert.taking import take
+import meshwright.models.llama
 
 def bytes_of(field):
     lines = dict(line.split(":") for line in open("/proc/self/status"))

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from framework.checkpoint import find
-from framework.errors import UserError
-from framework.huggingface.convert.bringing import bring
-from framework.huggingface.convert.decoders import read_llama, read_mistral
-from framework.huggingface.convert.settings import Settings
-from framework.huggingface.convert.taking import take
+from meshwright.checkpoint import find
+from meshwright.errors import UserError
+from meshwright.huggingface.convert.bringing import bring
+from meshwright.huggingface.convert.decoders import read_llama, read_mistral
+from meshwright.huggingface.convert.settings import Settings
+from meshwright.huggingface.convert.taking import take
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written
 from tests.huggingface.test_convert_families import files, same_bits
@@ -301,11 +301,11 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("framework.huggingface.convert.taking.companions.write", fail)
+        patched.setattr("meshwright.huggingface.convert.taking.companions.write", fail)
         with pytest.raises(UserError, match="No space left"):
             take(done.path, tmp_path / "out")
     with monkeypatch.context() as patched:
-        patched.setattr("framework.huggingface.convert.bringing.keep", fail)
+        patched.setattr("meshwright.huggingface.convert.bringing.keep", fail)
         with pytest.raises(UserError, match="No space left"):
             bring(path, tmp_path / "again")
     with monkeypatch.context() as patched:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from framework.checkpoint import find
-from framework.huggingface.convert.bringing import bring
-from framework.huggingface.convert.taking import take
+from meshwright.checkpoint import find
+from meshwright.huggingface.convert.bringing import bring
+from meshwright.huggingface.convert.taking import take
 from tests.end_to_end.driving import differing, tensors
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from framework.checkpoint import find, open_checkpoint
-from framework.config import RunConfig
-from framework.data.samples import IGNORE
-from framework.feeds import open_feeds
-from framework.huggingface.convert.bringing import bring
-from framework.huggingface.convert.taking import take
-from framework.reshard import reshard
-from framework.train import run_directory
-from framework.verify import parse_layout
-from launch.cli import main
-from launch.pool import RankError, RankPool
-from models.blocks import AttentionCore
+from meshwright.checkpoint import find, open_checkpoint
+from meshwright.config import RunConfig
+from meshwright.data.samples import IGNORE
+from meshwright.feeds import open_feeds
+from meshwright.huggingface.convert.bringing import bring
+from meshwright.huggingface.convert.taking import take
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.models.blocks import AttentionCore
+from meshwright.reshard import reshard
+from meshwright.train import run_directory
+from meshwright.verify import parse_layout
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
 from tests.huggingface import theirs
 from tests.huggingface.conftest import Written

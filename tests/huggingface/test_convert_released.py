@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from framework.config import RunConfig
-from framework.errors import UserError
-from framework.huggingface.convert.families import complete, family_of_model, family_of_type
-from framework.huggingface.convert.settings import Settings
-from framework.model import build_model
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.huggingface.convert.families import complete, family_of_model, family_of_type
+from meshwright.huggingface.convert.settings import Settings
+from meshwright.model import build_model
 from tests.huggingface import theirs
 from tests.huggingface.released import RELEASED
 
@@ -115,7 +115,9 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
 )
 def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict[str, Any], said: str) -> None:
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 40}
-    config = RunConfig.model_validate({"model": {"builder": "models.llama:build", "options": sizes | options}})
+    config = RunConfig.model_validate(
+        {"model": {"builder": "meshwright.models.llama:build", "options": sizes | options}}
+    )
     if " " in said:
         with pytest.raises(UserError, match=said):
             family_of_model(config)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import CheckpointError
-from framework.huggingface.places import named, published
-from launch.cli import main
+from meshwright.errors import CheckpointError
+from meshwright.huggingface.places import named, published
+from meshwright.launch.cli import main
 
 
 def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
 
 def test_what_a_killed_one_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from framework.huggingface.places import published\n"
+        "import os, signal, sys; from pathlib import Path; from meshwright.huggingface.places import published\n"
         "with published(Path(sys.argv[1]), 1): os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], env=os.environ, check=False)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from framework.blueprint import draw_blueprint
-from framework.config import load
-from framework.errors import ConfigError, ModelError, UserError
-from framework.model import build_model
-from framework.verify import layout_config, parse_layout
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import load
+from meshwright.errors import ConfigError, ModelError, UserError
+from meshwright.model import build_model
+from meshwright.verify import layout_config, parse_layout
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers
 
@@ -222,7 +222,12 @@ def test_a_configuration_with_nonsense_in_it(keys: dict[str, Any], message: str,
 
 
 def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
-    for builder, fits in (("hf:some/where", True), ("models.gpt2:build", True), ("hf:", False), ("models.gpt2", False)):
+    for builder, fits in (
+        ("hf:some/where", True),
+        ("meshwright.models.gpt2:build", True),
+        ("hf:", False),
+        ("meshwright.models.gpt2", False),
+    ):
         file = tmp_path / "run.toml"
         file.write_text(f'[model]\nbuilder = "{builder}"\n[data]\ntrain = "x"\n[batch]\nmicro_batch_size=1\nchunks=1\n')
         if fits:
@@ -234,7 +239,7 @@ def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
 
 def test_no_key_of_a_configuration_leads_to_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of its own and kernels of the hub: as if they stood in no config.json, at the top or in a table of it."""
-    from framework.huggingface.restructure.directory import LEADING_TO_CODE, configuration
+    from meshwright.huggingface.restructure.directory import LEADING_TO_CODE, configuration
 
     own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     path = directory("llama", tmp_path)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.huggingface.restructure.library import library
-from framework.model import PlainModel, build_model
-from framework.verify import parse_layout, verify
-from launch.pool import RankPool
+from meshwright.huggingface.restructure.library import library
+from meshwright.launch.pool import RankPool
+from meshwright.model import PlainModel, build_model
+from meshwright.verify import parse_layout, verify
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import Kind
-from launch.cli import main
+from meshwright.checkpoint import Kind
+from meshwright.launch.cli import main
 from tests.checkpoint.conftest import Fake
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main, split_overrides
+from meshwright.launch.cli import main, split_overrides
 from tests.data.corpora import bytes_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[s
 def test_the_mesh_is_drawn_without_torch(small: str) -> None:
     script = f"""
 import sys
-from launch.cli import main
+from meshwright.launch.cli import main
 code = main(["mesh", {small!r}, "--nodes", "2", "--devices-per-node", "4"])
 heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
 assert not heavy, heavy
@@ -175,7 +175,7 @@ def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     words = ["data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", NO_TEXT, "--validation-share", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "launch", *words],
+        [sys.executable, "-m", "meshwright.launch", *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.config import load
-from launch.cli import main
+from meshwright.config import load
+from meshwright.launch.cli import main
 from tests.foreign import samples
 
 ROOT = Path(__file__).parents[2]

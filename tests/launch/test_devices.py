@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from framework.config import RunConfig, load
-from framework.errors import ConfigError
-from launch.devices import ORDER, VISIBLE, check_devices, choose_devices
-from launch.local import num_devices
+from meshwright.config import RunConfig, load
+from meshwright.errors import ConfigError
+from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices
+from meshwright.launch.local import num_devices
 
 CONFIG = "configs/demo.toml"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.planner.calibrate import to_toml
-from launch.cli import main
+from meshwright.launch.cli import main
+from meshwright.planner.calibrate import to_toml
 from tests.planner.small import hardware
 
 TAKES_ALL = 24

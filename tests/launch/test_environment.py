@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from framework.errors import MeshError
-from launch.environment import (
+from meshwright.errors import MeshError
+from meshwright.launch.environment import (
     Launcher,
     check_port,
     expand_hosts,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.arguments import build_parser
-from launch.cli import main, split_overrides
+from meshwright.launch.arguments import build_parser
+from meshwright.launch.cli import main, split_overrides
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = re.compile(r"^torchrun (--\S+ )*-m launch ")
+TORCHRUN = re.compile(r"^torchrun (--\S+ )*-m meshwright.launch ")
 SRUN = re.compile(r"^srun (--\S+ )*")
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config import Data, Launch, Run, RunConfig
-from framework.errors import ConfigError, DataError, MeshError
-from framework.process import GiveUp
-from launch.failure import RankFailed
-from launch.local import launch, warm_up
+from meshwright.config import Data, Launch, Run, RunConfig
+from meshwright.errors import ConfigError, DataError, MeshError
+from meshwright.launch.failure import RankFailed
+from meshwright.launch.local import launch, warm_up
+from meshwright.process import GiveUp
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,7 +180,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: i
     script = f"""
 import sys
 from pathlib import Path
-from launch.local import Interrupted, launch
+from meshwright.launch.local import Interrupted, launch
 from tests.launch.test_local import config, hang
 if __name__ == "__main__":
     try:
@@ -224,7 +224,7 @@ def test_a_signal_while_the_server_starts_is_not_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda signum, frame: came.append(signum))
     try:
-        warm_up(config(tmp_path, 1), "framework.train")
+        warm_up(config(tmp_path, 1), "meshwright.train")
         time.sleep(0)  # a handler runs between two instructions
     finally:
         signal.signal(signal.SIGTERM, before)

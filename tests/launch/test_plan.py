@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import pytest
 
-import framework.planner.calibrate as calibrating
-from framework.config import RunConfig, default_world_size, load
-from framework.planner.calibrate import Measured, put_together, to_toml
-from framework.planner.choices import choice_of
-from framework.planner.hardware import Link, Rate, read_hardware
-from framework.planner.search import BEST
-from framework.tracking.jsonl import read_records
-from framework.train import check, run_directory, work
-from launch.cli import main
-from launch.pool import RankPool
+import meshwright.planner.calibrate as calibrating
+from meshwright.config import RunConfig, default_world_size, load
+from meshwright.launch.cli import main
+from meshwright.launch.pool import RankPool
+from meshwright.planner.calibrate import Measured, put_together, to_toml
+from meshwright.planner.choices import choice_of
+from meshwright.planner.hardware import Link, Rate, read_hardware
+from meshwright.planner.search import BEST
+from meshwright.tracking.jsonl import read_records
+from meshwright.train import check, run_directory, work
 
 CONFIG = """
 [run]

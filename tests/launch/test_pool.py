@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.errors import MeshError
-from launch.pool import RankError, RankPool, RankTimeout
+from meshwright.errors import MeshError
+from meshwright.launch.pool import RankError, RankPool, RankTimeout
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,7 @@ def test_first_failure_is_told_first(pool: RankPool) -> None:
         pool.run(fail_one_after_another, 4)
     assert caught.value.rank == 2 and isinstance(caught.value.__cause__, MeshError)
     message = str(caught.value)
-    assert message.startswith("rank 2: framework.errors.MeshError: the cause\nTraceback")
+    assert message.startswith("rank 2: meshwright.errors.MeshError: the cause\nTraceback")
     assert "in fail_one_after_another" in message and message.endswith("then rank 0: ValueError: an echo")
     assert pool.run(total, 4, torch.zeros(3))[0].tolist() == [6.0] * 3
 
@@ -161,7 +161,7 @@ def alive(pid: int) -> bool:
 def test_workers_die_with_a_killed_parent() -> None:
     script = """
 import os, signal
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
 from tests.launch.test_pool import hang, os_pid
 pool = RankPool(3)
 print(*pool.run(os_pid, 3), flush=True)

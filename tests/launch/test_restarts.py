@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import CommunicationError, DataError, NonFiniteError, Preempted
-from launch.failure import RankFailed, describe, told, write_down
-from launch.failure import read_notes as notes
-from launch.restarts import GIVEN_UP, Reached, keep_going, may_pass, why_stop
+from meshwright.errors import CommunicationError, DataError, NonFiniteError, Preempted
+from meshwright.launch.failure import RankFailed, describe, told, write_down
+from meshwright.launch.failure import read_notes as notes
+from meshwright.launch.restarts import GIVEN_UP, Reached, keep_going, may_pass, why_stop
 
 
 @pytest.mark.parametrize(

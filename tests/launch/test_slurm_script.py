@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.tracking.jsonl import JsonlSink
-from framework.tracking.record import StepRecord
-from launch.cli import main
-from launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, lead, seconds_of
+from meshwright.launch.cli import main
+from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, lead, seconds_of
+from meshwright.tracking.jsonl import JsonlSink
+from meshwright.tracking.record import StepRecord
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -58,7 +58,7 @@ def test_what_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         "requeue": "",
         "signal": f"USR2@{UNKNOWN_LEAD_S}",
     }
-    assert f"-m launch train {DEMO} --train.steps=90\n" in text
+    assert f"-m meshwright.launch train {DEMO} --train.steps=90\n" in text
     assert "printenv" not in text and "env |" not in text
 
 
@@ -73,9 +73,11 @@ def test_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
     torchrun = script(capsys, "--torchrun")
     assert asked(torchrun)["ntasks-per-node"] == "1" and "--nproc-per-node=4" in torchrun
     seen = script(capsys, "--doctor")
-    assert seen.index("-m launch doctor") < seen.index("-m launch train") and "ExcNodeList" in seen
+    assert (
+        seen.index("-m meshwright.launch doctor") < seen.index("-m meshwright.launch train") and "ExcNodeList" in seen
+    )
     boxed = script(capsys, "--container", "docker://torch:2")
-    assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m launch train" in boxed
+    assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m meshwright.launch train" in boxed
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from framework.tracking.jsonl import read_records
-from framework.train import run_directory
+from meshwright.tracking.jsonl import read_records
+from meshwright.train import run_directory
 from tests.end_to_end.driving import layout, run_config, with_own_samples
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -61,7 +61,7 @@ def training(shell: Shell, tmp_path: Path, **parallel: Any) -> Iterator[subproce
     shell.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as for a cluster
     metrics = run_directory(config) / "metrics.jsonl"
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with shell.start(["-m", "launch", "train", written(config, tmp_path)], **how) as process:
+    with shell.start(["-m", "meshwright.launch", "train", written(config, tmp_path)], **how) as process:
         deadline_s = time.monotonic() + LIMIT_S
         while not metrics.exists() or not list(read_records(metrics)):
             assert process.poll() is None and process.stdout is not None, process.stdout.read()
@@ -126,12 +126,12 @@ def test_a_local_run_listens_on_loopback_and_survives_strangers(
     left = temporary(here)
     assert [name for name in left if not re.fullmatch(r"meshwright-launcher-\w+", name)] == [], left
     assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
-    done = shell.run("-c", "from launch.leftovers import remove_leftovers; remove_leftovers()")
+    done = shell.run("-c", "from meshwright.launch.leftovers import remove_leftovers; remove_leftovers()")
     assert done.returncode == 0 and temporary(here) == [], done.stderr
 
 
 def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launch import leftovers
+    from meshwright.launch import leftovers
 
     monkeypatch.setattr(leftovers, "_place", lambda: tmp_path)
     monkeypatch.setattr(leftovers, "_own", {})

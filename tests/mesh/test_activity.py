@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from framework.mesh.activity import Activity, Waits
-from framework.mesh.board import Board
-from framework.mesh.comm import Transfer
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import Mesh, close_mesh, open_mesh
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.activity import Activity, Waits
+from meshwright.mesh.board import Board
+from meshwright.mesh.comm import Transfer
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 
 SECONDS = 30.0
 

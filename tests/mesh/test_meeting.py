@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import CommunicationError, MeshError
-from framework.mesh import meeting, network
-from framework.mesh.network import open_listener
+from meshwright.errors import CommunicationError, MeshError
+from meshwright.mesh import meeting, network
+from meshwright.mesh.network import open_listener
 
 
 def free_port() -> int:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.errors import CommunicationError
-from framework.mesh.messages import decode, encode
+from meshwright.errors import CommunicationError
+from meshwright.mesh.messages import decode, encode
 
 ROOT = Path(__file__).parents[2]
 plain = st.recursive(

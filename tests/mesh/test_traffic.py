@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.errors import MeshError
-from framework.mesh import network
-from framework.mesh.comm import WIRE_FACTORS, Traffic
-from framework.mesh.meeting import in_short
-from framework.mesh.mesh import pick_device
+from meshwright.errors import MeshError
+from meshwright.mesh import network
+from meshwright.mesh.comm import WIRE_FACTORS, Traffic
+from meshwright.mesh.meeting import in_short
+from meshwright.mesh.mesh import pick_device
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import gpt2, llama
-from models.blocks import positions_of
+from meshwright.models import gpt2, llama
+from meshwright.models.blocks import positions_of
 
 LENGTHS = [3, 1, 7, 5]
 VOCAB = 29

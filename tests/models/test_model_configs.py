@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.config import RunConfig, load, resolve
-from framework.data.span_corruption import lengths
+from meshwright.config import RunConfig, load, resolve
+from meshwright.data.span_corruption import lengths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encoder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import gpt2, llama
+from meshwright.models import gpt2, llama
 
 LLAMA3 = [
     (4096, 32, 32, 14336, 8_030_261_248),

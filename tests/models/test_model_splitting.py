@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import gpt2, llama
+from meshwright.models import gpt2, llama
 
 
 def gpt2_8_heads() -> nn.Sequential:

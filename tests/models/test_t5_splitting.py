@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.seeding import SeededDropout, seed_dropouts
-from framework.tensor_parallel.check import check
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from framework.tensor_parallel.plan import apply
-from launch.pool import RankPool
-from models import t5
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.models import t5
+from meshwright.seeding import SeededDropout, seed_dropouts
+from meshwright.tensor_parallel.check import check
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from meshwright.tensor_parallel.plan import apply
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 
 B, SE, SD, V = 2, 12, 8, 31

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import framework.optimizer.eight_bit
-from framework.config.schema import Optimizer
-from framework.errors import ConfigError
-from framework.optimizer.eight_bit import AdamW8bit, Code, Moment, signed_levels, unsigned_levels, with_blocks
-from framework.optimizer.flat import state_bytes
-from framework.parameters import ParameterInfo, Slice
+import meshwright.optimizer.eight_bit
+from meshwright.config.schema import Optimizer
+from meshwright.errors import ConfigError
+from meshwright.optimizer.eight_bit import AdamW8bit, Code, Moment, signed_levels, unsigned_levels, with_blocks
+from meshwright.optimizer.flat import state_bytes
+from meshwright.parameters import ParameterInfo, Slice
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1
 
@@ -152,7 +152,7 @@ def test_no_cut_between_blocks_changes_a_bit() -> None:
 def test_nor_does_what_is_widened_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, gradients = drawn(320, 0, torch.float32), [drawn(320, seed, torch.float32) for seed in range(1, 5)]
     whole, _, _ = stepped(weights, gradients, 32)
-    monkeypatch.setattr(framework.optimizer.eight_bit, "_TOGETHER", together)
+    monkeypatch.setattr(meshwright.optimizer.eight_bit, "_TOGETHER", together)
     assert torch.equal(stepped(weights, gradients, 32)[0], whole)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD as SGDOfTorch
 from torch.optim import AdamW
 
-from framework.config.schema import Optimizer
-from framework.optimizer.eight_bit import AdamW8bit
-from framework.optimizer.flat import STATES, FlatOptimizer, Shard, clip_factor
+from meshwright.config.schema import Optimizer
+from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.flat import STATES, FlatOptimizer, Shard, clip_factor
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config.schema import Optimizer
-from framework.optimizer.schedule import learning_rate
+from meshwright.config.schema import Optimizer
+from meshwright.optimizer.schedule import learning_rate
 
 PEAK, LOW = 8e-3, 2e-3
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from framework.page.chart import MOST_LABELS, MOST_POINTS, SIDE, Curve, Mark, axis, chart, short, thin
+from meshwright.page.chart import MOST_LABELS, MOST_POINTS, SIDE, Curve, Mark, axis, chart, short, thin
 
 
 def test_thinning_keeps_spikes_gaps_and_ends() -> None:

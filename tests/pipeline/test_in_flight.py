@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.build import Parts, build
-from framework.config import parse
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.pipeline.stage import Stage
-from framework.schedule.action import Kind
-from framework.schedule.simulate import peak_activations
-from framework.step import take_step
-from framework.verify.layouts import Layout, layout_config
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.build import Parts, build
+from meshwright.config import parse
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.pipeline.stage import Stage
+from meshwright.schedule.action import Kind
+from meshwright.schedule.simulate import peak_activations
+from meshwright.step import take_step
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.run import open_feed
 from tests.pipeline.kept import KeptBytes
 from tests.verify.cases import config_of
 
@@ -75,7 +75,7 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
 def config_for(schedule: str, pp: int, chunks: int) -> str:
     options = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2 * pp - 3 if pp > 2 else 1, "num_heads": 2}
     options |= {"max_sequence_length": 4, "dropout": 0.1}
-    config = config_of("models.gpt2:build", options, 4)
+    config = config_of("meshwright.models.gpt2:build", options, 4)
     return layout_config(config, Layout(pp=pp, schedule=schedule), chunks, "float32").model_dump_json()
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ConfigError
-from framework.pipeline.partition import partition, partition_explicit
+from meshwright.errors import ConfigError
+from meshwright.pipeline.partition import partition, partition_explicit
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[list[range]]:

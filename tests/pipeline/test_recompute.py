@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.build import StepFeed, build
-from framework.errors import ModelError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.verify.layouts import Layout, layout_config
-from framework.verify.run import open_feed
+from meshwright.build import StepFeed, build
+from meshwright.errors import ModelError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.run import open_feed
 from tests.pipeline.kept import KeptBytes
 from tests.verify.cases import config_of
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.pipeline.running import cast_running, check_running, couples_samples, running_buffers
-from framework.pipeline.stage import Stage
-from framework.schedule.action import Schedule, parse_schedule
-from framework.schedule.build import BUILDERS, INTERLEAVES, build
-from framework.schedule.lower import lower
+from meshwright.errors import ModelError
+from meshwright.pipeline.running import cast_running, check_running, couples_samples, running_buffers
+from meshwright.pipeline.stage import Stage
+from meshwright.schedule.action import Schedule, parse_schedule
+from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.lower import lower
 
 INPUTS = torch.empty((4, 6), device="meta")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.pipeline.split_backward import SplitBackward, complete
+from meshwright.pipeline.split_backward import SplitBackward, complete
 
 D, V, B, S = 6, 9, 2, 5
 

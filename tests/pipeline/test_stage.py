@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.pipeline.stage import LossPart, Stage
-from framework.pipeline.values import (
+from meshwright.errors import ModelError
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import (
     IGNORED_LABEL,
     TensorSpec,
     ValueSpec,

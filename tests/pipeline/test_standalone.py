@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.errors import ModelError
-from framework.verify import Layout, layout_config
+from meshwright.blueprint import draw_blueprint
+from meshwright.errors import ModelError
+from meshwright.verify import Layout, layout_config
 from tests.verify.cases import config_of
 
 

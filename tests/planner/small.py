@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.config import RunConfig
-from framework.planner.hardware import Hardware, Link
-from framework.planner.profile import Practice
-from framework.planner.sketch import Workbench
-from launch.planning import bare
+from meshwright.config import RunConfig
+from meshwright.launch.planning import bare
+from meshwright.planner.hardware import Hardware, Link
+from meshwright.planner.profile import Practice
+from meshwright.planner.sketch import Workbench
 
 OPTIONS: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {"num_kv_heads": 4, "ffn_size": 64}
@@ -34,7 +34,9 @@ def hardware(memory_bytes: int = 2**30, **other: Any) -> Hardware:
     return Hardware(**(values | other))
 
 
-def config(builder: str = "models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any) -> RunConfig:
+def config(
+    builder: str = "meshwright.models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any
+) -> RunConfig:
     """A model of two blocks, without a layout; options of a builder that is none of ours are all given."""
     own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("models.") else {}
     return bare(
@@ -54,7 +56,9 @@ def config(builder: str = "models.llama:build", samples: int = 8, dtype: str = "
     )
 
 
-def workbench(builder: str = "models.llama:build", samples: int = 8, fused: bool = False, **options: Any) -> Workbench:
+def workbench(
+    builder: str = "meshwright.models.llama:build", samples: int = 8, fused: bool = False, **options: Any
+) -> Workbench:
     """Of such a model."""
     return Workbench(config(builder, samples, **options), Practice(fused=fused))
 

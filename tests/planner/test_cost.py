@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from framework.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from framework.planner.cost import StepTime, beside_products, exchanged_s, step_time
-from framework.planner.hardware import Hardware, Link, known, read_hardware
-from framework.planner.profile import LayerProfile, Practice
-from framework.planner.rates import Habits, Reached, product_share, wire_of, work_s
-from framework.planner.sketch import Sketch, Workbench
-from framework.planner.tape import Kind, Work
+from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from meshwright.planner.cost import StepTime, beside_products, exchanged_s, step_time
+from meshwright.planner.hardware import Hardware, Link, known, read_hardware
+from meshwright.planner.profile import LayerProfile, Practice
+from meshwright.planner.rates import Habits, Reached, product_share, wire_of, work_s
+from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.planner.tape import Kind, Work
 
 IDEAL = Reached(
     product=1.0,
@@ -50,7 +50,7 @@ def config(**changes: Any) -> RunConfig:
     chunks = changes.pop("chunks", 4)
     options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 4, "num_heads": 8, "dropout": 0.0, "tied": False}
     return RunConfig(
-        model=Model(builder="models.gpt2:build", options=options | {"max_sequence_length": 512}),
+        model=Model(builder="meshwright.models.gpt2:build", options=options | {"max_sequence_length": 512}),
         data=Data(train="x", sequence_length=512),
         batch=Batch(micro_batch_size=2, chunks=chunks, global_batch=2 * chunks * parallel["dp"]),
         parallel=Parallel(**parallel),
@@ -239,7 +239,9 @@ def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_
 
 def test_kernels_that_keep_their_inputs_only_keep_less() -> None:
     options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8}
-    model = Model(builder="models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512})
+    model = Model(
+        builder="meshwright.models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512}
+    )
     of = config().model_copy(update={"model": model})
     plain = sketch(of, Practice(fused=True)).layers[1].kept_bytes
     kernels = sketch(of, Practice(fused=True, norm_kernel=True, saves_inputs=True)).layers[1].kept_bytes
@@ -261,7 +263,9 @@ def test_no_device_is_thought_to_reach_more_than_any_was_seen_to(name: str) -> N
     """65 % of the peak of an H100 is more than any published run of a dense model has come to."""
     hardware = read_hardware(name)
     options = {"vocab_size": 32000, "hidden_size": 8192, "num_layers": 8, "num_heads": 64, "num_kv_heads": 8}
-    model = Model(builder="models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096})
+    model = Model(
+        builder="meshwright.models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096}
+    )
     of = config(chunks=1).model_copy(update={"model": model, "data": Data(train="x", sequence_length=4096)})
     seconds = step_time(sketch(of), hardware).total
     weights = 8 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 32000 * 8192

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.planner.calibrate import to_toml
-from framework.planner.hardware import Link, Rate, known, read_hardware, time_on
+from meshwright.errors import ConfigError
+from meshwright.planner.calibrate import to_toml
+from meshwright.planner.hardware import Link, Rate, known, read_hardware, time_on
 from tests.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]

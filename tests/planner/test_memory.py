@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from framework.dryrun.rehearsal import grid_of
-from framework.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
-from framework.planner.profile import LayerProfile, Leaf, Practice
-from framework.planner.sketch import predicted_peaks
-from framework.schedule.action import Kind
-from framework.schedule.build import build as build_schedule
-from framework.schedule.lower import lower
-from framework.summary import Elements, held_at_rest
-from launch.pool import RankPool
+from meshwright.dryrun.rehearsal import grid_of
+from meshwright.launch.pool import RankPool
+from meshwright.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
+from meshwright.planner.profile import LayerProfile, Leaf, Practice
+from meshwright.planner.sketch import predicted_peaks
+from meshwright.schedule.action import Kind
+from meshwright.schedule.build import build as build_schedule
+from meshwright.schedule.lower import lower
+from meshwright.summary import Elements, held_at_rest
 from tests.live import RUNS, measured
 from tests.planner.small import config
 
@@ -72,7 +72,7 @@ def test_gloo_holds_what_is_sent_and_nccl_does_not() -> None:
 
 
 def _actions(item: object) -> tuple[object, ...]:
-    from framework.schedule.action import actions_of
+    from meshwright.schedule.action import actions_of
 
     return tuple(actions_of(item))  # type: ignore[arg-type]
 

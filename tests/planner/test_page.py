@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from framework.planner.hardware import Link
-from framework.planner.page import page
-from framework.planner.search import Plan, search
-from framework.planner.sketch import Workbench
+from meshwright.planner.hardware import Link
+from meshwright.planner.page import page
+from meshwright.planner.search import Plan, search
+from meshwright.planner.sketch import Workbench
 from tests.chromium import CHROMIUM, Browser
 from tests.planner.small import hardware, workbench
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.pipeline.values import cross_entropy
-from framework.planner.profile import LayerProfile, Practice, Said, paper_group, profile_layers
-from framework.planner.tape import Kind, Tape, Work
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.pipeline.values import cross_entropy
+from meshwright.planner.profile import LayerProfile, Practice, Said, paper_group, profile_layers
+from meshwright.planner.tape import Kind, Tape, Work
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.live import Live
 from tests.planner.small import workbench
 
@@ -204,7 +204,7 @@ def test_operations_that_are_fused_move_fewer_bytes() -> None:
 
 
 def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import framework.planner.profile as module
+    import meshwright.planner.profile as module
 
     run: list[str] = []
     original = module._profile
@@ -225,7 +225,7 @@ def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("rows", [64, 63])
 def test_one_pass_of_a_loop_stands_for_all(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """The loss goes over its logits in pieces; on paper one piece is done and counted as often."""
-    import framework.tensor_parallel.cross_entropy as module
+    import meshwright.tensor_parallel.cross_entropy as module
 
     def one_after_the_other(logits: Tensor, _: object) -> list[slice]:
         return [slice(start, min(start + 8, len(logits))) for start in range(0, len(logits), 8)]

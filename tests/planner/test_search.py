@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig, resolve
-from framework.errors import ConfigError
-from framework.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
-from framework.planner.hardware import Hardware
-from framework.planner.memory import NCCL
-from framework.planner.plan_text import chosen_config, describe
-from framework.planner.quick import computed, drawn, in_flight
-from framework.planner.search import Found, Plan, examine, search, usable_bytes
-from framework.planner.sketch import Workbench
-from framework.schedule.simulate import peak_activations
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import ConfigError
+from meshwright.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
+from meshwright.planner.hardware import Hardware
+from meshwright.planner.memory import NCCL
+from meshwright.planner.plan_text import chosen_config, describe
+from meshwright.planner.quick import computed, drawn, in_flight
+from meshwright.planner.search import Found, Plan, examine, search, usable_bytes
+from meshwright.planner.sketch import Workbench
+from meshwright.schedule.simulate import peak_activations
 from tests.planner.small import OPTIONS, hardware, workbench
 
 KINDS = {
-    "llama": ("models.llama:build", {}),
-    "tied gpt2": ("models.gpt2:build", {}),
-    "t5": ("models.t5:build", {"num_layers": 1}),
+    "llama": ("meshwright.models.llama:build", {}),
+    "tied gpt2": ("meshwright.models.gpt2:build", {}),
+    "t5": ("meshwright.models.t5:build", {"num_layers": 1}),
     "plain": ("tests.builders:plain", {}),
     "carrying": ("tests.builders:carrying", {}),
     "frozen": ("tests.builders:frozen", {}),
@@ -95,8 +95,8 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
         too_much = 2**40 * (choice.recompute != "full")
         return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
 
-    monkeypatch.setattr("framework.planner.search.choices", lambda *_, **__: iter(alike))
-    monkeypatch.setattr("framework.planner.search.examine", grown)
+    monkeypatch.setattr("meshwright.planner.search.choices", lambda *_, **__: iter(alike))
+    monkeypatch.setattr("meshwright.planner.search.examine", grown)
     plan = search(bench, box, 1)
     assert {each.choice.recompute for each in plan.best} == {"full"}
     assert plan.num_fitting == sum(c.recompute == "full" for c in alike)
@@ -148,7 +148,7 @@ def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
 
 
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
-    bench = workbench("models.gpt2:build")
+    bench = workbench("meshwright.models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
     parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())  # torch counts a shared one once
     assert bench.total_elements(1, False).trained == parts

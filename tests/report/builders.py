@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.config import RunConfig, keep, resolve
-from framework.mesh.grid import Grid
-from framework.schedule.action import format_schedule
-from framework.schedule.simulate import Costs, simulate
-from framework.scheduling import draw_schedule
-from framework.trace import Trace
-from framework.trace import write as write_trace
-from framework.tracking.record import StepRecord, to_json
-from framework.watch.peaks import PEAKS, Peaks
-from framework.watch.starts import note_start
+from meshwright.config import RunConfig, keep, resolve
+from meshwright.mesh.grid import Grid
+from meshwright.schedule.action import format_schedule
+from meshwright.schedule.simulate import Costs, simulate
+from meshwright.scheduling import draw_schedule
+from meshwright.trace import Trace
+from meshwright.trace import write as write_trace
+from meshwright.tracking.record import StepRecord, to_json
+from meshwright.watch.peaks import PEAKS, Peaks
+from meshwright.watch.starts import note_start
 
 Change = Callable[[int], dict[str, Any]]
 

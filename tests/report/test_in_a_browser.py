@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.mesh.grid import Grid
-from framework.report.page import page
-from framework.report.run import read_run
+from meshwright.mesh.grid import Grid
+from meshwright.report.page import page
+from meshwright.report.run import read_run
 from tests.chromium import CHROMIUM, Browser
 from tests.report.builders import make_run
 

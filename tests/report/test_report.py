@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.mesh.grid import Grid
-from framework.report.curves import LOSS, loss_curves, marks_of, points
-from framework.report.page import MOST_ROWS, differences, memory_of, page, whole
-from framework.report.run import read_run
-from framework.tracking.jsonl import JsonlSink
-from framework.tracking.record import to_json
-from framework.watch.heartbeat import Status
-from launch.cli import main
+from meshwright.errors import ConfigError
+from meshwright.launch.cli import main
+from meshwright.mesh.grid import Grid
+from meshwright.report.curves import LOSS, loss_curves, marks_of, points
+from meshwright.report.page import MOST_ROWS, differences, memory_of, page, whole
+from meshwright.report.run import read_run
+from meshwright.tracking.jsonl import JsonlSink
+from meshwright.tracking.record import to_json
+from meshwright.watch.heartbeat import Status
 from tests.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +278,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "demo", 5)
     script = f"""
 import sys
-from launch.cli import main
+from meshwright.launch.cli import main
 code = main(["report", {str(directory)!r}])
 assert not {{"torch", "transformers", "wandb"}} & sys.modules.keys()
 sys.exit(code)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from framework.schedule.action import Schedule
-from framework.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
 
 
 def interleaves(name: str) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from framework.schedule.account import Account, account, measured_costs, table, without_early_steps
-from framework.schedule.action import Action, Kind
-from framework.schedule.build import BUILDERS, build
-from framework.schedule.draw import Reading
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Costs, Span, Timeline, simulate
+from meshwright.schedule.account import Account, account, measured_costs, table, without_early_steps
+from meshwright.schedule.action import Action, Kind
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.draw import Reading
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Costs, Span, Timeline, simulate
 from tests.schedule.sizes import smallest
 
 

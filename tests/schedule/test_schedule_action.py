@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ScheduleError
-from framework.schedule.action import (
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import (
     Action,
     Kind,
     Placement,
@@ -23,8 +23,8 @@ from framework.schedule.action import (
     parse_schedule,
     read_schedule,
 )
-from framework.schedule.build import BUILDERS, build
-from framework.schedule.lower import lower
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
@@ -33,7 +33,7 @@ HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # whoever imports them fails
-from framework.schedule import action, build, check, draw, lower, simulate
+from meshwright.schedule import action, build, check, draw, lower, simulate
 for name in build.BUILDERS:
     built = build.build(name, 2, 3, build.INTERLEAVES.get(name, [1])[0])
     lowered = lower.lower(action.parse_schedule(action.format_schedule(built)))

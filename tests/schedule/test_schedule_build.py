@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ScheduleError
-from framework.schedule.action import (
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import (
     COMPUTE,
     RECEIVES,
     SENDS,
@@ -20,10 +20,10 @@ from framework.schedule.action import (
     actions_of,
     parse_schedule,
 )
-from framework.schedule.build import BUILDERS, build
-from framework.schedule.check import Fault, check
-from framework.schedule.lower import lower
-from framework.schedule.simulate import (
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.check import Fault, check
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import (
     Channel,
     Costs,
     Span,

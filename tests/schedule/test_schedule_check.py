@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.errors import ScheduleError
-from framework.schedule.action import (
+from meshwright.errors import ScheduleError
+from meshwright.schedule.action import (
     RECEIVES,
     SENDS,
     Action,
@@ -22,10 +22,10 @@ from framework.schedule.action import (
     format_schedule,
     parse_schedule,
 )
-from framework.schedule.build import build
-from framework.schedule.check import Fault, Problem, check, report
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Channel, Costs, play
+from meshwright.schedule.build import build
+from meshwright.schedule.check import Fault, Problem, check, report
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Channel, Costs, play
 from tests.schedule.sizes import built
 
 SOUND = lower(build("1f1b", 3, 4))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from framework.schedule.action import COMPUTE, Kind, parse_schedule
-from framework.schedule.build import BUILDERS, INTERLEAVES, build
-from framework.schedule.draw import Panel, Reading, Unit, timeline_of
-from framework.schedule.picture.axis import time_axis, unit_of_seconds
-from framework.schedule.picture.figure import PNG_DPI, figure, save
-from framework.schedule.picture.legend import entries_of
-from framework.schedule.picture.palette import PAINTS, lightness, shade
-from framework.schedule.simulate import Costs, Timeline
+from meshwright.schedule.action import COMPUTE, Kind, parse_schedule
+from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.draw import Panel, Reading, Unit, timeline_of
+from meshwright.schedule.picture.axis import time_axis, unit_of_seconds
+from meshwright.schedule.picture.figure import PNG_DPI, figure, save
+from meshwright.schedule.picture.legend import entries_of
+from meshwright.schedule.picture.palette import PAINTS, lightness, shade
+from meshwright.schedule.simulate import Costs, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(comm=0.25, reduce=1, step=1)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from framework.schedule.action import COMPUTE, SENDS, Kind
-from framework.schedule.build import BUILDERS, INTERLEAVES, build
-from framework.schedule.draw import Panel, Reading, Unit, timeline_of
-from framework.schedule.picture.perfetto import chrome_trace
-from framework.schedule.simulate import Costs
+from meshwright.schedule.action import COMPUTE, SENDS, Kind
+from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.draw import Panel, Reading, Unit, timeline_of
+from meshwright.schedule.picture.perfetto import chrome_trace
+from meshwright.schedule.simulate import Costs
 from tests.schedule.test_schedule_draw_picture import INTERLEAVED
 
 COSTS = Costs(comm=0.25, reduce=1, step=1)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.schedule.action import Action, Kind, Schedule, read_schedule
-from framework.schedule.check import Fault, check, report
-from framework.schedule.lower import lower
-from framework.schedule.simulate import Channel, Costs, play
+from meshwright.schedule.action import Action, Kind, Schedule, read_schedule
+from meshwright.schedule.check import Fault, check, report
+from meshwright.schedule.lower import lower
+from meshwright.schedule.simulate import Channel, Costs, play
 from tests.schedule.sizes import built
 
 COMPUTED = """\

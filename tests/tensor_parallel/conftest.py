@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from framework.tensor_parallel import core
+from meshwright.tensor_parallel import core
 
 core.mappings(torch.device("cpu"))

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.mesh.comm import Group, Traffic
-from framework.parameters import Slice
+from meshwright.mesh.comm import Group, Traffic
+from meshwright.parameters import Slice
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 

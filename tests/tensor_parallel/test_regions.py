@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.mesh.comm import Group
-from framework.tensor_parallel import regions
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group
+from meshwright.tensor_parallel import regions
 from tests.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, part, tp_group
 
 B, S, D = 3, 8, 5
@@ -154,9 +154,9 @@ def test_one_rank_imports_nothing_of_megatron() -> None:
 import sys
 import torch
 from torch import nn
-from framework.mesh.comm import Group
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.plan import apply
+from meshwright.mesh.comm import Group
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.plan import apply
 model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4))
 group = Group("tp", (0,), 0)
 apply(model, {"0": "vocab", "1": "vocab"}, [], group, True, {})
@@ -171,7 +171,7 @@ assert not [name for name in sys.modules if name.startswith("megatron")]
 def test_the_door_opens_without_the_warnings_of_missing_extras() -> None:
     program = """
 import torch
-from framework.tensor_parallel import core
+from meshwright.tensor_parallel import core
 core.mappings(torch.device("cpu"))
 import warnings
 warnings.warn("still heard")

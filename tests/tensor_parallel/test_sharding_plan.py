@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from framework.errors import ModelError
-from framework.parameters import ParameterInfo, Slice
-from framework.seeding import SeededDropout, seed_dropouts
-from framework.tensor_parallel.check import check_sequence_length
-from framework.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from framework.tensor_parallel.layers import ColumnEmbedding, RowLinear, VocabEmbedding, VocabHead
-from framework.tensor_parallel.plan import apply
-from launch.pool import RankPool
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.parameters import ParameterInfo, Slice
+from meshwright.seeding import SeededDropout, seed_dropouts
+from meshwright.tensor_parallel.check import check_sequence_length
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.layers import ColumnEmbedding, RowLinear, VocabEmbedding, VocabHead
+from meshwright.tensor_parallel.plan import apply
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 from tests.tensor_parallel.tiny_transformer import DIM, DIVISIBLE, LENGTH, PLAN, TIED, VOCAB, build
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from framework.mesh.comm import Group
-from framework.parameters import Slice
-from framework.tensor_parallel import regather
-from framework.tensor_parallel.layers import (
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group
+from meshwright.parameters import Slice
+from meshwright.tensor_parallel import regather
+from meshwright.tensor_parallel.layers import (
     ColumnEmbedding,
     ColumnLinear,
     RowLinear,
@@ -25,8 +26,7 @@ from framework.tensor_parallel.layers import (
     WholeRowLinear,
     vocab_slice,
 )
-from framework.tensor_parallel.regions import gather_sequence
-from launch.pool import RankPool
+from meshwright.tensor_parallel.regions import gather_sequence
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
 
 B, S, I, O = 2, 8, 12, 16  # noqa: E741

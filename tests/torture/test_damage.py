@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import find, newest_valid
-from framework.train import run_directory
-from launch.pool import RankPool
+from meshwright.checkpoint import find, newest_valid
+from meshwright.launch.pool import RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, exact_losses, layout, run_config, train
 
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from framework.blueprint import batch_numbers
-from framework.build import build
-from framework.config import RunConfig, resolve
-from framework.data.prepare import prepare_files
-from framework.feeds import open_feeds
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.resume import resume
-from framework.step import take_step
-from framework.train import run_directory
-from launch.pool import RankPool
+from meshwright.blueprint import batch_numbers
+from meshwright.build import build
+from meshwright.config import RunConfig, resolve
+from meshwright.data.prepare import prepare_files
+from meshwright.feeds import open_feeds
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.resume import resume
+from meshwright.step import take_step
+from meshwright.train import run_directory
 from tests.end_to_end.driving import Recording, layout, run_config, save, size
 
 RESUMES = 20

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import find, newest_valid
-from framework.config import RunConfig
-from framework.train import run_directory
-from launch.pool import RankError, RankPool
+from meshwright.checkpoint import find, newest_valid
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.train import run_directory
 from tests.end_to_end.driving import (
     changed,
     differing,

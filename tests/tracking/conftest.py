@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from framework.tracking.record import StepRecord
+from meshwright.tracking.record import StepRecord
 
 
 class MakeRecord(Protocol):

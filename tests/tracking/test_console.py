@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from framework.tracking.console import ConsoleSink, count, duration, memory
+from meshwright.tracking.console import ConsoleSink, count, duration, memory
 
 
 def run(sink: ConsoleSink, records) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import DataError
-from framework.tracking.jsonl import JsonlSink, keep_until, read_records
-from framework.tracking.record import to_json
+from meshwright.errors import DataError
+from meshwright.tracking.jsonl import JsonlSink, keep_until, read_records
+from meshwright.tracking.record import to_json
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path, record) -> None:
 KILLED = """
 import dataclasses, os, signal, sys
 from pathlib import Path
-from framework.tracking.jsonl import JsonlSink
-from framework.tracking.record import from_json
+from meshwright.tracking.jsonl import JsonlSink
+from meshwright.tracking.record import from_json
 sink = JsonlSink(Path(sys.argv[1]))
 for step in (1, 2, 3):
     sink.write(dataclasses.replace(from_json(sys.argv[2]), step=step))

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from framework.errors import DataError, UserError
-from framework.tracking.jsonl import JsonlSink
-from framework.tracking.plot import loss_curve, running_mean
+from meshwright.errors import DataError, UserError
+from meshwright.tracking.jsonl import JsonlSink
+from meshwright.tracking.plot import loss_curve, running_mean
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.tracking.record import METRICS, StepRecord, from_json, metrics, to_json
+from meshwright.tracking.record import METRICS, StepRecord, from_json, metrics, to_json
 
 NAMES = [
     "train/loss",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.tracking.jsonl import JsonlSink, read_records
-from framework.tracking.tracker import Tracker
+from meshwright.tracking.jsonl import JsonlSink, read_records
+from meshwright.tracking.tracker import Tracker
 
 
 class Kept:
@@ -153,7 +153,7 @@ def test_a_blocked_sink_does_not_keep_the_process_alive() -> None:
 
 BLOCKED = """
 import threading
-from framework.tracking.tracker import Tracker
+from meshwright.tracking.tracker import Tracker
 class Blocked:
     def open(self): threading.Event().wait()
     def write(self, record): pass

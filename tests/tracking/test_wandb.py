@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.tracking.build import build_tracker
-from framework.tracking.record import metrics, to_json
-from framework.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
+from meshwright.tracking.build import build_tracker
+from meshwright.tracking.record import metrics, to_json
+from meshwright.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
 
 pytestmark = pytest.mark.usefixtures("no_account")
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -241,8 +241,8 @@ def test_a_killed_run_leaves_its_steps_and_no_process(tmp_path, record) -> None:
 KILLED = """
 import dataclasses, os, signal, sys
 from pathlib import Path
-from framework.tracking.record import from_json
-from framework.tracking.wandb import WandbMode, WandbSink
+from meshwright.tracking.record import from_json
+from meshwright.tracking.wandb import WandbMode, WandbSink
 sink = WandbSink(Path(sys.argv[1]), project="p", name="n", config={}, mode=WandbMode.OFFLINE)
 sink.open()
 for step in (1, 2):

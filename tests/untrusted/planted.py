@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint import Head, Kind, Piece, begin, publish, write_shard
-from framework.checkpoint.save import final_directory
-from framework.config import RunConfig, default_world_size, keep, resolve
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint import Head, Kind, Piece, begin, publish, write_shard
+from meshwright.checkpoint.save import final_directory
+from meshwright.config import RunConfig, default_world_size, keep, resolve
+from meshwright.parameters import ParameterInfo
 
 CANARY = "canary"
 """The file that a payload makes in the working directory."""
@@ -45,7 +45,7 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
 def payloads(folder: Path) -> None:
     """Modules in the working directory, alone and in packages named like ours, that make the canary when imported."""
     (folder / "payload.py").write_text(MODULE)
-    for package in ("theirs", "models", "framework", "launch"):
+    for package in ("theirs", "models", "framework", "launch", "meshwright"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text(MODULE)
         (folder / package / "payload.py").write_text(MODULE)

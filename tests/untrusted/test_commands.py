@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from framework.config.keys import KEYS
-from framework.trust import CODE_KEYS
-from launch.arguments import build_parser
-from launch.cli import main
+from meshwright.config.keys import KEYS
+from meshwright.launch.arguments import build_parser
+from meshwright.launch.cli import main
+from meshwright.trust import CODE_KEYS
 from tests.untrusted.planted import CANARY, MODULE, payloads, planted
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ BUILDERS: dict[str, dict[str, Any]] = {
     "namespace": {"builder": "bare.payload:build"},
     "in-models": {"builder": "models.payload:build"},
     "in-framework": {"builder": "framework.payload:build"},
-    "through-ours": {"builder": "models.blocks:torch"},
+    "through-ours": {"builder": "meshwright.models.blocks:torch"},
 }
 READS = {
     "sample": ["sample", "{place}", "--prompt=a"],
@@ -234,7 +234,7 @@ def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture
 
 SMALL = """
 [model]
-builder = "models.gpt2:build"
+builder = "meshwright.models.gpt2:build"
 options = {vocab_size = 8, hidden_size = 8, num_layers = 1, num_heads = 1, max_sequence_length = 8}
 [data]
 train = "x"
@@ -246,16 +246,16 @@ global_batch = 1
 device = "cpu"
 """
 STARTS = {
-    "-m": ["-m", "launch"],
-    "script": ["-c", "import sys; del sys.path[0]; from launch.cli import main; sys.exit(main())"],
+    "-m": ["-m", "meshwright.launch"],
+    "script": ["-c", "import sys; del sys.path[0]; from meshwright.launch.cli import main; sys.exit(main())"],
 }
-"""As `python -m launch`, and as pip's script `meshwright` does it."""
+"""As `python -m meshwright.launch`, and as pip's script `meshwright` does it."""
 
 
 @pytest.mark.parametrize("start", [pytest.param("-m", marks=pytest.mark.torture), "script"])
 def test_nothing_in_the_working_directory_hides_ours(start: str, desk: Path) -> None:
     """Processes of their own among folders and files with our names, and those of libraries, installed and not."""
-    shutil.rmtree(desk / "launch")  # `python -m launch` takes that one, as `python -m` does with any
+    shutil.rmtree(desk / "launch")  # `python -m meshwright.launch` takes that one, as `python -m` does with any
     for name in ("random", "torch", "pydantic", "kernels"):
         (desk / f"{name}.py").write_text(MODULE)
     (desk / "small.toml").write_text(SMALL)

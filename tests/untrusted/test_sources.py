@@ -24,7 +24,6 @@ UNSAFE = re.compile(
 ALLOWED = {
     ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
     ("framework/imports.py", "importlib.import_module"): "the door: framework/trust.py says for whom it opens",
-    ("framework/imports.py", "importlib.util.module_from_spec"): "packages of ours, from beside it",
     ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
 }
 IMPORTERS = {
@@ -99,8 +98,8 @@ def test_who_imports_what_a_configuration_names() -> None:
 
 def test_who_reads_saved_configurations() -> None:
     assert (
-        importers("parse", "framework.config")
-        | importers("change", "framework.config")
-        | importers("read_resolved", "framework.config")
+        importers("parse", "meshwright.config")
+        | importers("change", "meshwright.config")
+        | importers("read_resolved", "meshwright.config")
         == READERS.keys()
     )

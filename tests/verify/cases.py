@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from framework.config import RunConfig
-from framework.model import build_model
-from framework.verify import Layout, Row, compare, layout_config
-from framework.verify.compare import bar_of
-from framework.verify.run import Reference, groupings, merge, open_feed, reference_of, run_layout
-from launch.pool import RankPool
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankPool
+from meshwright.model import build_model
+from meshwright.verify import Layout, Row, compare, layout_config
+from meshwright.verify.compare import bar_of
+from meshwright.verify.run import Reference, groupings, merge, open_feed, reference_of, run_layout
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
@@ -80,7 +80,7 @@ def model_config(model: str, size: Size, **options: Any) -> RunConfig:
         depths = {"num_layers": max(1, size.num_blocks // 2), "num_decoder_layers": size.num_blocks // 2 + 1}
         own = {"vocab_size": VOCAB_SIZE, "hidden_size": 4 * size.heads, "num_heads": size.heads, "max_distance": 20}
         data = {"train": "random", "sequence_length": size.sequence_length, "task": "span_corruption"}
-        return config_of("models.t5:build", depths | own | options, size.sequence_length, data=data)
+        return config_of("meshwright.models.t5:build", depths | own | options, size.sequence_length, data=data)
     common = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
     if model == "gpt2":
         own = {"hidden_size": 4 * size.heads, "num_heads": size.heads, "dropout": 0.1}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig, parse
-from framework.errors import ConfigError, ModelError
-from framework.verify import default_layouts, layout_config, parse_layout, traits_of
-from framework.verify.run import merge, run_layout
-from launch.pool import RankPool
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, parse
+from meshwright.errors import ConfigError, ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.verify import default_layouts, layout_config, parse_layout, traits_of
+from meshwright.verify.run import merge, run_layout
 from tests.verify.cases import LATER, References, Size, config_of, model_config, prove
 
 SMALL = Size(heads=8, sequence_length=8, num_blocks=2, global_batch=4)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig, load
-from framework.errors import UserError
-from framework.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
-from framework.verify.layouts import is_possible
-from framework.verify.pairs import FEATURES, SHARED, Choice, candidates, features_of, is_full, wanted_pairs
-from framework.verify.traits import Traits
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, load
+from meshwright.errors import UserError
+from meshwright.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
+from meshwright.verify.layouts import is_possible
+from meshwright.verify.pairs import FEATURES, SHARED, Choice, candidates, features_of, is_full, wanted_pairs
+from meshwright.verify.traits import Traits
 from tests.verify.cases import config_of
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from framework.data.records import Form
-from framework.feeds import open_feeds
-from framework.verify import parse_layout, verify
-from launch.pool import RankPool
+from meshwright.data.records import Form
+from meshwright.feeds import open_feeds
+from meshwright.launch.pool import RankPool
+from meshwright.verify import parse_layout, verify
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.verify.cases import LATER, config_of
 

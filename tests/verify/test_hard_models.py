@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig
-from framework.errors import ConfigError, ModelError, ScheduleError
-from framework.schedule.action import format_schedule
-from framework.schedule.build import build
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import run_layout
-from launch.pool import RankError, RankPool
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import ConfigError, ModelError, ScheduleError
+from meshwright.launch.pool import RankError, RankPool
+from meshwright.schedule.action import format_schedule
+from meshwright.schedule.build import build
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import run_layout
 from tests.verify.cases import References, config_of, prove
 
 LENGTH = 6

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from framework.verify import parse_layout
-from launch.pool import RankPool
+from meshwright.launch.pool import RankPool
+from meshwright.verify import parse_layout
 from tests.verify.cases import (
     DECODERS,
     LATER,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import ModelError
-from framework.verify import Layout, layout_config, open_feed, probed, traits_of
-from launch.cli import main
+from meshwright.errors import ModelError
+from meshwright.launch.cli import main
+from meshwright.verify import Layout, layout_config, open_feed, probed, traits_of
 from tests.verify.cases import config_of
 
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework import contract
-from framework.config import RunConfig
-from framework.errors import ModelError
-from framework.model import PlainModel, build_model
-from framework.pipeline.values import IGNORED_LABEL
-from framework.seeding import Draw, SeededDropout, derive
-from framework.verify import Layout, layout_config, parse_layout, run_reference, verify
-from framework.verify import run as verify_run
-from framework.verify.dropout import KeyedDropout, keep_mask, key_of
-from framework.verify.initial import difference, initial_problems
-from framework.verify.rank import open_feed
-from framework.verify.reference import Findings
-from launch.pool import RankPool
+from meshwright import contract
+from meshwright.config import RunConfig
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.model import PlainModel, build_model
+from meshwright.pipeline.values import IGNORED_LABEL
+from meshwright.seeding import Draw, SeededDropout, derive
+from meshwright.verify import Layout, layout_config, parse_layout, run_reference, verify
+from meshwright.verify import run as verify_run
+from meshwright.verify.dropout import KeyedDropout, keep_mask, key_of
+from meshwright.verify.initial import difference, initial_problems
+from meshwright.verify.rank import open_feed
+from meshwright.verify.reference import Findings
 from tests.verify import models
 from tests.verify.cases import config_of
 

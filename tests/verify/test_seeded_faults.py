@@ -15,23 +15,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import framework.build
-import framework.data_parallel.buckets
-import framework.data_parallel.fully_sharded
-import framework.data_parallel.replica
-import framework.step
-import framework.verify.rank
-from framework.blueprint import batch_numbers
-from framework.build import Again, StepFeed
-from framework.config import RunConfig, load
-from framework.data_parallel.buckets import Bucket
-from framework.data_parallel.fully_sharded import FullyShardedStage
-from framework.data_parallel.replica import StageReplica
-from framework.mesh.comm import Group, Handle
-from framework.optimizer.flat import FlatOptimizer
-from framework.pipeline.executor import Executor
-from framework.seeding import SeededDropout
-from framework.verify import (
+import meshwright.build
+import meshwright.data_parallel.buckets
+import meshwright.data_parallel.fully_sharded
+import meshwright.data_parallel.replica
+import meshwright.step
+import meshwright.verify.rank
+from meshwright.blueprint import batch_numbers
+from meshwright.build import Again, StepFeed
+from meshwright.config import RunConfig, load
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.replica import StageReplica
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group, Handle
+from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.pipeline.executor import Executor
+from meshwright.seeding import SeededDropout
+from meshwright.verify import (
     Layout,
     compare,
     default_layouts,
@@ -41,11 +42,10 @@ from framework.verify import (
     traits_of,
     turn_dropout_on,
 )
-from framework.verify.compare import bar_of
-from framework.verify.rank import RankFindings, merge, open_feed, run_layout
-from framework.verify.reference import Findings, run_reference
-from framework.verify.traits import Traits
-from launch.pool import RankPool
+from meshwright.verify.compare import bar_of
+from meshwright.verify.rank import RankFindings, merge, open_feed, run_layout
+from meshwright.verify.reference import Findings, run_reference
+from meshwright.verify.traits import Traits
 from tests.verify import test_traps as traps
 
 STEPS, GLOBAL_BATCH = 2, 8
@@ -101,12 +101,12 @@ def dropout_of_the_first_heads(patch: pytest.MonkeyPatch) -> None:
 
 def zero3_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-3: gradients of what tp replicates stay those of a rank's own tokens."""
-    patch.setattr(framework.data_parallel.fully_sharded, "sum_over_tp", lambda buckets, tp: None)
+    patch.setattr(meshwright.data_parallel.fully_sharded, "sum_over_tp", lambda buckets, tp: None)
 
 
 def replicas_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """The same for ZeRO-0 to 2."""
-    patch.setattr(framework.data_parallel.replica, "sum_over_tp", lambda buckets, tp: None)
+    patch.setattr(meshwright.data_parallel.replica, "sum_over_tp", lambda buckets, tp: None)
 
 
 def silence(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -126,12 +126,12 @@ def shard_groups_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 def ties_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Copies of a tied weight keep their own gradients."""
-    patch.setattr(framework.step, "sum_ties", lambda buckets: list(buckets))
+    patch.setattr(meshwright.step, "sum_ties", lambda buckets: list(buckets))
 
 
 def one_stage_of_a_rank_not_reduced(patch: pytest.MonkeyPatch) -> None:
     """Of several stages of a rank only the first is summed over the replicas."""
-    build = framework.build._replica
+    build = meshwright.build._replica
 
     def build_one(blueprint: Any, stage: int, *more: Any) -> Any:
         layers, replica = build(blueprint, stage, *more)
@@ -140,7 +140,7 @@ def one_stage_of_a_rank_not_reduced(patch: pytest.MonkeyPatch) -> None:
                 bucket.reduce = lambda *, last=True, bucket=bucket: _keep_own(bucket)  # type: ignore[method-assign]
         return layers, replica
 
-    patch.setattr(framework.build, "_replica", build_one)
+    patch.setattr(meshwright.build, "_replica", build_one)
 
 
 def _keep_own(bucket: Bucket) -> None:
@@ -176,13 +176,13 @@ def zero3_scaled_by_shards(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_shard_group(patch: pytest.MonkeyPatch) -> None:
     """shard_factor < dp: each group of replicas counts its copy of the shards."""
-    shard = framework.build.Shard
-    patch.setattr(framework.build, "Shard", lambda *fields: shard(*fields)._replace(counted=True))
+    shard = meshwright.build.Shard
+    patch.setattr(meshwright.build, "Shard", lambda *fields: shard(*fields)._replace(counted=True))
 
 
 def not_clipped(patch: pytest.MonkeyPatch) -> None:
     """The norm is reported, and not used."""
-    patch.setattr(framework.step, "clip_factor", lambda norm, bound: 1.0)
+    patch.setattr(meshwright.step, "clip_factor", lambda norm, bound: 1.0)
 
 
 def offload_not_copied_back(patch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def validated_in_train_mode(patch: pytest.MonkeyPatch) -> None:
 
 def left_in_eval_mode(patch: pytest.MonkeyPatch) -> None:
     """After a validation dropout stays off."""
-    total_loss = framework.verify.rank.total_loss
+    total_loss = meshwright.verify.rank.total_loss
 
     def leaving(parts: Any, *args: Any) -> Any:
         found = total_loss(parts, *args)
@@ -252,7 +252,7 @@ def left_in_eval_mode(patch: pytest.MonkeyPatch) -> None:
             stage.layers.eval()
         return found
 
-    patch.setattr(framework.verify.rank, "total_loss", leaving)
+    patch.setattr(meshwright.verify.rank, "total_loss", leaving)
 
 
 def validated_on_one_replica(patch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from framework.blueprint import draw_blueprint
-from framework.config.schema import Optimizer
-from framework.data.indexed import write
-from framework.data.order import SampleOrder
-from framework.feeds import open_feeds
-from framework.model import build_model
-from framework.optimizer.schedule import learning_rate
-from framework.verify import layout_config, parse_layout
-from framework.verify.feed import VerifyFeed, random_sample
+from meshwright.blueprint import draw_blueprint
+from meshwright.config.schema import Optimizer
+from meshwright.data.indexed import write
+from meshwright.data.order import SampleOrder
+from meshwright.feeds import open_feeds
+from meshwright.model import build_model
+from meshwright.optimizer.schedule import learning_rate
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.feed import VerifyFeed, random_sample
 from tests.verify.cases import config_of
 
 # ------------------------------------------------------------------------------------------------------- learning rate
@@ -60,7 +60,9 @@ def test_the_learning_rate_of_each_step(kind: str, steps: int, warmup: int, deca
 
 def test_what_decays_by_name() -> None:
     """Matrices and embeddings; no bias, no norm; in any sharding."""
-    config = config_of("models.gpt2:build", {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 4}, 8)
+    config = config_of(
+        "meshwright.models.gpt2:build", {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 4}, 8
+    )
     expected = {
         "embedding.tokens.weight",
         "embedding.positions.weight",

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch.utils._pytree import tree_unflatten
 
-from framework.blueprint import draw_blueprint
-from framework.config import RunConfig, parse
-from framework.errors import ModelError
-from framework.verify import layout_config, parse_layout
-from launch.pool import RankPool
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, parse
+from meshwright.errors import ModelError
+from meshwright.launch.pool import RankPool
+from meshwright.verify import layout_config, parse_layout
 from tests.verify.cases import References, Size, model_config, prove
 
 SMALL = Size(heads=4, sequence_length=12, num_blocks=2, global_batch=4)

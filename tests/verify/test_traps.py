@@ -16,28 +16,28 @@ import pytest
 import torch
 from torch import Tensor
 
-import framework.build
-import framework.model
-import framework.step
-import framework.tensor_parallel.cross_entropy
-import framework.tensor_parallel.plan
-from framework.build import Again
-from framework.data_parallel.buckets import Bucket
-from framework.data_parallel.replica import StageReplica
-from framework.data_parallel.sharded import BucketKind
-from framework.mesh.comm import Group, Handle
-from framework.model import PlainModel
-from framework.optimizer.flat import FlatOptimizer, Shard
-from framework.parameters import ParameterInfo
-from framework.pipeline.executor import Executor
-from framework.pipeline.stage import LossPart, Stage
-from framework.pipeline.values import IGNORED_LABEL
-from framework.schedule.action import Action
-from framework.seeding import SeededDropout, seeded
-from framework.verify import compare, layout_config, parse_layout
-from framework.verify.compare import BARS
-from framework.verify.run import RankFindings, merge, run_layout
-from launch.pool import RankPool
+import meshwright.build
+import meshwright.model
+import meshwright.step
+import meshwright.tensor_parallel.cross_entropy
+import meshwright.tensor_parallel.plan
+from meshwright.build import Again
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.replica import StageReplica
+from meshwright.data_parallel.sharded import BucketKind
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group, Handle
+from meshwright.model import PlainModel
+from meshwright.optimizer.flat import FlatOptimizer, Shard
+from meshwright.parameters import ParameterInfo
+from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import IGNORED_LABEL
+from meshwright.schedule.action import Action
+from meshwright.seeding import SeededDropout, seeded
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import BARS
+from meshwright.verify.run import RankFindings, merge, run_layout
 from tests.verify.cases import LATER, References, model_config, size_for
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -53,7 +53,7 @@ def my_rank() -> int:
 
 def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
     """The mean over the micro-batches of their means, instead of the mean over all labels that count."""
-    forward, pick_loss = Stage.forward, framework.build.pick_loss
+    forward, pick_loss = Stage.forward, meshwright.build.pick_loss
 
     def picked(*args: Any) -> Any:
         loss = pick_loss(*args)
@@ -63,7 +63,7 @@ def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
         found = forward(stage, microbatch, inputs, labels, train=train)
         return LossPart(found.loss_sum, torch.tensor(labels.numel())) if isinstance(found, LossPart) else found
 
-    patch.setattr(framework.build, "pick_loss", picked)
+    patch.setattr(meshwright.build, "pick_loss", picked)
     patch.setattr(Stage, "forward", counting_all)
 
 
@@ -89,13 +89,13 @@ def not_scaled_by_chunks(patch: pytest.MonkeyPatch) -> None:
 
 def padding_in_the_loss(patch: pytest.MonkeyPatch) -> None:
     """The padded rows of the vocabulary take part in the softmax, with their logits of 0."""
-    vocab_slice = framework.tensor_parallel.cross_entropy.vocab_slice
+    vocab_slice = meshwright.tensor_parallel.cross_entropy.vocab_slice
 
     def padded(vocab_size: int, rank: int, tp: int) -> Any:
         found = vocab_slice(vocab_size, rank, tp)
         return found._replace(stop=found.start + found.padded)
 
-    patch.setattr(framework.tensor_parallel.cross_entropy, "vocab_slice", padded)
+    patch.setattr(meshwright.tensor_parallel.cross_entropy, "vocab_slice", padded)
 
 
 # ----------------------------------------------------------------------------------------------------- gradient norm
@@ -113,7 +113,7 @@ def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-0: every replica counts the gradient that all of them have."""
-    patch.setattr(framework.build, "Shard", lambda *fields: Shard(*fields)._replace(counted=True))
+    patch.setattr(meshwright.build, "Shard", lambda *fields: Shard(*fields)._replace(counted=True))
 
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:
@@ -127,13 +127,13 @@ def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:
 
 def never_sum_over_tp(patch: pytest.MonkeyPatch, wanted: Callable[[str], bool]) -> None:
     """Forget that a parameter saw only its part of the sequence."""
-    apply = framework.tensor_parallel.plan.apply
+    apply = meshwright.tensor_parallel.plan.apply
 
     def forgetful(*args: Any, **more: Any) -> dict[str, ParameterInfo]:
         infos = apply(*args, **more)
         return {name: info._replace(sum_over_tp=False) if wanted(name) else info for name, info in infos.items()}
 
-    patch.setattr(framework.tensor_parallel.plan, "apply", forgetful)
+    patch.setattr(meshwright.tensor_parallel.plan, "apply", forgetful)
 
 
 def norms_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def initialised_by_rank(patch: pytest.MonkeyPatch) -> None:
         with seeded(seed + my_rank()):
             yield
 
-    patch.setattr(framework.model, "seeded", by_rank)
+    patch.setattr(meshwright.model, "seeded", by_rank)
 
 
 def dropout_by_tp_rank(patch: pytest.MonkeyPatch) -> None:
@@ -272,25 +272,25 @@ def dropout_repeats(patch: pytest.MonkeyPatch) -> None:
 
 def learning_rate_of_the_next_step(patch: pytest.MonkeyPatch) -> None:
     """Off by one."""
-    learning_rate = framework.step.learning_rate
-    patch.setattr(framework.step, "learning_rate", lambda config, step, steps: learning_rate(config, step + 1, steps))
+    learning_rate = meshwright.step.learning_rate
+    patch.setattr(meshwright.step, "learning_rate", lambda config, step, steps: learning_rate(config, step + 1, steps))
 
 
 def data_from_the_next_sample(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one from the start."""
-    feed = framework.step.StepFeed
-    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + 1))
+    feed = meshwright.step.StepFeed
+    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + 1))
 
 
 def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one after each step."""
-    feed = framework.step.StepFeed
-    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + parts.state.step))
+    feed = meshwright.step.StepFeed
+    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + parts.state.step))
 
 
 def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     """The sampler does not know of dp: all replicas train on the first one's part."""
-    feed = framework.step.StepFeed
+    feed = meshwright.step.StepFeed
 
     class First(NamedTuple):
         feed: Any
@@ -298,7 +298,7 @@ def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
         def microbatch(self, samples_seen: int, dp_rank: int, *args: int) -> Any:
             return self.feed.microbatch(samples_seen, 0, *args)
 
-    patch.setattr(framework.step, "StepFeed", lambda parts, source, seen: feed(parts, First(source), seen))
+    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, First(source), seen))
 
 
 def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from framework.build import build
-from framework.config import RunConfig, parse
-from framework.data_parallel.buckets import ALIGNED_ELEMENTS
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import open_mesh
-from framework.step import take_step
-from framework.tensor_parallel.layers import vocab_slice
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.build import build
+from meshwright.config import RunConfig, parse
+from meshwright.data_parallel.buckets import ALIGNED_ELEMENTS
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.step import take_step
+from meshwright.tensor_parallel.layers import vocab_slice
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 from tests.verify.cases import LATER, Size, config_of, model_config
 
 SIZE = Size(heads=4, sequence_length=8, num_blocks=2, global_batch=8)

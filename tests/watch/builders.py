@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import models.gpt2
+import meshwright.models.gpt2
 
 VOCAB_SIZE = 61
 
@@ -52,7 +52,7 @@ def with_running_buffers(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn.Seq
 
 def partly_frozen(vocab_size: int = VOCAB_SIZE) -> nn.Sequential:
     """GPT-2 whose first block is not trained."""
-    model = models.gpt2.build(
+    model = meshwright.models.gpt2.build(
         vocab_size=vocab_size, hidden_size=16, num_layers=3, num_heads=2, max_sequence_length=8, dropout=0.1
     )
     for name, parameter in model.named_parameters():

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.build import Parts, build
-from framework.config import RunConfig, parse
-from framework.errors import NonFiniteError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import Mesh, close_mesh, open_mesh
-from framework.step import take_step
-from framework.verify import layout_config, parse_layout
-from framework.verify.run import open_feed
-from launch.pool import RankPool
+from meshwright.build import Parts, build
+from meshwright.config import RunConfig, parse
+from meshwright.errors import NonFiniteError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.step import take_step
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.run import open_feed
 from tests.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
 
 GLOBAL_BATCH = 8

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import framework.train
-from framework.build import Parts
-from framework.config import RunConfig, parse
-from framework.errors import DriftError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh
-from framework.step import take_step
-from framework.watch.drift import WORDS, bits, check_drift, unlike
-from launch.pool import RankPool
+import meshwright.train
+from meshwright.build import Parts
+from meshwright.config import RunConfig, parse
+from meshwright.errors import DriftError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh
+from meshwright.step import take_step
+from meshwright.watch.drift import WORDS, bits, check_drift, unlike
 from tests.watch.spoiling import LIMIT_S, checkpoints_in, config_for, opened, parts_for, quiet, size_of
 
 
@@ -256,10 +256,10 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
         return stats
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
-        patch.setattr(framework.train, "take_step", stepping)
-        patch.setattr(framework.train, "speak", quiet)
+        patch.setattr(meshwright.train, "take_step", stepping)
+        patch.setattr(meshwright.train, "speak", quiet)
         try:
-            framework.train.work(parse(config_json))
+            meshwright.train.work(parse(config_json))
         except DriftError as error:
             return str(error)
     return None

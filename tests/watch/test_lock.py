@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.errors import LockError
-from framework.watch import lock
-from framework.watch.lock import FILE, RunLock
+from meshwright.errors import LockError
+from meshwright.watch import lock
+from meshwright.watch.lock import FILE, RunLock
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from framework.errors import ConfigError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh, open_mesh
-from framework.watch.nodes import check_nodes, wrong_clocks
-from launch.pool import RankPool
+from meshwright.errors import ConfigError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.watch.nodes import check_nodes, wrong_clocks
 
 HOUR_S = 3600.0
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-import framework.train
-from framework.config import RunConfig, parse
-from framework.errors import NonFiniteError
-from framework.mesh.grid import Grid
-from framework.mesh.mesh import close_mesh
-from framework.resume import resume
-from framework.step import take_step
-from framework.tracking.record import from_json, to_json
-from framework.watch.evidence import Evidence, Of, broken, cause
-from framework.watch.places import numbers, ranks_at, samples_named
-from launch.pool import RankPool
+import meshwright.train
+from meshwright.config import RunConfig, parse
+from meshwright.errors import NonFiniteError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh
+from meshwright.resume import resume
+from meshwright.step import take_step
+from meshwright.tracking.record import from_json, to_json
+from meshwright.watch.evidence import Evidence, Of, broken, cause
+from meshwright.watch.places import numbers, ranks_at, samples_named
 from tests.end_to_end.driving import LATER, save
 from tests.watch.spoiling import (
     LIMIT_S,
@@ -329,10 +329,10 @@ def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: 
             undo()
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
-        patch.setattr(framework.train, "take_step", spoiling)
-        patch.setattr(framework.train, "speak", quiet)
+        patch.setattr(meshwright.train, "take_step", spoiling)
+        patch.setattr(meshwright.train, "speak", quiet)
         try:
-            framework.train.work(parse(config_json))
+            meshwright.train.work(parse(config_json))
         except NonFiniteError as error:
             assert error.exit_code == 17
             return str(error)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from framework.config import RunConfig
-from framework.schedule.account import on_their_way
-from framework.schedule.action import Action, Kind
-from framework.schedule.simulate import Span, Timeline
-from framework.tracking.jsonl import read_records
-from framework.train import run_directory
-from framework.watch.stragglers import NOBODY, Straggler, Told, judge
-from launch.pool import RankPool
-from launch.status import describe
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankPool
+from meshwright.launch.status import describe
+from meshwright.schedule.account import on_their_way
+from meshwright.schedule.action import Action, Kind
+from meshwright.schedule.simulate import Span, Timeline
+from meshwright.tracking.jsonl import read_records
+from meshwright.train import run_directory
+from meshwright.watch.stragglers import NOBODY, Straggler, Told, judge
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, LATER, layout, run_config, train
 

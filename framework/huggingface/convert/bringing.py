@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from framework.checkpoint import Head, Kind, Manifest, Piece, begin, publish, write_shard
-from framework.checkpoint.save import final_directory
-from framework.checkpoint.shard import MAX_FILE_BYTES
-from framework.config import RunConfig, change, default_world_size, keep, resolve, to_toml
-from framework.config.given import read_overrides
-from framework.errors import CheckpointError, ConfigError
-from framework.huggingface.convert import companions
-from framework.huggingface.convert.families import complete, family_of_type
-from framework.huggingface.convert.family import Family
-from framework.huggingface.convert.settings import Settings
-from framework.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, copy_companions, read_config
-from framework.huggingface.places import OnBytes, keep_quiet, named, published
-from framework.huggingface.rules import Rule
-from framework.huggingface.source import Source, open_source, pickled
-from framework.model import build_model
-from framework.parameters import ParameterInfo
+from meshwright.checkpoint import Head, Kind, Manifest, Piece, begin, publish, write_shard
+from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.shard import MAX_FILE_BYTES
+from meshwright.config import RunConfig, change, default_world_size, keep, resolve, to_toml
+from meshwright.config.given import read_overrides
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.huggingface.convert import companions
+from meshwright.huggingface.convert.families import complete, family_of_type
+from meshwright.huggingface.convert.family import Family
+from meshwright.huggingface.convert.settings import Settings
+from meshwright.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, copy_companions, read_config
+from meshwright.huggingface.places import OnBytes, keep_quiet, named, published
+from meshwright.huggingface.rules import Rule
+from meshwright.huggingface.source import Source, open_source, pickled
+from meshwright.model import build_model
+from meshwright.parameters import ParameterInfo
 
 LONGEST_SEQUENCE = 2048
 """Of data.sequence_length, if nobody says otherwise: the memory of a step grows with it."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from framework.config import RunConfig
-from framework.data.tokenizer import END_OF_DOCUMENT, load
-from framework.errors import DataError
-from framework.huggingface.files import (
+from meshwright.config import RunConfig
+from meshwright.data.tokenizer import END_OF_DOCUMENT, load
+from meshwright.errors import DataError
+from meshwright.huggingface.files import (
     CONFIG,
     GENERATION,
     TOKENIZER,

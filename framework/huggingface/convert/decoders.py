@@ -1,4 +1,4 @@
-"""Llama and its relatives Mistral, Qwen2 and Qwen3: ``models.llama:build`` on our side."""
+"""Llama and its relatives Mistral, Qwen2 and Qwen3: ``meshwright.models.llama:build`` on our side."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any
 
-from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from framework.huggingface.rules import Rule
+from meshwright.huggingface.convert.family import Family, Options
+from meshwright.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.huggingface.rules import Rule
 
-BUILDER = "models.llama:build"
+BUILDER = "meshwright.models.llama:build"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LEAST_THETA = 1e-3
 """Of ``rope_theta``: from there down its powers are no float32."""

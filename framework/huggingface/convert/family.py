@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from framework.huggingface.convert.settings import Settings
-from framework.huggingface.rules import Rule
+from meshwright.huggingface.convert.settings import Settings
+from meshwright.huggingface.rules import Rule
 
 Options = Mapping[str, Any]
 """All of the builder's, defaults filled in."""

@@ -1,12 +1,13 @@
-"""GPT-2: ``models.gpt2:build`` on our side. Their linears are Conv1D, weights (inputs, outputs); q, k and v are one."""
+"""GPT-2 (``meshwright.models.gpt2:build``). In transformers its linears are Conv1D, (inputs, outputs); q, k, v are
+one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from framework.huggingface.rules import Rule
+from meshwright.huggingface.convert.family import Family, Options
+from meshwright.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.huggingface.rules import Rule
 
 
 def rules(options: Options) -> list[Rule]:
@@ -87,7 +88,7 @@ def write(options: Options) -> dict[str, Any]:
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
-    "models.gpt2:build",
+    "meshwright.models.gpt2:build",
     read,
     write,
     lambda options: None,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 SILENT = {
     "_attn_implementation_autoset",

@@ -1,4 +1,4 @@
-"""T5, version 1.0 and 1.1: ``models.t5:build`` on our side.
+"""T5, version 1.0 and 1.1: ``meshwright.models.t5:build`` on our side.
 
 The bias by distance is in the first block of each of their stacks; ours has it in all of them, tied.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from framework.huggingface.convert.family import Family, Options
-from framework.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from framework.huggingface.rules import Rule
+from meshwright.huggingface.convert.family import Family, Options
+from meshwright.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.huggingface.rules import Rule
 
 FORMS = {
     "relu": {"is_gated_act": False, "dense_act_fn": "relu"},
@@ -54,7 +54,7 @@ def rules(options: Options) -> list[Rule]:
 
 
 def _up(options: Options, ours: str, theirs: str) -> Rule:
-    """Gate and up are one projection of ours, in blocks; see ``models.t5_layers.Mlp``."""
+    """Gate and up are one projection of ours, in blocks; see ``meshwright.models.t5_layers.Mlp``."""
     if not options["gated"]:
         return Rule(ours, (f"{theirs}.wi.weight",))
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]
@@ -122,7 +122,7 @@ def write(options: Options) -> dict[str, Any]:
 T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
-    "models.t5:build",
+    "meshwright.models.t5:build",
     read,
     write,
     lambda options: None,

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.checkpoint import open_checkpoint
-from framework.config import RunConfig, parse
-from framework.huggingface.convert import companions
-from framework.huggingface.convert.decoders import ORIGINAL_LENGTH
-from framework.huggingface.convert.families import complete, family_of_model
-from framework.huggingface.convert.family import Family
-from framework.huggingface.files import CONFIG, TOKENIZER, write_json
-from framework.huggingface.places import OnBytes, keep_quiet, named, published
-from framework.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
+from meshwright.checkpoint import open_checkpoint
+from meshwright.config import RunConfig, parse
+from meshwright.huggingface.convert import companions
+from meshwright.huggingface.convert.decoders import ORIGINAL_LENGTH
+from meshwright.huggingface.convert.families import complete, family_of_model
+from meshwright.huggingface.convert.family import Family
+from meshwright.huggingface.files import CONFIG, TOKENIZER, write_json
+from meshwright.huggingface.places import OnBytes, keep_quiet, named, published
+from meshwright.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
 
 
 class Taken(NamedTuple):

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from framework.checkpoint import Checkpoint, newest_valid, open_checkpoint
-from framework.checkpoint.manifest import MANIFEST
-from framework.config import RunConfig, parse
-from framework.errors import CheckpointError, ModelError
-from framework.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
-from framework.huggingface.places import OnBytes, keep_quiet, named, published
-from framework.huggingface.restructure.directory import fields_of
-from framework.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
-from framework.huggingface.rules import Rule
-from framework.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
-from framework.model import PlainModel, build_model
+from meshwright.checkpoint import Checkpoint, newest_valid, open_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.config import RunConfig, parse
+from meshwright.errors import CheckpointError, ModelError
+from meshwright.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
+from meshwright.huggingface.places import OnBytes, keep_quiet, named, published
+from meshwright.huggingface.restructure.directory import fields_of
+from meshwright.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
+from meshwright.huggingface.rules import Rule
+from meshwright.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
+from meshwright.model import PlainModel, build_model
 
 SCHEME = "hf:"
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.errors import ModelError
-from framework.huggingface.files import CONFIG, read_config
-from framework.huggingface.restructure.library import library
-from framework.huggingface.source import Source, open_source, pickled
+from meshwright.errors import ModelError
+from meshwright.huggingface.files import CONFIG, read_config
+from meshwright.huggingface.restructure.library import library
+from meshwright.huggingface.source import Source, open_source, pickled
 
 TAKEN = ("F32", "BF16", "F16")
 """Element types of weights whose every value is a float32, which training starts from."""
@@ -54,7 +54,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     if raw.get("is_encoder_decoder"):
         raise ModelError(
             f"{path / CONFIG}: {kind} is an encoder-decoder; restructured are causal language models, whose plan has "
-            f"one chain of layers. For T5 there is models.t5:build"
+            f"one chain of layers. For T5 there is meshwright.models.t5:build"
         )
     if raw.get("quantization_config"):
         quantized = raw["quantization_config"]

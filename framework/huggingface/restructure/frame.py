@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.errors import ModelError
-from framework.huggingface.restructure.library import whole_rows
-from framework.huggingface.restructure.wide import wide
+from meshwright.errors import ModelError
+from meshwright.huggingface.restructure.library import whole_rows
+from meshwright.huggingface.restructure.wide import wide
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
 """Keys of what goes in and between the layers. Positions that came with the samples may start anew within a row, where

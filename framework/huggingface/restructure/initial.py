@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from framework.errors import ModelError
-from framework.huggingface.source import Source
+from meshwright.errors import ModelError
+from meshwright.huggingface.source import Source
 
 
 class Initial:

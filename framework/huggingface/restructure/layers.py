@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from framework.errors import ModelError
-from framework.huggingface.restructure.directory import check_weights, configuration, open_weights
-from framework.huggingface.restructure.frame import Frame, Mark, Piece, Play
-from framework.huggingface.restructure.initial import Initial
-from framework.huggingface.restructure.library import library
-from framework.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
-from framework.huggingface.restructure.probe import probe
-from framework.model import parameters_on_meta
+from meshwright.errors import ModelError
+from meshwright.huggingface.restructure.directory import check_weights, configuration, open_weights
+from meshwright.huggingface.restructure.frame import Frame, Mark, Piece, Play
+from meshwright.huggingface.restructure.initial import Initial
+from meshwright.huggingface.restructure.library import library
+from meshwright.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
+from meshwright.huggingface.restructure.probe import probe
+from meshwright.model import parameters_on_meta
 
 OWN_OPTIONS = ("weights", "attention")
 """Of model.options, what is not a key of config.json."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 _WHOLE_ROWS: ContextVar[bool] = ContextVar("whole_rows", default=False)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from framework.huggingface.restructure.probe import Seen
+from meshwright.huggingface.restructure.probe import Seen
 
 KINDS = {
     "colwise": "column",

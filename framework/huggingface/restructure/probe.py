@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from framework.errors import ModelError
+from meshwright.errors import ModelError
 
 
 class Dropping(TorchFunctionMode):

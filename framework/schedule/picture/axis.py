@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from framework.schedule.action import Kind
-from framework.schedule.draw import typical_shortest
-from framework.schedule.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
-from framework.schedule.simulate import Span
+from meshwright.schedule.action import Kind
+from meshwright.schedule.draw import typical_shortest
+from meshwright.schedule.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
+from meshwright.schedule.simulate import Span
 
 MOST_COLUMNS = 240
 """So many of the shortest kind of computation can still be told apart; of a longer run the two ends are drawn."""

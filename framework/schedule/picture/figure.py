@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from framework.errors import UserError
-from framework.schedule.action import COMPUTE, Kind
-from framework.schedule.draw import Panel, Unit, caption, typical_shortest
-from framework.schedule.picture.axis import TimeAxis, time_axis, unit_of_seconds
-from framework.schedule.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
-from framework.schedule.picture.palette import (
+from meshwright.errors import UserError
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.draw import Panel, Unit, caption, typical_shortest
+from meshwright.schedule.picture.axis import TimeAxis, time_axis, unit_of_seconds
+from meshwright.schedule.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
+from meshwright.schedule.picture.palette import (
     COLUMN,
     DIGIT_WIDTH,
     FAINT,
@@ -41,7 +41,7 @@ from framework.schedule.picture.palette import (
     label,
     shade,
 )
-from framework.schedule.simulate import Span, Timeline
+from meshwright.schedule.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from framework.schedule.action import COMPUTE, Kind
-from framework.schedule.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, shade
-from framework.schedule.simulate import Span
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, shade
+from meshwright.schedule.simulate import Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

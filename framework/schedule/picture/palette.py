@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.schedule.action import Action, Kind
+from meshwright.schedule.action import Action, Kind
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5

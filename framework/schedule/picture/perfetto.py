@@ -14,9 +14,9 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from framework.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from framework.schedule.draw import Panel, Unit
-from framework.schedule.simulate import Span
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from meshwright.schedule.draw import Panel, Unit
+from meshwright.schedule.simulate import Span
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}
 LEAST_US = 1.0

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("framework", "models", "launch")
+PACKAGES = {"meshwright": "framework", "meshwright.models": "models", "meshwright.launch": "launch"}
+"""Package -> its folder in the repository."""
 
 GROUND = {"errors", "stderr", "process", "durable", "bounded"}
 AXES = {"tensor_parallel", "pipeline", "data_parallel"}
@@ -21,7 +22,7 @@ SERVICES = {"data", "checkpoint", "tracking"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": GROUND,
+    "config": GROUND | {"imports"},
     "parameters": GROUND,
     "seeding": GROUND,
     "contract": GROUND,
@@ -49,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": GROUND | {"mesh", "parameters", "seeding", "schedule"},
     "data_parallel": GROUND | {"mesh", "parameters", "seeding", "host_memory"},
     "data": GROUND | {"config", "parameters", "seeding", "imports"},
-    "checkpoint": GROUND | {"config", "parameters", "seeding", "versions"},
+    "checkpoint": GROUND | {"config", "imports", "parameters", "seeding", "versions"},
     "tracking": GROUND | {"config", "parameters", "seeding", "outputs"},
 }
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
@@ -86,38 +87,43 @@ JOINING = [
 ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "huggingface", "doctor", "planner", "dryrun"}
 """Nobody in framework imports them: they are what the command line calls."""
 
-PURE = ("framework.schedule", "framework.mesh.grid", "framework.mesh.view", "framework.pipeline.partition")
-"""No torch: planning runs on any machine. framework.errors and framework.config too, for the command line's sake."""
-PURE += ("framework.errors", "framework.config", "framework.foreign", "framework.scheduling", "framework.runs")
-PURE += ("framework.outputs", "framework.durable", "framework.bounded")
-PURE += ("framework.mesh.activity", "framework.watch.heartbeat", "framework.watch.blame", "launch.status")
+PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "meshwright.pipeline.partition")
+"""No torch: planning runs on any machine. meshwright.errors and meshwright.config too, for the command line's sake."""
+PURE += ("meshwright.errors", "meshwright.config", "meshwright.foreign", "meshwright.scheduling", "meshwright.runs")
+PURE += ("meshwright.outputs", "meshwright.durable", "meshwright.bounded")
+PURE += ("meshwright.mesh.activity", "meshwright.watch.heartbeat", "meshwright.watch.blame", "meshwright.launch.status")
 
-FSDP_DOOR = "framework.data_parallel.fully_sharded"
+FSDP_DOOR = "meshwright.data_parallel.fully_sharded"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 
-HUGGINGFACE = "framework.huggingface"
+HUGGINGFACE = "meshwright.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
 """Neither knows the other, and what both stand on knows neither."""
 TRANSFORMERS_DOOR = f"{HUGGINGFACE}.restructure.library"
 
-MEGATRON_DOORS = ("framework.tensor_parallel.core", "framework.data.indexed")
+MEGATRON_DOORS = ("meshwright.tensor_parallel.core", "meshwright.data.indexed")
 
 
 def modules() -> dict[str, Path]:
     """Every module of the three packages: dotted name -> file. A package goes by its folder's name."""
     found: dict[str, Path] = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for package, folder in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
     return found
 
 
 def room_of(module: str) -> str:
-    """framework.mesh.grid -> mesh; models.gpt2 -> models."""
+    """meshwright.mesh.grid -> mesh; meshwright.models.gpt2 -> models."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "framework" and len(parts) > 1 else parts[0]
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def package_of(module: str) -> str:
+    """framework, models or launch: the folder that a module lies in."""
+    return PACKAGES[max((package for package in PACKAGES if below(module, package)), key=len)]
 
 
 def below(module: str, *tops: str) -> bool:
@@ -147,11 +153,15 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """What a module imports and may not, each with the rule."""
-    package, room, found = module.split(".")[0], room_of(module), []
+    package, room, found = package_of(module), room_of(module), []
     for name in sorted(set(imports(ast.parse(source), module, is_package))):
         other = room_of(name)
         at_door = module == FSDP_DOOR and below(name, *FSDP)
-        if below(name, "torch.distributed") and not at_door and not below(module, "framework.mesh", "launch"):
+        if (
+            below(name, "torch.distributed")
+            and not at_door
+            and not below(module, "meshwright.mesh", "meshwright.launch")
+        ):
             found.append(f"{module} says {name}: only framework/mesh may")
         if below(name, "torch") and below(module, *PURE):
             found.append(f"{module} imports {name}: it is pure, and must run where there is no torch")
@@ -161,14 +171,14 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}: only {TRANSFORMERS_DOOR} may")
         if below(module, HUGGINGFACE) and below(name, *(half for half in HALVES if not below(module, half))):
             found.append(f"{module} imports {name}: the halves of {HUGGINGFACE} stand apart")
-        if package == "framework" and below(name, "models", "launch"):
+        if package == "framework" and below(name, "meshwright.models", "meshwright.launch"):
             found.append(f"{module} imports {name}: framework knows neither models nor launch")
-        if package == "models" and below(name, "framework", "launch"):
+        if package == "models" and below(name, "meshwright") and not below(name, "meshwright.models"):
             found.append(f"{module} imports {name}: models are plain torch")
-        if package == "framework" and below(name, "framework") and other != room:
+        if package == "framework" and below(name, "meshwright") and other != room:
             if other in ON_TOP:
                 found.append(f"{module} imports {name}: {other} is on top")
-            elif other != "framework" and room in MAY_IMPORT and other not in MAY_IMPORT[room]:
+            elif other != "meshwright" and room in MAY_IMPORT and other not in MAY_IMPORT[room]:
                 allowed = ", ".join(sorted(MAY_IMPORT[room])) or "nothing of framework"
                 found.append(f"{module} imports {name}: {room} may import {allowed}")
     return found
@@ -233,7 +243,7 @@ def test_the_table_keeps_axes_and_services_apart() -> None:
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {room_of(module) for module in modules() if below(module, "framework")} - {"framework"}
+    rooms = {room_of(module) for module in modules() if package_of(module) == "framework"} - {"meshwright"}
     assert rooms <= MAY_IMPORT.keys() | set(JOINING), (
         f"a room without a rule: {rooms - MAY_IMPORT.keys() - set(JOINING)}; add it to MAY_IMPORT or JOINING"
     )
@@ -256,7 +266,7 @@ def test_no_import_cycles_between_rooms() -> None:
         found = {
             known(name, names) for name in imports(ast.parse(path.read_text()), module, path.name == "__init__.py")
         }
-        rooms = {room_of(name) for name in found if name} - {room_of(module), "framework"}
+        rooms = {room_of(name) for name in found if name} - {room_of(module), "meshwright"}
         graph.setdefault(room_of(module), set()).update(rooms)
     assert cycle(graph) is None
 
@@ -264,48 +274,54 @@ def test_no_import_cycles_between_rooms() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "said"),
     [
-        ("framework.pipeline.stage", "import torch.distributed as dist", "only framework/mesh"),
-        ("framework.step", "from torch import distributed", "only framework/mesh"),
-        ("framework.step", "import torch\ntorch.distributed.barrier()", "only framework/mesh"),
-        ("models.gpt2", "from torch.distributed import get_rank", "only framework/mesh"),
-        ("framework.schedule.build", "def f():\n    import torch", "it is pure"),
-        ("framework.mesh.grid", "from torch import Tensor", "it is pure"),
-        ("framework.train", "import models.gpt2", "neither models nor launch"),
-        ("framework.train", "import importlib\nimportlib.import_module('launch.pool')", "neither models nor launch"),
-        ("models.gpt2", "from framework.errors import ModelError", "plain torch"),
-        ("framework.pipeline.stage", "from framework.tensor_parallel import plan", "pipeline may import"),
-        ("framework.pipeline.stage", "from framework import data_parallel", "pipeline may import"),
-        ("framework.pipeline.stage", "from ..data_parallel import buckets", "pipeline may import"),
-        ("framework.tensor_parallel", "from ..pipeline import stage", "tensor_parallel may import"),
-        ("framework.checkpoint.save", "from framework.data_parallel.buckets import Bucket", "checkpoint may import"),
-        ("framework.data.samples", "from framework.build import Parts", "data may import"),
-        ("framework.resume", "from framework.train import work", "train is on top"),
-        ("framework.data.samples", "from megatron.core.datasets import indexed_dataset", "only framework.tensor"),
-        ("launch.cli", "import megatron.core", "only framework.tensor"),
+        ("meshwright.pipeline.stage", "import torch.distributed as dist", "only framework/mesh"),
+        ("meshwright.step", "from torch import distributed", "only framework/mesh"),
+        ("meshwright.step", "import torch\ntorch.distributed.barrier()", "only framework/mesh"),
+        ("meshwright.models.gpt2", "from torch.distributed import get_rank", "only framework/mesh"),
+        ("meshwright.schedule.build", "def f():\n    import torch", "it is pure"),
+        ("meshwright.mesh.grid", "from torch import Tensor", "it is pure"),
+        ("meshwright.train", "import meshwright.models.gpt2", "neither models nor launch"),
         (
-            "framework.huggingface.convert.taking",
-            "def f():\n    import transformers",
-            "only framework.huggingface.restr",
+            "meshwright.train",
+            "import importlib\nimportlib.import_module('meshwright.launch.pool')",
+            "neither models nor launch",
         ),
-        ("framework.huggingface.convert.taking", "from framework.huggingface.restructure import back", "stand apart"),
-        ("framework.huggingface.restructure.back", "from ..convert import companions", "stand apart"),
-        ("framework.huggingface.writing", "from framework.huggingface.convert import companions", "stand apart"),
+        ("meshwright.models.gpt2", "from meshwright.errors import ModelError", "plain torch"),
+        ("meshwright.pipeline.stage", "from meshwright.tensor_parallel import plan", "pipeline may import"),
+        ("meshwright.pipeline.stage", "from meshwright import data_parallel", "pipeline may import"),
+        ("meshwright.pipeline.stage", "from ..data_parallel import buckets", "pipeline may import"),
+        ("meshwright.tensor_parallel", "from ..pipeline import stage", "tensor_parallel may import"),
+        ("meshwright.checkpoint.save", "from meshwright.data_parallel.buckets import Bucket", "checkpoint may import"),
+        ("meshwright.data.samples", "from meshwright.build import Parts", "data may import"),
+        ("meshwright.resume", "from meshwright.train import work", "train is on top"),
+        ("meshwright.data.samples", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
+        ("meshwright.launch.cli", "import megatron.core", "only meshwright.tensor"),
+        (
+            "meshwright.huggingface.convert.taking",
+            "def f():\n    import transformers",
+            "only meshwright.huggingface.restr",
+        ),
+        ("meshwright.huggingface.convert.taking", "from meshwright.huggingface.restructure import back", "stand apart"),
+        ("meshwright.huggingface.restructure.back", "from ..convert import companions", "stand apart"),
+        ("meshwright.huggingface.writing", "from meshwright.huggingface.convert import companions", "stand apart"),
     ],
 )
 def test_a_broken_rule_is_found(module: str, source: str, said: str) -> None:
-    is_package = module.count(".") == 1 and module.startswith("framework.") and room_of(module) in MAY_IMPORT
+    is_package = module.count(".") == 1 and module.startswith("meshwright.") and room_of(module) in MAY_IMPORT
     assert any(said in line for line in violations(module, source, is_package))
 
 
 def test_what_is_allowed_passes() -> None:
     assert not violations(
-        "framework.mesh.mesh", "import torch.distributed as dist\nfrom framework.errors import MeshError"
+        "meshwright.mesh.mesh", "import torch.distributed as dist\nfrom meshwright.errors import MeshError"
     )
-    assert not violations("framework.train", "from framework.pipeline import stage\nfrom framework.data import order")
-    assert not violations("framework.tensor_parallel.core", "from megatron.core import tensor_parallel")
-    assert not violations("launch.pool", "import torch.distributed")
+    assert not violations(
+        "meshwright.train", "from meshwright.pipeline import stage\nfrom meshwright.data import order"
+    )
+    assert not violations("meshwright.tensor_parallel.core", "from megatron.core import tensor_parallel")
+    assert not violations("meshwright.launch.pool", "import torch.distributed")
     assert not violations(TRANSFORMERS_DOOR, "import transformers")
-    assert not violations("framework.huggingface.convert.taking", "from ..rules import Rule\nfrom . import companions")
+    assert not violations("meshwright.huggingface.convert.taking", "from ..rules import Rule\nfrom . import companions")
 
 
 def test_a_cycle_is_found() -> None:

@@ -1,0 +1,1 @@
+"""Configurations of named runs, one file each; ``clusters/`` describes hardware."""
