@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
+from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.imports import find_function
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step

@@ -50,9 +50,9 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.process import end_process
 from meshwright.saving import Saver
 from meshwright.step import take_step
+from meshwright.system.process import end_process
 from meshwright.watch.drift import check_drift
 from meshwright.watch.hang import Watchdog
 

@@ -33,10 +33,10 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.feeds import AnyFeed, open_validation
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.outputs import write_out
-from meshwright.process import GiveUp, end_process
-from meshwright.stderr import say, tell
 from meshwright.step import TotalLoss, total_loss
+from meshwright.system.outputs import write_out
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import say, tell
 from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from meshwright import contract
+from meshwright.config.functions import SCHEMES, find_function, place
 from meshwright.errors import ModelError, UserError
 from meshwright.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
-from meshwright.imports import SCHEMES, find_function, place
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]

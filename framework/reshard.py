@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.bounded import real_path
 from meshwright.checkpoint import (
     Checkpoint,
     Head,
@@ -36,8 +35,8 @@ from meshwright.checkpoint import (
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
 from meshwright.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, read_resolved, resolve
-from meshwright.config.given import read_overrides
 from meshwright.config.keys import KEYS
+from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
 from meshwright.data_parallel.sharded import Member, accumulation_dtype, kind_of
 from meshwright.errors import CheckpointError, ConfigError
@@ -45,6 +44,7 @@ from meshwright.materialise import stage_members
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo
+from meshwright.system.bounded import real_path
 from meshwright.trust import check_trusted, same_builders
 from meshwright.watch.lock import RunLock
 

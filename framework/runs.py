@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 from meshwright.errors import ConfigError
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 
 RESOLVED = "resolved.json"
 """Each run directory has it, from its first start on."""

@@ -32,12 +32,12 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
-from meshwright.outputs import write_out
 from meshwright.pipeline.executor import Microbatch
 from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
-from meshwright.process import GiveUp, end_process
 from meshwright.seeding import derive
-from meshwright.stderr import say
+from meshwright.system.outputs import write_out
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import say
 from meshwright.trained import Place, config_for, locate, open_trained
 from meshwright.watch.hang import LATER_S
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
-from meshwright.bounded import read_bytes
 from meshwright.errors import DataError, ScheduleError
 from meshwright.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
 from meshwright.schedule.draw import Reading, name_of
 from meshwright.schedule.simulate import Span, Timeline
+from meshwright.system.bounded import read_bytes
 from meshwright.tracking.tracker import quietly, warn_on_stderr
 
 if TYPE_CHECKING:

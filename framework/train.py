@@ -23,19 +23,19 @@ from meshwright.checkpoint.space import check_space, checkpoint_bytes
 from meshwright.config import RunConfig, keep, resolve
 from meshwright.data.corpus import Corpus, unigram_entropy
 from meshwright.data.samples import Feed
-from meshwright.durable import make_directory_synced
 from meshwright.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
 from meshwright.feeds import describe_feed, open_feeds
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.optimizer.flat import states_of
-from meshwright.process import GiveUp, end_process
 from meshwright.resume import corpus_times, resume
 from meshwright.saving import Saver, check_manifest
 from meshwright.state import saved_weights
-from meshwright.stderr import say as speak
 from meshwright.step import StepStats, take_step, validate
 from meshwright.summary import WIDTH, summarise
+from meshwright.system.durable import make_directory_synced
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import say as speak
 from meshwright.throughput import peak_flops
 from meshwright.tracking.build import build_tracker
 from meshwright.tracking.memory import peak_memory_bytes

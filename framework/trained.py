@@ -19,8 +19,8 @@ from meshwright.build import Forward, compare_digests, make_stage, pick_loss, te
 from meshwright.checkpoint import Checkpoint, Kind, find, open_checkpoint
 from meshwright.checkpoint.files import to_stderr
 from meshwright.config import RunConfig, change, parse, read_resolved
-from meshwright.config.given import read_overrides
 from meshwright.config.keys import KEYS
+from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.materialise import materialise
 from meshwright.mesh.mesh import Mesh

@@ -1,7 +1,8 @@
 """Trust in code that a file names: which builders a downloaded run, checkpoint or configuration may import.
 
     file given on the command line          any builder: the user has named it
-    file of a run or checkpoint,            meshwright's own builders (framework/imports.py), or what the user names
+    file of a run or checkpoint,            meshwright's own builders (framework/config/functions.py), or what the user
+    names
     whoever made it                         too: --model.builder=my_model:build, or --trust-code for anything
 
 Nothing is imported to find out, and without trust nothing is imported at all. No torch.
@@ -14,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.bounded import real_path
 from meshwright.config import RunConfig, load
-from meshwright.config.given import read_overrides
+from meshwright.config.functions import OWN_BUILDERS, current_name, find_source, is_own_builder
+from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
-from meshwright.imports import OWN_BUILDERS, current_name, find_source, is_own_builder
 from meshwright.runs import is_checkpoint, is_run
-from meshwright.stderr import tell
+from meshwright.system.bounded import real_path
+from meshwright.terminal.output import tell
 
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
 """Keys whose value is imported."""

@@ -6,9 +6,9 @@ import argparse
 import math
 from pathlib import Path
 
-from meshwright.bounded import real_path
 from meshwright.errors import ConfigError, MeshError
-from meshwright.stderr import put, tell
+from meshwright.system.bounded import real_path
+from meshwright.terminal.output import put, tell
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -209,9 +209,9 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.outputs import check_place, write_out
     from meshwright.report.page import page
     from meshwright.report.run import read_run
+    from meshwright.system.outputs import check_place, write_out
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):

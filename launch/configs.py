@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.bounded import MAX_TOML_BYTES, read_text
 from meshwright.config import RunConfig, default_world_size, explain, resolve
 from meshwright.config.keys import shown
-from meshwright.config.lines import toml_lines
+from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError, UserError
 from meshwright.foreign import account, adopt, file_text
-from meshwright.outputs import write_out
 from meshwright.scheduling import draw_schedule
-from meshwright.stderr import put, tell
+from meshwright.system.bounded import MAX_TOML_BYTES, read_text
+from meshwright.system.outputs import write_out
+from meshwright.terminal.output import put, tell
 
 MOST_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.stderr import put, tell
+from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
     from meshwright.data.bulk import Progress

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from meshwright.config import RunConfig, default_world_size, load, resolve
 from meshwright.errors import ConfigError
-from meshwright.outputs import write_out, writing
 from meshwright.schedule.account import account, measured_costs, table, without_early_steps
 from meshwright.schedule.draw import Panel, Unit, text, timeline_of
 from meshwright.schedule.picture.axis import unit_of_seconds
 from meshwright.schedule.simulate import Costs, bubble_share, simulate
 from meshwright.scheduling import draw_schedule
-from meshwright.stderr import put
+from meshwright.system.outputs import write_out, writing
+from meshwright.terminal.output import put
 from meshwright.trace import newest, read
 
 WIDTH = 100

@@ -12,8 +12,8 @@ from meshwright.config import RunConfig, default_world_size, load, resolve
 from meshwright.config.schema import Pipeline
 from meshwright.errors import ConfigError, UserError
 from meshwright.mesh.grid import Grid, check_placement, nodes_of
-from meshwright.outputs import check_place, writing
-from meshwright.stderr import put
+from meshwright.system.outputs import check_place, writing
+from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.dryrun.job import Job
@@ -53,7 +53,7 @@ def dryrun(
     from meshwright.dryrun.agree import disagreements
     from meshwright.dryrun.job import plan_job
     from meshwright.dryrun.report import describe, figure, save
-    from meshwright.stderr import tell
+    from meshwright.terminal.output import tell
 
     gc.freeze()  # what is here stays: looking for garbage is then quick
     job = plan_job(config, tell)

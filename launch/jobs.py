@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.bounded import real_path
 from meshwright.errors import Preempted, UserError
-from meshwright.stderr import put, tell
+from meshwright.system.bounded import real_path
+from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +89,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
     from meshwright.launch.failure import describe
-    from meshwright.process import leave
+    from meshwright.system.process import leave
 
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -153,8 +153,8 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
-    from meshwright.outputs import check_place
     from meshwright.runs import find_run, is_checkpoint
+    from meshwright.system.outputs import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)  # before seconds of imports
@@ -174,8 +174,8 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
-    from meshwright.outputs import check_place
     from meshwright.runs import find_run, is_checkpoint
+    from meshwright.system.outputs import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from meshwright.config import RunConfig, load
-from meshwright.config.given import read_file, read_overrides
+from meshwright.config.overrides import read_file, read_overrides
 from meshwright.config.toml import to_toml
 from meshwright.errors import ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.outputs import check_place, write_out
 from meshwright.planner.calibrate import Measured, measure_block, measure_device, measure_links
 from meshwright.planner.hardware import Hardware, Link, Message, read_hardware
 from meshwright.planner.nearest import nearest, search_hard
@@ -24,8 +23,9 @@ from meshwright.planner.plan_text import chosen_config, describe
 from meshwright.planner.profile import Practice
 from meshwright.planner.search import BEST, Plan, usable_bytes
 from meshwright.planner.sketch import Workbench
-from meshwright.stderr import put
 from meshwright.summary import memory
+from meshwright.system.outputs import check_place, write_out
+from meshwright.terminal.output import put
 
 MOST_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")

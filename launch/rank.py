@@ -23,9 +23,9 @@ from meshwright.config import RunConfig
 from meshwright.errors import Preempted
 from meshwright.launch.failure import LOG_HEAD, Failure, describe, write_down
 from meshwright.launch.forking import die_with, loopback
-from meshwright.process import GiveUp, leave
 from meshwright.signals import LISTENING, SIGNALS
-from meshwright.stderr import tell
+from meshwright.system.process import GiveUp, leave
+from meshwright.terminal.output import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
 """What a rank does: given its configuration, and what ends its process when its main thread may be stuck for good."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
-from meshwright.stderr import put
+from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig

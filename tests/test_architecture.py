@@ -16,29 +16,24 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"meshwright": "framework", "meshwright.models": "models", "meshwright.launch": "launch"}
 """Package -> its folder in the repository."""
 
-GROUND = {"errors", "stderr", "process", "durable", "bounded"}
+GROUND = {"errors", "system", "terminal"}
 AXES = {"tensor_parallel", "pipeline", "data_parallel"}
 SERVICES = {"data", "checkpoint", "tracking"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": GROUND | {"imports"},
+    "system": {"errors", "terminal"},
+    "terminal": {"errors"},
+    "config": GROUND,
     "parameters": GROUND,
     "seeding": GROUND,
     "contract": GROUND,
     "first_values": GROUND,
-    "imports": GROUND,
-    "trust": GROUND | {"config", "imports", "runs"},
-    "model": GROUND | {"seeding", "contract", "imports", "first_values"},
+    "trust": GROUND | {"config", "runs"},
+    "model": GROUND | {"config", "seeding", "contract", "first_values"},
     "meter": GROUND,
     "runs": GROUND,
-    "outputs": GROUND,
     "signals": set(),
-    "stderr": set(),
-    "durable": set(),
-    "versions": set(),
-    "process": {"errors", "stderr"},
-    "bounded": {"errors"},
     "costs": GROUND | {"seeding", "meter", "pipeline"},
     "foreign": GROUND | {"config"},
     "mesh": GROUND,
@@ -49,9 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": GROUND | {"mesh", "parameters", "seeding"},
     "pipeline": GROUND | {"mesh", "parameters", "seeding", "schedule"},
     "data_parallel": GROUND | {"mesh", "parameters", "seeding", "host_memory"},
-    "data": GROUND | {"config", "parameters", "seeding", "imports"},
-    "checkpoint": GROUND | {"config", "imports", "parameters", "seeding", "versions"},
-    "tracking": GROUND | {"config", "parameters", "seeding", "outputs"},
+    "data": GROUND | {"config", "parameters", "seeding"},
+    "checkpoint": GROUND | {"config", "parameters", "seeding"},
+    "tracking": GROUND | {"config", "parameters", "seeding"},
 }
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
 
@@ -90,7 +85,7 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "hugging
 PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "meshwright.pipeline.partition")
 """No torch: planning runs on any machine. meshwright.errors and meshwright.config too, for the command line's sake."""
 PURE += ("meshwright.errors", "meshwright.config", "meshwright.foreign", "meshwright.scheduling", "meshwright.runs")
-PURE += ("meshwright.outputs", "meshwright.durable", "meshwright.bounded")
+PURE += ("meshwright.system", "meshwright.terminal")
 PURE += ("meshwright.mesh.activity", "meshwright.watch.heartbeat", "meshwright.watch.blame", "meshwright.launch.status")
 
 FSDP_DOOR = "meshwright.data_parallel.fully_sharded"

@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
+from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.imports import find_function
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.model import build_model
 from meshwright.seeding import SeededDropout

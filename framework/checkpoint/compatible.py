@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.config.functions import current_name
 from meshwright.config.keys import KEYS
 from meshwright.errors import CheckpointError
-from meshwright.imports import current_name
 
 REFUSED = {
     "model.builder": "it is another model",

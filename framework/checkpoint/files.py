@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from meshwright.durable import sync_directory
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.stderr import tell
+from meshwright.system.durable import sync_directory
+from meshwright.terminal.output import tell
 
 Warn = Callable[[str], None]
 Found = TypeVar("Found")

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshwright.bounded import parse_json
 from meshwright.checkpoint.counts import contradictions
 from meshwright.errors import CheckpointError
+from meshwright.system.bounded import parse_json
 
 FORMAT: Final = "meshwright-checkpoint"
 VERSION: Final = 1

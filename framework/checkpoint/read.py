@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.checkpoint.files import (
     Warn,
     checkpoints_directory,
@@ -29,6 +28,7 @@ from meshwright.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part,
 from meshwright.checkpoint.shard import TORCH_DTYPES, held_box
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
+from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 
 
 class Candidate(NamedTuple):

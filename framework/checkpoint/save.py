@@ -17,7 +17,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.checkpoint.files import (
     Warn,
     checkpoints_directory,
@@ -44,9 +43,10 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.read import open_checkpoint
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
-from meshwright.durable import sync_directory
+from meshwright.checkpoint.versions import versions
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.versions import versions
+from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.system.durable import sync_directory
 
 
 def final_directory(run_directory: Path, step: int) -> Path:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from meshwright.checkpoint.files import explained, write_synced
 from meshwright.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
-from meshwright.durable import sync_directory
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
+from meshwright.system.durable import sync_directory
 
 MAX_FILE_BYTES = 512 * 2**20
 BYTES_AT_ONCE = 16 * 2**20

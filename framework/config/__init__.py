@@ -1,6 +1,6 @@
 """The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
 
-from meshwright.config.kept import keep
+from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
 from meshwright.config.load import change, dump, explain, load, parse, read_resolved
 from meshwright.config.schema import (
     Batch,
@@ -17,8 +17,8 @@ from meshwright.config.schema import (
     Tracking,
     Train,
 )
+from meshwright.config.snapshot import keep
 from meshwright.config.toml import to_toml
-from meshwright.config.world import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
 
 __all__ = [
     "Batch",

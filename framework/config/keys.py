@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from meshwright.config.familiar import FAMILIAR_VALUES, NOTHING, fold, here
+from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, here
 from meshwright.config.schema import RunConfig, Section
 
 Path = tuple[str, ...]

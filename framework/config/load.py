@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from meshwright.bounded import MIB, check_values, parse_json, read_text
-from meshwright.config.familiar import FAMILIAR, SHARDING, fold, here
-from meshwright.config.given import Bare, Given, Source, leaves, read_file, read_overrides
+from meshwright.config.aliases import FAMILIAR, SHARDING, fold, here
 from meshwright.config.keys import (
     KEYS,
     SECTIONS,
@@ -36,11 +34,13 @@ from meshwright.config.keys import (
     shown,
     takes,
 )
+from meshwright.config.overrides import Bare, Given, Source, leaves, read_file, read_overrides
 from meshwright.config.rules import RULES
 from meshwright.config.schema import RunConfig
-from meshwright.config.secret import names_a_secret, said_of, secrets_in
+from meshwright.config.secrets import names_a_secret, said_of, secrets_in
 from meshwright.errors import ConfigError
-from meshwright.stderr import tell
+from meshwright.system.bounded import MIB, check_values, parse_json, read_text
+from meshwright.terminal.output import tell
 
 TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
 """Sections of torchtitan's files that are none of ours."""

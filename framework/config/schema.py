@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
-from meshwright.imports import current_name
+from meshwright.config.functions import current_name
 
 # NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63 (checkpoint/manifest).
 # Every whole number here has an upper bound below that, and so has every product that a checkpoint records:

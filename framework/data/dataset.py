@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from meshwright.config import RunConfig
+from meshwright.config.functions import find_function, place
 from meshwright.data.corpus import IGNORE
 from meshwright.data.samples import Microbatch
 from meshwright.errors import DataError
-from meshwright.imports import find_function, place
 
 
 class Spec(NamedTuple):

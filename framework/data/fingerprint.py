@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshwright.bounded import MAX_FILE_BYTES, read_bytes
 from meshwright.errors import DataError
+from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes
 
 FILE_NAME = "fingerprint.json"
 _READ_BYTES = 1 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshwright.bounded import real_path
 from meshwright.errors import DataError
+from meshwright.system.bounded import real_path
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from meshwright.data import indexed, sources, tokenizer
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.publish import OLD, publish
 from meshwright.errors import DataError
-from meshwright.process import is_alive
+from meshwright.system.process import is_alive
 
 TOKENIZER_FILE = "tokenizer.json"
 TRAIN = "train"

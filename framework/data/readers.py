@@ -20,9 +20,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from meshwright.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes, real_path
 from meshwright.data.folders import files_below
 from meshwright.errors import DataError
+from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes, real_path
 
 BLOCK_BYTES = 1 << 20
 MOST_FILES = 256

@@ -17,7 +17,7 @@ import json
 from enum import Enum
 from typing import Any, NamedTuple
 
-from meshwright.bounded import parse_json
+from meshwright.system.bounded import parse_json
 
 
 class Form(Enum):

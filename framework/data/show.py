@@ -17,7 +17,7 @@ from meshwright.data.indexed import idx_path
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import load
 from meshwright.errors import DataError
-from meshwright.stderr import visible
+from meshwright.terminal.output import visible
 
 
 class Run(NamedTuple):

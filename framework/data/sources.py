@@ -10,9 +10,9 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
 from meshwright.data.folders import files_below
 from meshwright.errors import DataError
+from meshwright.system.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 

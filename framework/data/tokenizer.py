@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from meshwright.bounded import parse_json, read_bytes, read_text
 from meshwright.errors import DataError
+from meshwright.system.bounded import parse_json, read_bytes, read_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")

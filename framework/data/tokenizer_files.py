@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from meshwright.bounded import parse_json, read_bytes
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.tokenizer import USUAL_ENDS, load
 from meshwright.errors import DataError
+from meshwright.system.bounded import parse_json, read_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

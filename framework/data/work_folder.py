@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshwright.bounded import read_bytes
 from meshwright.data.fingerprint import File
 from meshwright.data.publish import flush
 from meshwright.data.readers import BEGINNING, InputFile, Place
 from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
+from meshwright.system.bounded import read_bytes
 
 SKIPPED_FILE = "skipped.txt"
 

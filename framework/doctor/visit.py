@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.config import RunConfig, bucket_bytes, resolve
 from meshwright.doctor.facts import look
 from meshwright.doctor.judge import Finding, judge
@@ -18,9 +17,10 @@ from meshwright.errors import CommunicationError, ConfigError, UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.meeting import NotAllCame, meet, needs_meeting
 from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
-from meshwright.process import GiveUp, end_process
 from meshwright.signals import SIGNALS
-from meshwright.stderr import put
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import put
 
 LIMIT_S = 120.0
 """How long a rank waits for another: who does not come within that is not coming."""

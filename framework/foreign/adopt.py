@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.config import RunConfig, change, default_world_size, resolve
-from meshwright.config.given import read_overrides
 from meshwright.config.keys import SECTIONS, split
+from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
 from meshwright.foreign import megatron, nanotron, torchtitan
 from meshwright.foreign.draft import Draft, Item, Left

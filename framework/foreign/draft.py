@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from meshwright.config.keys import shown
-from meshwright.config.secret import names_a_secret
+from meshwright.config.secrets import names_a_secret
 from meshwright.errors import ConfigError
 
 

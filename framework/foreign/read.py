@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.bounded import MIB, parse_toml, parse_yaml, read_bytes
-from meshwright.config.lines import toml_lines
+from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError
 from meshwright.foreign.draft import Item
+from meshwright.system.bounded import MIB, parse_toml, parse_yaml, read_bytes
 
 
 def read_text(path: Path) -> str:

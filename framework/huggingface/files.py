@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from meshwright.bounded import parse_json, read_bytes
 from meshwright.errors import ModelError
+from meshwright.system.bounded import parse_json, read_bytes
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.bounded import real_path
 from meshwright.checkpoint.files import delete, explained
-from meshwright.durable import sync_directory
 from meshwright.errors import CheckpointError
+from meshwright.system.bounded import real_path
+from meshwright.system.durable import sync_directory
 
 OnBytes = Callable[[int, int], None]
 """Told of the bytes that are done, and of all of them."""

@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
-from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.config.schema import Section
 from meshwright.errors import ConfigError
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 
 Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 """A kind of messages that ``calibrate`` measures."""

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.bounded import (
+from meshwright.config import RunConfig, parse
+from meshwright.data import fingerprint
+from meshwright.errors import ConfigError, DataError, UserError
+from meshwright.runs import RESOLVED, find_run
+from meshwright.system.bounded import (
     MAX_MANIFEST_BYTES,
     MIB,
     check_values,
@@ -26,10 +30,6 @@ from meshwright.bounded import (
     read_text,
     real_path,
 )
-from meshwright.config import RunConfig, parse
-from meshwright.data import fingerprint
-from meshwright.errors import ConfigError, DataError, UserError
-from meshwright.runs import RESOLVED, find_run
 from meshwright.trace import Measured, newest
 from meshwright.trace import read as read_trace
 from meshwright.tracking.jsonl import AGAIN, FILE_NAME

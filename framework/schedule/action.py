@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from meshwright.bounded import read_text
 from meshwright.errors import ScheduleError
+from meshwright.system.bounded import read_text
 
 
 class Kind(StrEnum):

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from meshwright.stderr import visible
+from meshwright.terminal.output import visible
 from meshwright.tracking.record import GIB, StepRecord, perplexity
 
 SMOOTHING = 0.9

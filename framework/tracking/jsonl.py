@@ -19,9 +19,9 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from meshwright.bounded import MIB, lines, open_regular, parse_json
-from meshwright.durable import sync_directory
 from meshwright.errors import DataError
+from meshwright.system.bounded import MIB, lines, open_regular, parse_json
+from meshwright.system.durable import sync_directory
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
 FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.bounded import parse_json
+from meshwright.system.bounded import parse_json
 
 GIB = 2**30
 

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
-from meshwright.stderr import tell
+from meshwright.terminal.output import tell
 from meshwright.tracking.record import StepRecord
 from meshwright.tracking.sink import Sink
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import Optimizer, RunConfig
+from meshwright.config.functions import place
 from meshwright.data.example import example
 from meshwright.errors import ModelError, UserError
 from meshwright.feeds import Source
-from meshwright.imports import place
 from meshwright.model import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.schedule import learning_rate

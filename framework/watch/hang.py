@@ -31,8 +31,8 @@ from typing import Self
 
 from meshwright.errors import HangEcho, HangError, Preempted, RunFilesError, UserError
 from meshwright.mesh.mesh import Mesh
-from meshwright.process import GiveUp
-from meshwright.stderr import tell
+from meshwright.system.process import GiveUp
+from meshwright.terminal.output import tell
 from meshwright.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
 from meshwright.watch.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
 from meshwright.watch.on_disk import OnDisk

@@ -16,9 +16,9 @@ from pydantic import (
     ValidationError,
 )
 
-from meshwright.bounded import read_bytes
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
+from meshwright.system.bounded import read_bytes
 
 STATUS = "status.json"
 MISSED = 3

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from meshwright.bounded import MIB, parse_json, read_bytes
 from meshwright.errors import LockError
-from meshwright.stderr import tell
+from meshwright.system.bounded import MIB, parse_json, read_bytes
+from meshwright.terminal.output import tell
 
 if TYPE_CHECKING:  # the launcher looks before torch is there
     from meshwright.mesh.mesh import Mesh

@@ -29,7 +29,7 @@ from meshwright.data_parallel.sharded import Place, Sharded
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.pipeline.executor import Result
-from meshwright.stderr import tell
+from meshwright.terminal.output import tell
 from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
 from meshwright.watch.places import ranks_at
 from meshwright.watch.second_look import look_again, losses, positions_of

@@ -19,12 +19,12 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.checkpoint.files import Warn
 from meshwright.checkpoint.read import find
-from meshwright.durable import make_directory_synced, replace_synced, sync_directory, sync_file
 from meshwright.errors import ConfigError, LockError
 from meshwright.runs import RESOLVED
+from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
+from meshwright.system.durable import make_directory_synced, replace_synced, sync_directory, sync_file
 from meshwright.tracking.build import METRICS_FILE
 from meshwright.tracking.jsonl import AGAIN
 from meshwright.watch.heartbeat import STATUS

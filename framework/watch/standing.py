@@ -6,7 +6,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from meshwright.process import is_alive
+from meshwright.system.process import is_alive
 from meshwright.watch.blame import seconds
 from meshwright.watch.heartbeat import MISSED, Status
 

@@ -11,11 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.bounded import parse_json, read_bytes
-from meshwright.durable import append_synced, replace_synced
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.view import draw
-from meshwright.stderr import tell
+from meshwright.system.bounded import parse_json, read_bytes
+from meshwright.system.durable import append_synced, replace_synced
+from meshwright.terminal.output import tell
 
 STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
 

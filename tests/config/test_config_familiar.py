@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import load
-from meshwright.config.familiar import FAMILIAR, NOTHING, fold
+from meshwright.config.aliases import FAMILIAR, NOTHING, fold
 from meshwright.config.keys import KEYS, SECTIONS, hint
 from meshwright.errors import ConfigError
 

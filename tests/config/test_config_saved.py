@@ -25,7 +25,7 @@ from meshwright.config import (
     resolve,
     to_toml,
 )
-from meshwright.config.secret import secrets_in
+from meshwright.config.secrets import secrets_in
 from meshwright.errors import ConfigError
 
 words = st.text(st.characters(codec="utf-8"), max_size=10)

@@ -10,8 +10,8 @@ import pytest
 from meshwright.checkpoint.compatible import compatible
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import load
+from meshwright.config.functions import OWN_BUILDERS, find_function, find_source, is_own_builder
 from meshwright.errors import CheckpointError, ModelError
-from meshwright.imports import OWN_BUILDERS, find_function, find_source, is_own_builder
 
 ROOT = Path(__file__).parents[2]
 FORMER = "models.gpt2:build"

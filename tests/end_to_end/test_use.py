@@ -27,7 +27,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.sample import SAME_TEXT, Ask, Sampling, sample, write
 from meshwright.sample import check as check_sampling
-from meshwright.stderr import visible
+from meshwright.terminal.output import visible
 from meshwright.train import run_directory
 from meshwright.trained import config_for, locate
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train

@@ -20,7 +20,7 @@ from meshwright.config import Data, Launch, Run, RunConfig
 from meshwright.errors import ConfigError, DataError, MeshError
 from meshwright.launch.failure import RankFailed
 from meshwright.launch.local import launch, warm_up
-from meshwright.process import GiveUp
+from meshwright.system.process import GiveUp
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ UNSAFE = re.compile(
 )
 ALLOWED = {
     ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
-    ("framework/imports.py", "importlib.import_module"): "the door: framework/trust.py says for whom it opens",
+    ("framework/config/functions.py", "importlib.import_module"): "the door: framework/trust.py says for whom it opens",
     ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
 }
 IMPORTERS = {
@@ -92,7 +92,7 @@ def test_what_is_allowed_is_still_there() -> None:
 
 def test_who_imports_what_a_configuration_names() -> None:
     """A new caller is judged by where its path comes from, and put into the table with that."""
-    assert callers("find_function") - {"framework/imports.py"} == IMPORTERS.keys()
+    assert callers("find_function") - {"framework/config/functions.py"} == IMPORTERS.keys()
     assert callers("build_model") - {"framework/model.py"} == BUILDERS.keys()
 
 

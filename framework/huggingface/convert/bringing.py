@@ -23,7 +23,7 @@ from meshwright.checkpoint import Head, Kind, Manifest, Piece, begin, publish, w
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
 from meshwright.config import RunConfig, change, default_world_size, keep, resolve, to_toml
-from meshwright.config.given import read_overrides
+from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.huggingface.convert import companions
 from meshwright.huggingface.convert.families import complete, family_of_type

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config import RunConfig
+from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.huggingface.convert.decoders import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshwright.huggingface.convert.family import Family
 from meshwright.huggingface.convert.gpt2 import GPT2
 from meshwright.huggingface.convert.t5 import T5
-from meshwright.imports import find_function
 
 FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5)
 """Of those that could hold a model of ours, the first that does is written."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.config.load import dump
 from meshwright.config.schema import RunConfig
 from meshwright.config.toml import to_toml
-from meshwright.durable import replace_synced
+from meshwright.system.durable import replace_synced
 
 
 def keep(directory: Path, config: RunConfig) -> None:

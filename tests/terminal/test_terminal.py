@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from meshwright.launch.cli import main
-from meshwright.stderr import put, say, tell, visible
+from meshwright.terminal.output import put, say, tell, visible
 from meshwright.tracking.console import ConsoleSink
 from tests.report.builders import make_run, record
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2066", "\x7f", "\x00", "\u2028"]
 
 
@@ -67,7 +67,7 @@ def test_colours_of_ours_stay() -> None:
 
 TWO_THREADS = """
 import sys, threading
-from meshwright.stderr import put, say, tell
+from meshwright.terminal.output import put, say, tell
 sys.setswitchinterval(1e-6)
 def work(letter):
     for _ in range(2000):

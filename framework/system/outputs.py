@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.bounded import real_path
 from meshwright.errors import ConfigError
+from meshwright.system.bounded import real_path
 
 
 def check_place(out: Path | None, *, folder: bool, example: str) -> None:

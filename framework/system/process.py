@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from meshwright.errors import UserError
-from meshwright.stderr import tell
+from meshwright.terminal.output import tell
 
 GiveUp = Callable[[UserError], None]
 """Ends this process, whose main thread may be stuck for good; must not return. Called in another thread."""

@@ -21,7 +21,7 @@ from tests.report.builders import make_run
 
 DEEP = 100_000
 DIGITS = "9" * 1_000_000
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from enum import Enum
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from meshwright.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 from meshwright.config.keys import KEYS, SECTIONS, Path, split, takes
-from meshwright.config.secret import names_a_secret
+from meshwright.config.secrets import names_a_secret
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 
 COMMAND_LINE = "command line"
 
