@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from meshwright.balance import BALANCES, imbalance
 from meshwright.config import default_world_size, load, resolve
 from meshwright.costs import LayerCost, count_layers, weights
-from meshwright.meter import reference
-from meshwright.model import build_model
+from meshwright.model.build import build_model
+from meshwright.model.meter import reference
 from meshwright.pipeline.partition import partition
 from meshwright.pipeline.values import cross_entropy
 from tests.plain import plain_layers
@@ -89,7 +89,7 @@ def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) ->
 
 
 def reached(repeats: int = 15) -> None:
-    """What one thread reaches, far and near memory: the figures behind the CPU of framework/meter.py."""
+    """What one thread reaches, far and near memory: the figures behind the CPU of framework/model/meter.py."""
 
     def median_s(run: Callable[[], Any]) -> float:
         run()

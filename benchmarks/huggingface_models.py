@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from meshwright.errors import UserError
 from meshwright.huggingface.restructure.library import library
 from meshwright.launch.pool import RankPool
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.verify import parse_layout, verify
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshwright.models.gpt2
 from meshwright.config import RunConfig, resolve
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
 
 VOCAB_SIZE = 4096
 SEQUENCE_LENGTH = 256

@@ -61,7 +61,7 @@ from meshwright.config import RunConfig
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.step import take_step
 
 TIMEOUT_S = 1800.0

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.blueprint import Blueprint
 from meshwright.costs import LayerCost, weights
-from meshwright.meter import reference
+from meshwright.model.meter import reference
 from meshwright.pipeline.partition import partition
 from meshwright.schedule.simulate import Costs, simulate
 from meshwright.summary import columns, memory

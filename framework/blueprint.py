@@ -23,8 +23,8 @@ from meshwright.data.example import example
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
-from meshwright.meter import reference
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
+from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.partition import partition, partition_explicit

@@ -19,14 +19,14 @@ from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_facto
 from meshwright.data.samples import Feed, validation_steps
 from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.replica import Replica, StageReplica
-from meshwright.data_parallel.sharded import Sharding
+from meshwright.data_parallel.replica import Replica, StageReplica, members_of
+from meshwright.data_parallel.sharded import Member, Sharding, Tie
 from meshwright.errors import MeshError, ModelError
 from meshwright.feeds import AnyFeed, Source, open_feeds
 from meshwright.host_memory import HostMemory
-from meshwright.materialise import materialise, stage_members, tied_groups
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.materialise import materialise
 from meshwright.optimizer.flat import FlatOptimizer, Shard
 from meshwright.pipeline.executor import Executor, Microbatch, Result
 from meshwright.pipeline.recompute import Context, recompute_parts
@@ -266,12 +266,13 @@ def _replica(
     """The layers of a stage with their weights, and who shares these with the other replicas, as the config says."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
+    of_stage = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
     if parallel.zero == 3 and sharding.shard.size > 1 and trains:
-        layers = materialise(blueprint, stage, torch.device("cpu"))
+        layers = materialise(*of_stage, torch.device("cpu"))
         members = stage_members(blueprint, stage, layers, tied)
         offload = host is not None
         return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device, offload=offload)
-    layers = materialise(blueprint, stage, mesh.device)
+    layers = materialise(*of_stage, mesh.device)
     members = stage_members(blueprint, stage, layers, tied)
     optimizer = blueprint.config.optimizer
     replica = StageReplica(
@@ -284,6 +285,33 @@ def _replica(
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
     )
     return layers, replica
+
+
+def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
+    """Canonical name -> the ranks (with my dp and tp coordinates) that hold copies of a weight tied across stages.
+
+    Every rank calls this, in step: it makes process groups.
+    """
+    groups: dict[tuple[int, ...], Group] = {}
+    found: dict[str, Group] = {}
+    for name, stages in sorted(blueprint.stage_of_parameter().items()):
+        pp_ranks = tuple(sorted({blueprint.schedule.rank_of(stage) for stage in stages}))
+        if len(stages) > 1:
+            if pp_ranks not in groups:
+                groups[pp_ranks] = mesh.stage_group(pp_ranks)
+            found[name] = groups[pp_ranks]
+    return found
+
+
+def stage_members(blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
+    """The parameters of a stage, frozen ones too, with what the data-parallel axis must know of each."""
+    members = []
+    stages = blueprint.stage_of_parameter()
+    for name, parameter, layer in members_of(layers):
+        canonical = blueprint.model.canonical(name)
+        tie = Tie(canonical, tied[canonical], stages[canonical][0] == stage) if canonical in tied else None
+        members.append(Member(blueprint.infos[canonical], parameter, layer, tie))
+    return members
 
 
 def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:

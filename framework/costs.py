@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
-from meshwright.meter import Attention, Count, Meter, Reference
+from meshwright.model.meter import Attention, Count, Meter, Reference
 from meshwright.pipeline.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import parts_of, recompute_parts
 from meshwright.pipeline.values import Loss, copy_module, cross_entropy

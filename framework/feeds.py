@@ -16,7 +16,7 @@ from meshwright.data.samples import Feed
 from meshwright.data.span_corruption import SpanCorruptionFeed, open_corpus
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.errors import DataError
-from meshwright.model import vocabulary
+from meshwright.model.build import vocabulary
 from meshwright.seeding import derive
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import stage_members
 from meshwright.checkpoint import (
     Checkpoint,
     Head,
@@ -40,7 +41,6 @@ from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
 from meshwright.data_parallel.sharded import Member, accumulation_dtype, kind_of
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.materialise import stage_members
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo

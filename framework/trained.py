@@ -22,8 +22,8 @@ from meshwright.config import RunConfig, change, parse, read_resolved
 from meshwright.config.keys import KEYS
 from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.materialise import materialise
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.materialise import materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage
@@ -163,7 +163,8 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh,
         assert found is not None  # of weights, what is missing is an error
         return found
 
-    layers = materialise(blueprint, index, mesh.device, read).eval().requires_grad_(False)
+    of_stage = blueprint.stage_layers(index), blueprint.model, blueprint.infos, dtype
+    layers = materialise(*of_stage, mesh.device, read).eval().requires_grad_(False)
     for name, buffer in layers.named_buffers():
         if name in blueprint.running:  # forward changes it: part of the state, as weights are
             saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)

@@ -72,7 +72,7 @@ def dryrun(
 
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
     """What tells seconds; the hardware is read now, so that a name that is none is refused before long work."""
-    from meshwright.meter import reference
+    from meshwright.model.meter import reference
     from meshwright.planner.hardware import read_hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.checkpoint import Kind, newest_valid
 from meshwright.config import RunConfig, parse
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
 from meshwright.parameters import ParameterInfo
 
 

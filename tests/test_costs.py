@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.costs import LayerCost, count_layers, weights
 from meshwright.errors import ModelError
-from meshwright.meter import Count, Meter, Reference, reference
-from meshwright.model import build_model
+from meshwright.model.build import build_model
+from meshwright.model.meter import Count, Meter, Reference, reference
 from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.recompute import recompute_parts
 from tests import builders

@@ -20,8 +20,8 @@ from meshwright.config import RunConfig
 from meshwright.costs import LayerCost, count_layers
 from meshwright.data.example import example
 from meshwright.mesh.comm import PaperGroup
-from meshwright.meter import reference
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
+from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.pipeline.outline import outline_of
 from meshwright.pipeline.values import Example, Loss, cross_entropy

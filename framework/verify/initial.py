@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.model import PlainModel, find_builder
+from meshwright.model.build import PlainModel, find_builder
 from meshwright.seeding import seeded
 
 STANDARD_ERRORS = 8.0

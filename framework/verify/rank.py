@@ -18,7 +18,7 @@ from meshwright.data_parallel.sharded import Sharded, kind_of
 from meshwright.feeds import Source, open_feeds
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.state import flat_pieces
 from meshwright.step import take_step, total_loss

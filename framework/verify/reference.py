@@ -23,7 +23,7 @@ from meshwright.config.functions import place
 from meshwright.data.example import example
 from meshwright.errors import ModelError, UserError
 from meshwright.feeds import Source
-from meshwright.model import PlainModel, build_model, find_builder
+from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.schedule import learning_rate
 from meshwright.pipeline.running import cast_running, cast_statistics, running_buffers, running_values

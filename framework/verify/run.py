@@ -13,7 +13,7 @@ import torch
 from meshwright.blueprint import DTYPES, draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.verify.compare import SAME_ROUNDING, bar_of, compare, worst
 from meshwright.verify.feed import VerifyFeed
 from meshwright.verify.initial import initial_problems

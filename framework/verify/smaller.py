@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
-from meshwright.model import find_builder
+from meshwright.model.build import find_builder
 from meshwright.verify.layouts import Layout, layout_config
 from meshwright.verify.rank import open_feed
 from meshwright.verify.reference import PlainRun

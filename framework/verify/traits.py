@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.data.example import example
 from meshwright.feeds import Source
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
 from meshwright.pipeline.running import couples_samples, running_buffers
 from meshwright.pipeline.values import Example
 from meshwright.seeding import SeededDropout

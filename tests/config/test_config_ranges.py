@@ -12,7 +12,7 @@ from meshwright.config import load, rules
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.cli import main
 from meshwright.launch.local import launch
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.schedule import build as building
 from meshwright.schedule.build import build
 

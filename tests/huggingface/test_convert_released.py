@@ -10,7 +10,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.huggingface.convert.families import complete, family_of_model, family_of_type
 from meshwright.huggingface.convert.settings import Settings
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from tests.huggingface import theirs
 from tests.huggingface.released import RELEASED
 

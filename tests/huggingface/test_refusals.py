@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.verify import layout_config, parse_layout
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers

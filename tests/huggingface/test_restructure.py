@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.huggingface.restructure.library import library
 from meshwright.launch.pool import RankPool
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
 from meshwright.verify import parse_layout, verify
 from tests.huggingface.architectures import directory, run_config
 from tests.plain import plain_layers

@@ -27,7 +27,7 @@ ALLOWED = {
     ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
 }
 IMPORTERS = {
-    "framework/model.py": "model.builder; see BUILDERS",
+    "framework/model/build.py": "model.builder; see BUILDERS",
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
     "framework/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
 }
@@ -93,7 +93,7 @@ def test_what_is_allowed_is_still_there() -> None:
 def test_who_imports_what_a_configuration_names() -> None:
     """A new caller is judged by where its path comes from, and put into the table with that."""
     assert callers("find_function") - {"framework/config/functions.py"} == IMPORTERS.keys()
-    assert callers("build_model") - {"framework/model.py"} == BUILDERS.keys()
+    assert callers("build_model") - {"framework/model/build.py"} == BUILDERS.keys()
 
 
 def test_who_reads_saved_configurations() -> None:

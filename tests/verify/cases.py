@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.verify import Layout, Row, compare, layout_config
 from meshwright.verify.compare import bar_of
 from meshwright.verify.run import Reference, groupings, merge, open_feed, reference_of, run_layout

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright import contract
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model, requirements
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import Draw, SeededDropout, derive
 from meshwright.verify import Layout, layout_config, parse_layout, run_reference, verify
@@ -125,7 +124,7 @@ def test_a_hook_of_a_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain run would show it; a run refuses the model before that, by name."""
     with pytest.raises(ModelError, match=r"1\.linear\.weight has a hook on its gradient"):
         plain("hooked", steps=1)
-    monkeypatch.setattr(contract, "has_hooks", lambda parameter: False)
+    monkeypatch.setattr(requirements, "has_hooks", lambda parameter: False)
     hooked = plain("hooked", steps=1).gradients
     monkeypatch.setattr(Tensor, "register_hook", lambda tensor, hook: None)
     without = plain("hooked", steps=1).gradients

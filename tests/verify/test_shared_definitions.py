@@ -15,7 +15,7 @@ from meshwright.config.schema import Optimizer
 from meshwright.data.indexed import write
 from meshwright.data.order import SampleOrder
 from meshwright.feeds import open_feeds
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.optimizer.schedule import learning_rate
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.feed import VerifyFeed, random_sample

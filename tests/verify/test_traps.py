@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import meshwright.build
-import meshwright.model
+import meshwright.model.build
 import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
@@ -27,7 +27,7 @@ from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharded import BucketKind
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group, Handle
-from meshwright.model import PlainModel
+from meshwright.model.build import PlainModel
 from meshwright.optimizer.flat import FlatOptimizer, Shard
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.executor import Executor
@@ -240,7 +240,7 @@ def initialised_by_rank(patch: pytest.MonkeyPatch) -> None:
         with seeded(seed + my_rank()):
             yield
 
-    patch.setattr(meshwright.model, "seeded", by_rank)
+    patch.setattr(meshwright.model.build, "seeded", by_rank)
 
 
 def dropout_by_tp_rank(patch: pytest.MonkeyPatch) -> None:

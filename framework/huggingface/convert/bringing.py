@@ -33,7 +33,7 @@ from meshwright.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZE
 from meshwright.huggingface.places import OnBytes, keep_quiet, named, published
 from meshwright.huggingface.rules import Rule
 from meshwright.huggingface.source import Source, open_source, pickled
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 
 LONGEST_SEQUENCE = 2048

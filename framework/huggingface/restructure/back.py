@@ -22,7 +22,7 @@ from meshwright.huggingface.restructure.directory import fields_of
 from meshwright.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
 from meshwright.huggingface.rules import Rule
 from meshwright.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
-from meshwright.model import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model
 
 SCHEME = "hf:"
 

@@ -31,7 +31,7 @@ from meshwright.huggingface.restructure.initial import Initial
 from meshwright.huggingface.restructure.library import library
 from meshwright.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
 from meshwright.huggingface.restructure.probe import probe
-from meshwright.model import parameters_on_meta
+from meshwright.model.build import parameters_on_meta
 
 OWN_OPTIONS = ("weights", "attention")
 """Of model.options, what is not a key of config.json."""

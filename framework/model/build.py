@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from meshwright import contract
 from meshwright.config.functions import SCHEMES, find_function, place
 from meshwright.errors import ModelError, UserError
-from meshwright.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
+from meshwright.model import requirements
+from meshwright.model.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
@@ -79,10 +79,10 @@ def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter
     """Return the like of a parameter on meta, with notes on what that has lost."""
     outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
     found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
-    if contract.has_hooks(parameter):
-        setattr(found, contract.HAS_HOOKS, True)
+    if requirements.has_hooks(parameter):
+        setattr(found, requirements.HAS_HOOKS, True)
     if type(parameter) is not nn.Parameter:
-        setattr(found, contract.CLASS, type(parameter).__name__)
+        setattr(found, requirements.CLASS, type(parameter).__name__)
     if given is not None:
         setattr(found, GIVEN, given)
     return found
@@ -162,7 +162,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if (tool := contract.weight_tool(error)) is not None:
+        if (tool := requirements.weight_tool(error)) is not None:
             raise ModelError(f"{path} with model.options {options} failed{place(error)}: {tool}") from error
         raise ModelError(
             f"{path} with model.options {options} failed{place(error)}: {type(error).__name__}: {error}"
@@ -181,14 +181,14 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         raise ModelError(
             f"{path} returned a model of which no parameter requires a gradient: there is nothing to train"
         )
-    contract.check_computed(path, layers)
-    contract.check_parameters(path, layers)
-    contract.check_sparse(layers)
-    contract.separate_repeated_layers(layers)
-    contract.check_attributes(path, layers)
-    tied = contract.tied_sets(path, layers)
-    contract.check_ties_declared(path, layers, tied)
-    contract.check_buffers(path, layers)
+    requirements.check_computed(path, layers)
+    requirements.check_parameters(path, layers)
+    requirements.check_sparse(layers)
+    requirements.separate_repeated_layers(layers)
+    requirements.check_attributes(path, layers)
+    tied = requirements.tied_sets(path, layers)
+    requirements.check_ties_declared(path, layers, tied)
+    requirements.check_buffers(path, layers)
     owners = find_owners(layers)
     if getattr(layers, "initialise", None) is None:
         check_first_values(path, layers, owners, record, {name for names in tied for name in names[1:]})

@@ -14,7 +14,7 @@ from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.seeding import SeededDropout
 from meshwright.verify import layout_config, parse_layout, run_layout, verify
 

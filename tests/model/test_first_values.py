@@ -7,7 +7,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
-from meshwright.model import build_model
+from meshwright.model.build import build_model
 from meshwright.verify import parse_layout
 from meshwright.verify.initial import initial_problems
 from tests.verify.cases import References, config_of, prove
