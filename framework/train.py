@@ -26,6 +26,7 @@ from meshwright.data.samples import Feed
 from meshwright.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
 from meshwright.feeds import describe_feed, open_feeds
 from meshwright.mesh.grid import Grid
+from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.optimizer.flat import states_of
 from meshwright.resume import corpus_times, resume
@@ -38,7 +39,6 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say as speak
 from meshwright.throughput import peak_flops
 from meshwright.tracking.build import build_tracker
-from meshwright.tracking.memory import peak_memory_bytes
 from meshwright.tracking.record import StepRecord
 from meshwright.tracking.tracker import Tracker
 from meshwright.tracking.wandb import WandbMode

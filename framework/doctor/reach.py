@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from meshwright.doctor.judge import Finding
 from meshwright.doctor.links import MOST_ROUNDS, rounds
 from meshwright.errors import CommunicationError
-from meshwright.mesh.meeting import in_short
 from meshwright.mesh.network import node_name, own_address
+from meshwright.mesh.rendezvous import in_short
 
 CONNECT_S = 5.0
 """A link on which a connection takes longer is dead."""

@@ -15,8 +15,8 @@ from meshwright.doctor.reach import judge_reach, try_links
 from meshwright.doctor.report import text, write_links
 from meshwright.errors import CommunicationError, ConfigError, UserError
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.meeting import NotAllCame, meet, needs_meeting
 from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
+from meshwright.mesh.rendezvous import NotAllCame, meet, needs_meeting
 from meshwright.signals import SIGNALS
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import GiveUp, end_process

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.dryrun.recorder import Begun, Life, Recorder, live_bytes
-from meshwright.mesh.overhear import Heard
+from meshwright.mesh.intercept import Heard
 from meshwright.schedule.action import Action, Kind
 
 

@@ -25,9 +25,9 @@ from meshwright.config import RunConfig
 from meshwright.dryrun.notes import Rehearsal, told
 from meshwright.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, Recorder, Said
 from meshwright.dryrun.rehearsal import Drawn, PaperFeed, Run, grid_of
+from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.overhear import Heard
-from meshwright.mesh.paper import paper_mesh
+from meshwright.mesh.intercept import Heard
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart
 from meshwright.pipeline.values import TensorSpec, ValueSpec

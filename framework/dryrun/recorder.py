@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.overhear import NAMESPACES, Ear, Heard, hears_parts
+from meshwright.mesh.intercept import NAMESPACES, Ear, Heard, hears_parts
 
 ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default

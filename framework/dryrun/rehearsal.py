@@ -30,8 +30,8 @@ from meshwright.data_parallel.buckets import Bucket
 from meshwright.dryrun.notes import Category, Rehearsal, told
 from meshwright.dryrun.recorder import NotedActivity, Recorder
 from meshwright.mesh.comm import Group
+from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.paper import paper_mesh
 from meshwright.pipeline.executor import Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import Example

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.board import Board
 from meshwright.mesh.comm import Group, Traffic
 from meshwright.mesh.grid import Axis, Coordinates, Grid, check_placement
-from meshwright.mesh.meeting import meet, needs_meeting
 from meshwright.mesh.network import node_name
+from meshwright.mesh.rendezvous import meet, needs_meeting
+from meshwright.mesh.store import Board
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def open_mesh(
     """Join the process group that the environment describes and make the groups of the axes.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
-    ``store``: from :func:`meshwright.mesh.meeting.meet`, where the ranks have met before.
+    ``store``: from :func:`meshwright.mesh.rendezvous.meet`, where the ranks have met before.
 
     Raises:
         MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.

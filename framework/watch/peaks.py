@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import DataError
+from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.system.bounded import read_bytes
-from meshwright.tracking.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from meshwright.mesh.mesh import Mesh

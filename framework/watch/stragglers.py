@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from meshwright.mesh.meeting import in_short
 from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import Result
 from meshwright.schedule.account import on_their_way
 from meshwright.schedule.simulate import Timeline

@@ -11,7 +11,7 @@ from meshwright.dryrun.job import Job, plan_job, seed_schedule
 from meshwright.dryrun.notes import Spoken
 from meshwright.dryrun.report import describe, wire
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.overhear import Heard
+from meshwright.mesh.intercept import Heard
 from tests.dryrun.jobs import Planned, configured
 
 

@@ -14,8 +14,8 @@ from meshwright.dryrun.job import Job, plan_job
 from meshwright.dryrun.rehearsal import grid_of, rehearse
 from meshwright.errors import MeshError
 from meshwright.launch.pool import RankPool
+from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.paper import paper_mesh
 from tests.dryrun.jobs import Planned, configured
 from tests.live import RUNS, measured
 

@@ -15,13 +15,13 @@ from meshwright.build import Parts, StepFeed, build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.mesh.grid import Grid
+from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
 from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.simulate import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import take_step
 from meshwright.tensor_parallel import core
-from meshwright.tracking.memory import peak_memory_bytes
 from meshwright.verify.run import open_feed, run_layout
 
 

@@ -10,10 +10,10 @@ import torch
 
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity, Waits
-from meshwright.mesh.board import Board
 from meshwright.mesh.comm import Transfer
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.mesh.store import Board
 
 SECONDS = 30.0
 

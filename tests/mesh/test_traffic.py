@@ -8,8 +8,8 @@ import torch
 from meshwright.errors import MeshError
 from meshwright.mesh import network
 from meshwright.mesh.comm import WIRE_FACTORS, Traffic
-from meshwright.mesh.meeting import in_short
 from meshwright.mesh.mesh import pick_device
+from meshwright.mesh.rendezvous import in_short
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
