@@ -41,9 +41,9 @@ from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import describe_value
 from meshwright.schedule.action import Kind, Schedule
+from meshwright.schedule.analysis.simulate import Costs, Span, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, Span, Timeline, bubble_share, simulate
 
 INTERLEAVES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2}
 MOST_POINTS = 3.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, own_bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, Timeline, bubble_share, own_bubble_share, simulate
 
 DATA = Path(__file__).parent / "zb_profiles.csv"
 DOCS = Path(__file__).parents[1] / "docs" / "schedules.md"

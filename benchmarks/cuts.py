@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from meshwright.pipeline.partition import partition
 from meshwright.schedule.action import Schedule
+from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, simulate
 
 CHUNKS = 24
 MOST_CUTS = 400

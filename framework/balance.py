@@ -15,7 +15,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.costs import LayerCost, weights
 from meshwright.model.meter import reference
 from meshwright.pipeline.partition import partition
-from meshwright.schedule.simulate import Costs, simulate
+from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.summary import columns, memory
 from meshwright.tracking.console import count
 

@@ -40,7 +40,7 @@ from meshwright.pipeline.values import (
     meta_copy,
 )
 from meshwright.schedule.action import Schedule
-from meshwright.scheduling import draw_schedule
+from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tensor_parallel.layers import VocabHead

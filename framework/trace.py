@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from meshwright.errors import DataError, ScheduleError
 from meshwright.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
-from meshwright.schedule.draw import Reading, name_of
-from meshwright.schedule.simulate import Span, Timeline
+from meshwright.schedule.analysis.draw import Reading, name_of
+from meshwright.schedule.analysis.simulate import Span, Timeline
 from meshwright.system.bounded import read_bytes
 from meshwright.tracking.tracker import quietly, warn_on_stderr
 

@@ -11,7 +11,7 @@ from meshwright.config.keys import shown
 from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError, UserError
 from meshwright.foreign import account, adopt, file_text
-from meshwright.scheduling import draw_schedule
+from meshwright.schedule.load import draw_schedule
 from meshwright.system.bounded import MAX_TOML_BYTES, read_text
 from meshwright.system.outputs import write_out
 from meshwright.terminal.output import put, tell

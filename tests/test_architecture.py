@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": GROUND | {"seeding", "model", "pipeline"},
     "foreign": GROUND | {"config"},
     "mesh": GROUND,
-    "schedule": GROUND,
+    "schedule": GROUND | {"config"},
     "host_memory": GROUND | {"mesh"},
     "page": GROUND | {"schedule"},
     "optimizer": GROUND | {"config", "parameters", "mesh", "host_memory"},
@@ -48,7 +48,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Rooms of framework that may be known only so much. A room that is not here joins others (see JOINING)."""
 
 JOINING = [
-    "scheduling",
     "blueprint",
     "balance",
     "feeds",
@@ -80,7 +79,7 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "hugging
 
 PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "meshwright.pipeline.partition")
 """No torch: planning runs on any machine. meshwright.errors and meshwright.config too, for the command line's sake."""
-PURE += ("meshwright.errors", "meshwright.config", "meshwright.foreign", "meshwright.scheduling", "meshwright.runs")
+PURE += ("meshwright.errors", "meshwright.config", "meshwright.foreign", "meshwright.schedule.load", "meshwright.runs")
 PURE += ("meshwright.system", "meshwright.terminal")
 PURE += ("meshwright.mesh.activity", "meshwright.watch.heartbeat", "meshwright.watch.blame", "meshwright.launch.status")
 

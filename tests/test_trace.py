@@ -11,10 +11,10 @@ import pytest
 
 from meshwright.errors import DataError
 from meshwright.schedule.action import format_schedule
+from meshwright.schedule.analysis.draw import Reading
+from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.build import build
-from meshwright.schedule.draw import Reading
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, simulate
 from meshwright.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
 
 SCHEDULE = lower(build("1f1b", 2, 2))

@@ -22,7 +22,7 @@ from meshwright.dryrun.rehearsal import draw, grid_of, rehearse, rehearsed
 from meshwright.mesh.grid import Grid
 from meshwright.pipeline.outline import outline_of
 from meshwright.schedule.action import Schedule
-from meshwright.scheduling import draw_schedule
+from meshwright.schedule.load import draw_schedule
 
 
 @dataclass

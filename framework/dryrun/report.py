@@ -12,7 +12,7 @@ from meshwright.dryrun.agree import Disagreement, axis_of
 from meshwright.dryrun.job import Job
 from meshwright.dryrun.notes import Category, Rehearsal
 from meshwright.schedule.action import COMPUTE
-from meshwright.schedule.simulate import Costs, Timeline, bubble_share, simulate
+from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, simulate
 from meshwright.summary import columns, memory
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     """Memory of each pipeline rank, stacked by category, beside what it does when."""
     from matplotlib.figure import Figure
 
-    from meshwright.schedule.picture.palette import shade
+    from meshwright.schedule.analysis.picture.palette import shade
 
     time = None if time_model is None else time_model(job)
     timeline = ticks(job) if time is None else time.timeline

@@ -32,7 +32,7 @@ from meshwright.pipeline.clock import Clock, CudaClock, clock_of
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import TensorSpec
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
-from meshwright.schedule.simulate import Span
+from meshwright.schedule.analysis.simulate import Span
 
 
 class Microbatch(NamedTuple):

@@ -2,7 +2,7 @@
 
 Work, Said -> seconds by meshwright.planner.rates
 stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
-schedule -> Timeline  meshwright.schedule.simulate
+schedule -> Timeline  meshwright.schedule.analysis.simulate
 step     =  Timeline + what is left of the sums over replicas + optimizer
 """
 
@@ -22,7 +22,7 @@ from meshwright.planner.sketch import Sketch
 from meshwright.planner.tape import Kind, Work
 from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
-from meshwright.schedule.simulate import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.summary import Elements
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from meshwright.planner.memory import RankMemory
 from meshwright.planner.search import Plan, usable_bytes
 from meshwright.planner.words import duration
-from meshwright.schedule.draw import Panel, Unit
-from meshwright.schedule.picture.figure import figure
-from meshwright.schedule.simulate import Timeline
+from meshwright.schedule.analysis.draw import Panel, Unit
+from meshwright.schedule.analysis.picture.figure import figure
+from meshwright.schedule.analysis.simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,9 +18,9 @@ from meshwright.planner.hardware import Hardware
 from meshwright.planner.rates import Habits, Reached
 from meshwright.planner.sketch import Sketch, Workbench
 from meshwright.schedule.action import Placement, Schedule
+from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import peak_activations
 from meshwright.summary import held_at_rest
 
 SHORT = 8

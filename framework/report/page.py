@@ -17,12 +17,12 @@ from meshwright.page.chart import SIDE
 from meshwright.page.render import render, svg_of
 from meshwright.report.curves import FINAL_NAMES, final, layout_of, of_run, together
 from meshwright.report.run import Attempt, RunSeen, clock
-from meshwright.schedule.account import Account, account, measured_costs, without_early_steps
-from meshwright.schedule.draw import Panel, Unit, text, timeline_of
-from meshwright.schedule.picture.axis import unit_of_seconds
-from meshwright.schedule.picture.figure import figure
-from meshwright.schedule.simulate import Costs, bubble_share, simulate
-from meshwright.scheduling import draw_schedule
+from meshwright.schedule.analysis.account import Account, account, measured_costs, without_early_steps
+from meshwright.schedule.analysis.draw import Panel, Unit, text, timeline_of
+from meshwright.schedule.analysis.picture.axis import unit_of_seconds
+from meshwright.schedule.analysis.picture.figure import figure
+from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
+from meshwright.schedule.load import draw_schedule
 from meshwright.tracking.console import duration, memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"

@@ -29,7 +29,7 @@ from meshwright.schedule.action import (
     Schedule,
     format_item,
 )
-from meshwright.schedule.simulate import Blocked, Channel, Costs, peak_activations, play
+from meshwright.schedule.analysis.simulate import Blocked, Channel, Costs, peak_activations, play
 
 
 class Fault(StrEnum):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import Result
-from meshwright.schedule.account import on_their_way
-from meshwright.schedule.simulate import Timeline
+from meshwright.schedule.analysis.account import on_their_way
+from meshwright.schedule.analysis.simulate import Timeline
 from meshwright.trace import Seen, on_one_clock
 from meshwright.tracking.tracker import quietly, warn_on_stderr
 

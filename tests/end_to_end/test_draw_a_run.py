@@ -11,7 +11,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
-from meshwright.schedule.account import account
+from meshwright.schedule.analysis.account import account
 from meshwright.trace import read
 from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, layout, lines, run_config, train

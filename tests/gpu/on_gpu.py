@@ -18,7 +18,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
 from meshwright.schedule.action import Action, actions_of
-from meshwright.schedule.simulate import Span
+from meshwright.schedule.analysis.simulate import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import take_step
 from meshwright.tensor_parallel import core

@@ -14,7 +14,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Kind
-from meshwright.schedule.simulate import peak_activations
+from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.step import take_step
 from meshwright.verify.layouts import Layout, layout_config
 from meshwright.verify.run import open_feed

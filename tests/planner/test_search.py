@@ -17,7 +17,7 @@ from meshwright.planner.plan_text import chosen_config, describe
 from meshwright.planner.quick import computed, drawn, in_flight
 from meshwright.planner.search import Found, Plan, examine, search, usable_bytes
 from meshwright.planner.sketch import Workbench
-from meshwright.schedule.simulate import peak_activations
+from meshwright.schedule.analysis.simulate import peak_activations
 from tests.planner.small import OPTIONS, hardware, workbench
 
 KINDS = {

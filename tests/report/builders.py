@@ -12,8 +12,8 @@ from typing import Any
 from meshwright.config import RunConfig, keep, resolve
 from meshwright.mesh.grid import Grid
 from meshwright.schedule.action import format_schedule
-from meshwright.schedule.simulate import Costs, simulate
-from meshwright.scheduling import draw_schedule
+from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.load import draw_schedule
 from meshwright.trace import Trace
 from meshwright.trace import write as write_trace
 from meshwright.tracking.record import StepRecord, to_json

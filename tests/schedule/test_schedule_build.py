@@ -20,10 +20,7 @@ from meshwright.schedule.action import (
     actions_of,
     parse_schedule,
 )
-from meshwright.schedule.build import BUILDERS, build
-from meshwright.schedule.check import Fault, check
-from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import (
+from meshwright.schedule.analysis.simulate import (
     Channel,
     Costs,
     Span,
@@ -34,6 +31,9 @@ from meshwright.schedule.simulate import (
     play,
     simulate,
 )
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.check import Fault, check
+from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built, smallest
 
 degrees = st.integers(1, 8)

@@ -22,10 +22,10 @@ from meshwright.schedule.action import (
     format_schedule,
     parse_schedule,
 )
+from meshwright.schedule.analysis.simulate import Channel, Costs, play
 from meshwright.schedule.build import build
 from meshwright.schedule.check import Fault, Problem, check, report
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Channel, Costs, play
 from tests.schedule.sizes import built
 
 SOUND = lower(build("1f1b", 3, 4))

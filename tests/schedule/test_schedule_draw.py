@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshwright.schedule.action import parse_schedule
+from meshwright.schedule.analysis.draw import text, timeline_of
+from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.build import build
-from meshwright.schedule.draw import text, timeline_of
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, simulate
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedule.action import Action, Kind, Schedule, read_schedule
+from meshwright.schedule.analysis.simulate import Channel, Costs, play
 from meshwright.schedule.check import Fault, check, report
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Channel, Costs, play
 from tests.schedule.sizes import built
 
 COMPUTED = """\

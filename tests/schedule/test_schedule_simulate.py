@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Kind, Schedule, parse_schedule
+from meshwright.schedule.analysis.simulate import Channel, Costs, Span, Timeline, bubble_share, pace, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Channel, Costs, Span, Timeline, bubble_share, pace, simulate
 from tests.schedule.sizes import built
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from meshwright.schedule.draw import Panel, Unit
-from meshwright.schedule.simulate import Span
+from meshwright.schedule.analysis.draw import Panel, Unit
+from meshwright.schedule.analysis.simulate import Span
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}
 LEAST_US = 1.0

@@ -11,8 +11,8 @@ from meshwright.config import Pipeline, RunConfig
 from meshwright.errors import UserError
 from meshwright.schedule.action import format_schedule
 from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.load import draw_schedule
 from meshwright.schedule.lower import lower
-from meshwright.scheduling import draw_schedule
 from meshwright.verify.layouts import SCHEDULES
 
 

@@ -18,8 +18,8 @@ from statistics import median
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from meshwright.schedule.draw import Reading
-from meshwright.schedule.simulate import Costs, Span, Timeline
+from meshwright.schedule.analysis.draw import Reading
+from meshwright.schedule.analysis.simulate import Costs, Span, Timeline
 
 
 class Account(NamedTuple):

@@ -16,8 +16,8 @@ from statistics import median
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Schedule
+from meshwright.schedule.analysis.simulate import Costs, Span, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.lower import lower
-from meshwright.schedule.simulate import Costs, Span, Timeline, bubble_share, peak_activations, simulate
 
 TICKS = Costs(f=1, b=1, i=1, w=1)
 """F as long as B: every computation is a cell."""
