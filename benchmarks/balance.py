@@ -5,7 +5,8 @@
 Each layer runs forward and backward as a stage of its own does, first to last and back, in float32 on one thread, its
 gradients added to those of the micro-batches before. Time is this process's CPU time, median over the repeats: other
 work on the machine takes no part in it. Then the layers are cut into stages by each balance, and the dearest stage is
-set against the mean by the measured times. Last, what one thread reaches here: the figures behind framework/costs.py.
+set against the mean by the measured times. Last, what one thread reaches here: the figures behind
+framework/pipeline/costs.py.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 
 from meshwright.balance import BALANCES, imbalance
 from meshwright.config import default_world_size, load, resolve
-from meshwright.costs import LayerCost, count_layers, weights
 from meshwright.model.build import build_model
 from meshwright.model.meter import reference
+from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.partition import partition
 from meshwright.pipeline.values import cross_entropy
 from tests.plain import plain_layers

@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import meshwright.tensor_parallel.core
+import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.example import example
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])),

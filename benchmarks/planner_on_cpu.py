@@ -32,7 +32,7 @@ from rich.table import Table
 from task import Feed, run_config
 
 import meshwright.models.gpt2
-import meshwright.tensor_parallel.core
+import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.launch.planning import measure_alone, measure_together, measure_whole
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-planner-on-cpu.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     assert meshwright.models.gpt2
     console = Console(width=150)
     configs = {", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS}

@@ -36,7 +36,7 @@ from rich.console import Console
 from task import BUILDER, GLOBAL_BATCH, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, model_options
 from wire import expected_bytes
 
-import meshwright.tensor_parallel.core
+import meshwright.tensor_parallel.megatron
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-side-by-side.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     console = Console(width=140)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]])),

@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import meshwright.models.gpt2
-import meshwright.tensor_parallel.core
+import meshwright.tensor_parallel.megatron
 from meshwright.build import Parts, build
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankError, RankPool
@@ -464,7 +464,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-zero-family.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.core.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/zero_family.py", *sys.argv[1:]])),

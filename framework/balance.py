@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import Blueprint
-from meshwright.costs import LayerCost, weights
 from meshwright.model.meter import reference
+from meshwright.pipeline.costs import LayerCost, weights
 from meshwright.pipeline.partition import partition
 from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.summary import columns, memory

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.config import RunConfig, dump
-from meshwright.costs import LayerCost, count_layers, weights
 from meshwright.data.example import example
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
@@ -27,8 +26,9 @@ from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
+from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.partition import partition, partition_explicit
-from meshwright.pipeline.running import BufferWatch, cast_running, cast_statistics, check_running
+from meshwright.pipeline.running_stats import BufferWatch, cast_running, cast_statistics, check_running
 from meshwright.pipeline.standalone import LayerWatch
 from meshwright.pipeline.values import (
     Example,

@@ -20,17 +20,17 @@ from meshwright.data.samples import Feed, validation_steps
 from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.replica import Replica, StageReplica, members_of
-from meshwright.data_parallel.sharded import Member, Sharding, Tie
+from meshwright.data_parallel.sharding import Member, Sharding, Tie
 from meshwright.errors import MeshError, ModelError
 from meshwright.feeds import AnyFeed, Source, open_feeds
-from meshwright.host_memory import HostMemory
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.optimizer.flat import FlatOptimizer, Shard
+from meshwright.optimizer.host_memory import HostMemory
 from meshwright.pipeline.executor import Executor, Microbatch, Result
 from meshwright.pipeline.recompute import Context, recompute_parts
-from meshwright.pipeline.running import running_values
+from meshwright.pipeline.running_stats import running_values
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss, cast_floats, cross_entropy
 from meshwright.seeding import Draw

@@ -39,7 +39,7 @@ from meshwright.config import RunConfig, bucket_bytes, change, default_world_siz
 from meshwright.config.keys import KEYS
 from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
-from meshwright.data_parallel.sharded import Member, accumulation_dtype, kind_of
+from meshwright.data_parallel.sharding import Member, accumulation_dtype, kind_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of

@@ -12,7 +12,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import Checkpoint, Kind, Piece
 from meshwright.checkpoint.space import Weight
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharded import Member, Sharded, kind_of
+from meshwright.data_parallel.sharding import Member, Sharded, kind_of
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer

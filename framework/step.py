@@ -14,7 +14,7 @@ from meshwright.build import Forward, Parts, StepFeed, validation_batches
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.feeds import Source
 from meshwright.optimizer.flat import clip_factor
-from meshwright.optimizer.schedule import learning_rate
+from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.executor import Result
 from meshwright.watch.nonfinite import refuse
 

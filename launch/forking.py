@@ -30,7 +30,7 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     if not torch.cuda.is_available():
-        from meshwright.tensor_parallel.core import mappings
+        from meshwright.tensor_parallel.megatron import mappings
 
         mappings(torch.device("cpu"))
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.balance import cuts, describe, imbalance, rows, simulated_step
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.costs import weights
+from meshwright.pipeline.costs import weights
 from meshwright.pipeline.partition import partition
 
 OPTIONS = {"hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_sequence_length": 64, "dropout": 0.0}

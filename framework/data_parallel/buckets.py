@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharded import BucketKind, Member, Place, Sharded, Sharding, accumulation_dtype, kind_of
-from meshwright.host_memory import HostMemory
+from meshwright.data_parallel.sharding import BucketKind, Member, Place, Sharded, Sharding, accumulation_dtype, kind_of
+from meshwright.optimizer.host_memory import HostMemory
 
 ALIGNED_ELEMENTS = 8
 """Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's

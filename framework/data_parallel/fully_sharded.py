@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.data_parallel.sharded import (
+from meshwright.data_parallel.sharding import (
     Member,
     Place,
     Sharded,

@@ -19,9 +19,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
-from meshwright.data_parallel.sharded import Member, Sharded, Sharding, sum_over_tp
-from meshwright.host_memory import HostMemory
+from meshwright.data_parallel.sharding import Member, Sharded, Sharding, sum_over_tp
 from meshwright.mesh.comm import Group
+from meshwright.optimizer.host_memory import HostMemory
 
 
 class Replica(Protocol):

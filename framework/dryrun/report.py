@@ -65,8 +65,8 @@ def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire
 
 
 def ticks(job: Job) -> Timeline:
-    """The schedule, each stage as long as its layers take on the reference device (see meshwright.costs); messages cost
-    nothing."""
+    """The schedule, each stage as long as its layers take on the reference device (see meshwright.pipeline.costs);
+    messages cost nothing."""
     costs = []
     for stage in job.blueprint.stages:
         layers = [job.blueprint.layer_costs[index] for index in stage]

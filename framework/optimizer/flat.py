@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.schema import Optimizer
-from meshwright.host_memory import HostMemory
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.host_memory import HostMemory
 
 NORM_PIECE = 2**16
 """Elements whose squares are summed in float32; the pieces' sums are added in float64. torch's CPU kernel loses 1e-3 of

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from meshwright.mesh.activity import BETWEEN, READING
 from meshwright.mesh.comm import Group, Handle, Transfer
-from meshwright.pipeline.clock import Clock, CudaClock, clock_of
 from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.timing import Clock, CudaClock, clock_of
 from meshwright.pipeline.values import TensorSpec
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
 from meshwright.schedule.analysis.simulate import Span

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from meshwright.errors import ModelError
 from meshwright.pipeline.recompute import Context, recomputed
-from meshwright.pipeline.running import INSTEAD
+from meshwright.pipeline.running_stats import INSTEAD
 from meshwright.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
 from meshwright.seeding import dropouts_of, restart_calls

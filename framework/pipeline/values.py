@@ -304,7 +304,7 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
     output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
     try:
         found = loss(output, labels)
-    except Exception:  # said with all else that does not run on meta, by meshwright.costs
+    except Exception:  # said with all else that does not run on meta, by meshwright.pipeline.costs
         return
     if not isinstance(found, Tensor) or found.shape != labels.shape:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, check_recompute, cut, recomputed_names
 from meshwright.config import RunConfig
-from meshwright.costs import LayerCost, count_layers
 from meshwright.data.example import example
 from meshwright.mesh.comm import PaperGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.pipeline.costs import LayerCost, count_layers
 from meshwright.pipeline.outline import outline_of
 from meshwright.pipeline.values import Example, Loss, cross_entropy
 from meshwright.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.mesh.comm import Group, tensor_bytes
-from meshwright.tensor_parallel import core, paper
+from meshwright.tensor_parallel import fake_regions, megatron
 
 SEQUENCE_DIM = 1
 
@@ -149,8 +149,8 @@ def _only_shapes(x: Tensor, group: Group) -> bool:
     return x.is_meta and not group.on_paper
 
 
-def _mappings(x: Tensor, group: Group) -> core.Mappings:
-    return paper.mappings(group.size) if group.on_paper else core.mappings(x.device)
+def _mappings(x: Tensor, group: Group) -> megatron.Mappings:
+    return fake_regions.mappings(group.size) if group.on_paper else megatron.mappings(x.device)
 
 
 def _my_part(x: Tensor, group: Group) -> Tensor:

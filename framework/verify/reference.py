@@ -25,8 +25,8 @@ from meshwright.errors import ModelError, UserError
 from meshwright.feeds import Source
 from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.schedule import learning_rate
-from meshwright.pipeline.running import cast_running, cast_statistics, running_buffers, running_values
+from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.pipeline.running_stats import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.pipeline.values import IGNORED_LABEL, Example, cast_floats
 from meshwright.seeding import seeded
 from meshwright.verify.dropout import KeyedDropout

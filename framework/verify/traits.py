@@ -12,7 +12,7 @@ from meshwright.config import RunConfig
 from meshwright.data.example import example
 from meshwright.feeds import Source
 from meshwright.model.build import PlainModel, build_model
-from meshwright.pipeline.running import couples_samples, running_buffers
+from meshwright.pipeline.running_stats import couples_samples, running_buffers
 from meshwright.pipeline.values import Example
 from meshwright.seeding import SeededDropout
 from meshwright.verify.probe import find_coupling

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharded import Sharded, Tie, kind_of
+from meshwright.data_parallel.sharding import Sharded, Tie, kind_of
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharded import Place, Sharded
+from meshwright.data_parallel.sharding import Place, Sharded
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.pipeline.executor import Result

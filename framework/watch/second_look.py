@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.data_parallel.sharded import Place, Sharded
+from meshwright.data_parallel.sharding import Place, Sharded
 from meshwright.pipeline.executor import Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.host_memory import HostMemory
 from meshwright.mesh.comm import Handle
+from meshwright.optimizer.host_memory import HostMemory
 
 
 class Apart(HostMemory):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
-from meshwright.data_parallel.sharded import Member, Sharding, Tie, accumulation_dtype
+from meshwright.data_parallel.sharding import Member, Sharding, Tie, accumulation_dtype
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 

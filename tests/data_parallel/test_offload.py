@@ -18,10 +18,10 @@ from meshwright.build import Parts, build
 from meshwright.checkpoint import Kind
 from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError
-from meshwright.host_memory import HostMemory
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.optimizer.host_memory import HostMemory
 from meshwright.state import pieces
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout

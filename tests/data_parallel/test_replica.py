@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data_parallel.replica import StageReplica, members_of
-from meshwright.data_parallel.sharded import Member, Sharding, Tie
-from meshwright.host_memory import HostMemory
+from meshwright.data_parallel.sharding import Member, Sharding, Tie
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Counted, Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
+from meshwright.optimizer.host_memory import HostMemory
 from meshwright.parameters import ParameterInfo
 from tests.data_parallel.apart import Apart
 

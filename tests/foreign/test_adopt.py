@@ -16,7 +16,7 @@ from meshwright.config import default_world_size, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.foreign import Adopted, Why, account, adopt, file_text
 from meshwright.foreign.sizes import LLAMA3
-from meshwright.optimizer.schedule import learning_rate
+from meshwright.optimizer.learning_rate import learning_rate
 from tests.foreign import samples
 
 ROOT = Path(__file__).parents[2]

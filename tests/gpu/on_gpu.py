@@ -21,7 +21,7 @@ from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.analysis.simulate import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import take_step
-from meshwright.tensor_parallel import core
+from meshwright.tensor_parallel import megatron
 from meshwright.verify.run import open_feed, run_layout
 
 
@@ -145,9 +145,9 @@ def device_under_srun(local_rank: int) -> torch.device:
 
 def device_for_megatron() -> tuple[object, object]:
     """What megatron-core is told to allocate on: by tensors on CPU, then by tensors on CUDA."""
-    core.mappings(torch.device("cpu"))
+    megatron.mappings(torch.device("cpu"))
     on_cpu = torch.cuda.current_device()
-    core.mappings(torch.device("cuda", 0))
+    megatron.mappings(torch.device("cuda", 0))
     return on_cpu, torch.cuda.current_device()
 
 

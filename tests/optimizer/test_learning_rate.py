@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.schema import Optimizer
-from meshwright.optimizer.schedule import learning_rate
+from meshwright.optimizer.learning_rate import learning_rate
 
 PEAK, LOW = 8e-3, 2e-3
 

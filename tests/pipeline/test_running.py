@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright.pipeline.running import cast_running, check_running, couples_samples, running_buffers
+from meshwright.pipeline.running_stats import cast_running, check_running, couples_samples, running_buffers
 from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Schedule, parse_schedule
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build

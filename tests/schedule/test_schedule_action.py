@@ -33,7 +33,8 @@ HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # whoever imports them fails
-from meshwright.schedule import action, build, check, draw, lower, simulate
+from meshwright.schedule import action, build, check, lower
+from meshwright.schedule.analysis import draw, simulate
 for name in build.BUILDERS:
     built = build.build(name, 2, 3, build.INTERLEAVES.get(name, [1])[0])
     lowered = lower.lower(action.parse_schedule(action.format_schedule(built)))

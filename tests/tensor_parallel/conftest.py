@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.tensor_parallel import core
+from meshwright.tensor_parallel import megatron
 
-core.mappings(torch.device("cpu"))
+megatron.mappings(torch.device("cpu"))

@@ -171,8 +171,8 @@ assert not [name for name in sys.modules if name.startswith("megatron")]
 def test_the_door_opens_without_the_warnings_of_missing_extras() -> None:
     program = """
 import torch
-from meshwright.tensor_parallel import core
-core.mappings(torch.device("cpu"))
+from meshwright.tensor_parallel import megatron
+megatron.mappings(torch.device("cpu"))
 import warnings
 warnings.warn("still heard")
 """

@@ -16,7 +16,7 @@ from meshwright.data.indexed import write
 from meshwright.data.order import SampleOrder
 from meshwright.feeds import open_feeds
 from meshwright.model.build import build_model
-from meshwright.optimizer.schedule import learning_rate
+from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.feed import VerifyFeed, random_sample
 from tests.verify.cases import config_of

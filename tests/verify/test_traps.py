@@ -24,7 +24,7 @@ import meshwright.tensor_parallel.plan
 from meshwright.build import Again
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
-from meshwright.data_parallel.sharded import BucketKind
+from meshwright.data_parallel.sharding import BucketKind
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group, Handle
 from meshwright.model.build import PlainModel

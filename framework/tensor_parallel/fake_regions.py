@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.tensor_parallel.core import Mappings
+from meshwright.tensor_parallel.megatron import Mappings
 
 
 class _Pass(torch.autograd.Function):

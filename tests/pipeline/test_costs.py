@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.costs import LayerCost, count_layers, weights
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.model.meter import Count, Meter, Reference, reference
 from meshwright.models import gpt2, llama, t5
+from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.recompute import recompute_parts
 from tests import builders
 

@@ -66,7 +66,7 @@ def test_nothing_counts_in_eval_mode() -> None:
 
 def gradients(layout: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(gradients of a step of four micro-batches, first values), through build() and the executor's own row."""
-    config = layout_config(config_of("tests.test_dropout_calls:often", {}, 6), parse_layout(layout), 4, "float64")
+    config = layout_config(config_of("tests.model.test_dropout_calls:often", {}, 6), parse_layout(layout), 4, "float64")
     parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_feed(config, True), None))
     initial = {name: parts.blueprint.model.initial(name).double() for name in parts.blueprint.infos}
     for replica in parts.replicas.values():
@@ -80,7 +80,7 @@ def plain_gradients(initial: dict[str, Tensor]) -> dict[str, Tensor]:
     """The untouched model with masks of the documented keys, sample by sample."""
     layers = often().double()
     layers.load_state_dict(initial)
-    config = layout_config(config_of("tests.test_dropout_calls:often", {}, 6), parse_layout("pp1"), 4, "float64")
+    config = layout_config(config_of("tests.model.test_dropout_calls:often", {}, 6), parse_layout("pp1"), 4, "float64")
     feed = open_feed(config, True)
     counts: dict[str, int] = {}
     sample = 0
