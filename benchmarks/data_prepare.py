@@ -9,7 +9,7 @@ disturbs least), and of the one process that writes: it decides how many workers
 write is compared byte for byte. ``--datasets-python``: an interpreter that has `datasets` and `transformers`, when this
 one has not.
 
-ours        meshwright.data.bulk, as the command line calls it (split of documents off: one train.bin)
+ours        meshwright.data.prepare.preparation, as the command line calls it (split of documents off: one train.bin)
 megatron    as tools/preprocess_data.py of Megatron-LM: a pool that maps over lines, 32 at a time, with the tokenizer of
             transformers that its HuggingFaceTokenizer calls; lists of ids go to one IndexedDatasetBuilder
 bare        the same with `tokenizers` itself, as fast as that way can be
@@ -59,7 +59,7 @@ def timed(found: dict[str, Any]) -> Iterator[None]:
 
 
 def ours(source: Path, tokenizer: Path, out: Path, workers: int) -> dict[str, Any]:
-    from meshwright.data.bulk import Options, prepare
+    from meshwright.data.prepare.preparation import Options, prepare
 
     found: dict[str, Any] = {}
     with timed(found):
@@ -153,7 +153,8 @@ CONTENDERS: dict[str, Callable[[Path, Path, Path, int], dict[str, Any]]] = {
 
 def make_task(folder: Path, copies: int) -> tuple[Path, Path, int]:
     """The JSONL, the tokenizer.json, and the bytes of text."""
-    from meshwright.data import sources, tokenizer
+    from meshwright.data import tokenizer
+    from meshwright.data.prepare import sources
 
     source = sources.stdlib()
     texts = [document.text() for document in source.documents]

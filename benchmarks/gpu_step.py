@@ -98,7 +98,7 @@ class Tokens:
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :class:`meshwright.feeds.Source` has it."""
+        """As :class:`meshwright.data.feeds.Source` has it."""
         first = samples_seen + m * micro_batch_size
         window = self.windows[first // micro_batch_size % len(self.windows)]
         return window[:, :-1].contiguous(), window[:, 1:].contiguous(), torch.arange(first, first + micro_batch_size)

@@ -155,7 +155,7 @@ CASES = [
 
 
 class RandomFeed:
-    """Samples of the right shape, drawn anew each time. A :class:`meshwright.feeds.Source`."""
+    """Samples of the right shape, drawn anew each time. A :class:`meshwright.data.feeds.Source`."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.batch.micro_batch_size is not None

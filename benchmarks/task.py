@@ -79,7 +79,7 @@ def sample_table() -> Tensor:
 
 
 class Feed:
-    """Samples by their global index, the same for both sides. A :class:`meshwright.feeds.Source`."""
+    """Samples by their global index, the same for both sides. A :class:`meshwright.data.feeds.Source`."""
 
     def __init__(self) -> None:
         self.table = sample_table()

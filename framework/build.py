@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from meshwright.checkpoint import Behind
 from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.data.feeds import AnyFeed, Source, open_feeds
 from meshwright.data.samples import Feed, validation_steps
 from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.replica import Replica, StageReplica, members_of
 from meshwright.data_parallel.sharding import Member, Sharding, Tie
 from meshwright.errors import MeshError, ModelError
-from meshwright.feeds import AnyFeed, Source, open_feeds
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise

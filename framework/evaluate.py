@@ -24,13 +24,13 @@ from meshwright.build import Forward
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
 from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.feeds import AnyFeed, open_validation
 from meshwright.data.indexed import idx_path
 from meshwright.data.samples import Feed, validation_steps
 from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
 from meshwright.data.tokenizer import load
 from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
 from meshwright.errors import ConfigError, DataError
-from meshwright.feeds import AnyFeed, open_validation
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.step import TotalLoss, total_loss

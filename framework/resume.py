@@ -14,10 +14,10 @@ from meshwright.checkpoint.read import first_sound
 from meshwright.data import fingerprint
 from meshwright.data.corpus import Corpus
 from meshwright.data.dataset import DatasetFeed
+from meshwright.data.feeds import Source
 from meshwright.data.samples import Feed
 from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.feeds import Source
 from meshwright.mesh.mesh import Mesh
 from meshwright.state import restore
 

@@ -27,8 +27,8 @@ from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
 from meshwright.checkpoint.save import merge
 from meshwright.checkpoint.shard import DTYPES, file_name
 from meshwright.config import RunConfig
+from meshwright.data.feeds import Source
 from meshwright.errors import CheckpointError, ConfigError, RunFilesError
-from meshwright.feeds import Source
 from meshwright.resume import data_fingerprint
 from meshwright.state import TrainState, named_weights, pieces
 from meshwright.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files

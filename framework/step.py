@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.blueprint import batch_numbers
 from meshwright.build import Forward, Parts, StepFeed, validation_batches
+from meshwright.data.feeds import Source
 from meshwright.data_parallel.replica import sum_ties
-from meshwright.feeds import Source
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.executor import Result

@@ -22,9 +22,9 @@ from meshwright.checkpoint.files import to_stderr
 from meshwright.checkpoint.space import check_space, checkpoint_bytes
 from meshwright.config import RunConfig, keep, resolve
 from meshwright.data.corpus import Corpus, unigram_entropy
+from meshwright.data.feeds import describe_feed, open_feeds
 from meshwright.data.samples import Feed
 from meshwright.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
-from meshwright.feeds import describe_feed, open_feeds
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh

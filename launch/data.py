@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
-    from meshwright.data.bulk import Progress
+    from meshwright.data.prepare.preparation import Progress
 
 LINE_EVERY_S = 10.0
 """Where the output is no terminal."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data import bulk
-    from meshwright.data.records import Form
+    from meshwright.data.prepare import preparation
+    from meshwright.data.prepare.records import Form
 
     display = Display()
     try:
-        outcome = bulk.prepare(
-            bulk.Options(
+        outcome = preparation.prepare(
+            preparation.Options(
                 options.sources,
                 options.tokenizer,
                 options.out,

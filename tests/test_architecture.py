@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": GROUND | {"mesh", "parameters", "seeding"},
     "pipeline": GROUND | {"mesh", "model", "parameters", "seeding", "schedule"},
     "data_parallel": GROUND | {"mesh", "parameters", "seeding", "optimizer"},
-    "data": GROUND | {"config", "parameters", "seeding"},
+    "data": GROUND | {"config", "model", "parameters", "seeding"},
     "checkpoint": GROUND | {"config", "parameters", "seeding"},
     "tracking": GROUND | {"config", "parameters", "seeding"},
 }
@@ -48,7 +48,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 JOINING = [
     "blueprint",
     "balance",
-    "feeds",
     "build",
     "trained",
     "state",

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from meshwright.config import RunConfig, resolve
 from meshwright.data.corpus import Corpus
 from meshwright.data.order import OnceInOrder
-from meshwright.data.records import Form
+from meshwright.data.prepare.records import Form
 from meshwright.data.samples import Feed
 from meshwright.errors import DataError
 from meshwright.evaluate import check, count_text

@@ -43,10 +43,10 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.read import open_checkpoint
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
-from meshwright.checkpoint.versions import versions
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.durable import sync_directory
+from meshwright.system.versions import versions
 
 
 def final_directory(run_directory: Path, step: int) -> Path:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint.versions import versions
 from meshwright.mesh.mesh import Mesh
+from meshwright.system.versions import versions
 from meshwright.watch.nodes import clock_ahead_s, sees_directory
 
 WRITTEN_BYTES = 2**26

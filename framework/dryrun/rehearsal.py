@@ -42,7 +42,7 @@ from meshwright.step import sum_numbers
 
 @dataclass
 class PaperFeed:
-    """Samples of the right shape. A :class:`meshwright.feeds.Source`."""
+    """Samples of the right shape. A :class:`meshwright.data.feeds.Source`."""
 
     example: Example
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from meshwright.data.feeds import Source
 from meshwright.data.span_corruption import corrupt, lengths, spans_of
 from meshwright.errors import ConfigError
-from meshwright.feeds import Source
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import derive
 

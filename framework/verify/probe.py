@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import RunConfig
+from meshwright.data.feeds import Source
 from meshwright.errors import ModelError, UserError
-from meshwright.feeds import Source
 from meshwright.pipeline.values import cast_floats
 from meshwright.verify.reference import PlainRun
 

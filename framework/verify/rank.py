@@ -14,8 +14,8 @@ from meshwright.build import Parts, build
 from meshwright.checkpoint import Kind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
+from meshwright.data.feeds import Source, open_feeds
 from meshwright.data_parallel.sharding import Sharded, kind_of
-from meshwright.feeds import Source, open_feeds
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.config import Optimizer, RunConfig
 from meshwright.config.functions import place
 from meshwright.data.example import example
+from meshwright.data.feeds import Source
 from meshwright.errors import ModelError, UserError
-from meshwright.feeds import Source
 from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.learning_rate import learning_rate

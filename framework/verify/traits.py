@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.data.example import example
-from meshwright.feeds import Source
+from meshwright.data.feeds import Source
 from meshwright.model.build import PlainModel, build_model
 from meshwright.pipeline.running_stats import couples_samples, running_buffers
 from meshwright.pipeline.values import Example

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from meshwright.checkpoint.versions import own_version
 from meshwright.launch.arguments import looking, planning, stored, training
+from meshwright.system.versions import own_version
 
 COMMANDS = (
     training.train,

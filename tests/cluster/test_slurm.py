@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from meshwright.config import RunConfig, load
-from meshwright.data.prepare import prepare_stdlib
+from meshwright.data.prepare.stdlib import prepare_stdlib
 from meshwright.launch.pool import RankPool
 from meshwright.train import run_directory
 from tests.cluster.hosts import until

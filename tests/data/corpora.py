@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.data.bulk import Options, Outcome, prepare
+from meshwright.data.prepare.preparation import Options, Outcome, prepare
 from meshwright.data.splits import SPLITS
 
 END = "</s>"

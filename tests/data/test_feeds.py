@@ -12,9 +12,9 @@ import torch
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load, parse, to_toml
 from meshwright.config.load import dump
+from meshwright.data.feeds import describe_feed, open_feeds
 from meshwright.data.samples import Feed
 from meshwright.errors import ConfigError, DataError, ModelError
-from meshwright.feeds import describe_feed, open_feeds
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 
 

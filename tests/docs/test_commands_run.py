@@ -31,7 +31,7 @@ ELSEWHERE = {
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
     r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/doctor",
     r"calibrate ": "measures this machine for a minute: tests/launch/test_plan.py",
-    r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/data/test_prepare.py reads parquet",
+    r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/data/prepare reads it",
     r"data stdlib ": "12 MB of text: `make demo`, tests/data",
 }
 """Pattern of a command -> where it is run, or why it cannot be."""

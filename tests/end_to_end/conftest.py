@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.prepare import prepare_files
+from meshwright.data.prepare.stdlib import prepare_files
 from tests.end_to_end.shell import Shell
 
 WORDS = ["the", "a", "mesh", "rank", "stage", "step", "loss", "of", "in", "then", "waits", "sends", "gives", "holds"]

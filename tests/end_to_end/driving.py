@@ -17,8 +17,8 @@ from meshwright.blueprint import batch_numbers
 from meshwright.build import Parts, build
 from meshwright.checkpoint import Kind, find, open_checkpoint
 from meshwright.config import RunConfig, resolve
+from meshwright.data.feeds import open_feeds
 from meshwright.data.samples import Feed, Microbatch
-from meshwright.feeds import open_feeds
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh

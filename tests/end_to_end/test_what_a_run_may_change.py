@@ -11,7 +11,7 @@ import pytest
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
-from meshwright.data.prepare import prepare_files
+from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.train import run_directory

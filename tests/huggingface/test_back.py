@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
-from meshwright.data.prepare import prepare_files
+from meshwright.data.feeds import open_feeds
+from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError, DataError, ModelError
-from meshwright.feeds import open_feeds
 from meshwright.huggingface.restructure.back import export
 from meshwright.huggingface.restructure.library import library
 from meshwright.launch.converting import convert

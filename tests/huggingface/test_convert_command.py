@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from meshwright.checkpoint import find
 from meshwright.config import keep, load, parse
-from meshwright.data.prepare import prepare_files
+from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.huggingface.convert.families import FAMILIES
 from meshwright.huggingface.convert.taking import take
 from meshwright.launch.arguments import build_parser

@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
+from meshwright.data.feeds import open_feeds
 from meshwright.data.samples import IGNORE
-from meshwright.feeds import open_feeds
 from meshwright.huggingface.convert.bringing import bring
 from meshwright.huggingface.convert.taking import take
 from meshwright.launch.cli import main

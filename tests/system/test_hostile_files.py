@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.readers import blocks, lines_of_range, list_files
+from meshwright.data.prepare.readers import blocks, lines_of_range, list_files
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.tracking.jsonl import keep_until

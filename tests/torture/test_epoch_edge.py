@@ -13,8 +13,8 @@ import pytest
 from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
-from meshwright.data.prepare import prepare_files
-from meshwright.feeds import open_feeds
+from meshwright.data.feeds import open_feeds
+from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh

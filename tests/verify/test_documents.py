@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.records import Form
-from meshwright.feeds import open_feeds
+from meshwright.data.feeds import open_feeds
+from meshwright.data.prepare.records import Form
 from meshwright.launch.pool import RankPool
 from meshwright.verify import parse_layout, verify
 from tests.data.corpora import bytes_tokenizer, made, write_lines

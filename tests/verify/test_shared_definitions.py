@@ -12,9 +12,9 @@ import torch
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config.schema import Optimizer
+from meshwright.data.feeds import open_feeds
 from meshwright.data.indexed import write
 from meshwright.data.order import SampleOrder
-from meshwright.feeds import open_feeds
 from meshwright.model.build import build_model
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.verify import layout_config, parse_layout

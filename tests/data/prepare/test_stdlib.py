@@ -15,9 +15,10 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from meshwright.data import fingerprint as fingerprints
-from meshwright.data import sources, tokenizer
+from meshwright.data import tokenizer
 from meshwright.data.corpus import Corpus, unigram_entropy
-from meshwright.data.prepare import Summary, prepare_files
+from meshwright.data.prepare import sources
+from meshwright.data.prepare.stdlib import Summary, prepare_files
 from meshwright.errors import DataError
 
 VOCAB = 300
@@ -99,7 +100,7 @@ def test_killed_leaves_no_half_and_a_new_process_gives_the_same_bytes(
 ) -> None:
     """SIGKILL between the splits, in a process with another hash seed; then the whole in a third process."""
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom meshwright.data.prepare import prepare_files\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom meshwright.data.prepare.stdlib import prepare_files\n"
         "def say(line):\n"
         "    if line.startswith(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
         f"prepare_files([Path(sys.argv[1])], Path(sys.argv[2]), {VOCAB}, 0.2, say=say)\n"

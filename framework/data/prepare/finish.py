@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed, tokenizer_files
 from meshwright.data.fingerprint import Fingerprint, Prepared
-from meshwright.data.readers import InputFile, Kind
+from meshwright.data.prepare.readers import InputFile, Kind
+from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer_files import Known
-from meshwright.data.work_folder import SKIPPED_FILE, Request, WorkFolder
 from meshwright.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 22

@@ -20,12 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from meshwright.data import bulk, fingerprint, indexed, seal
-from meshwright.data.bulk import Progress
-from meshwright.data.records import Form
+from meshwright.data import fingerprint, indexed
+from meshwright.data.prepare import finish, preparation
+from meshwright.data.prepare.preparation import Progress
+from meshwright.data.prepare.records import Form
+from meshwright.data.prepare.work_folder import WorkFolder
+from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import split_of
-from meshwright.data.work_folder import WorkFolder
-from meshwright.data.workers import ordered_map
 from meshwright.errors import DataError
 from tests.data.corpora import END, bytes_tokenizer, contents, documents_in, made, write_lines
 
@@ -206,11 +207,11 @@ def test_killed_before_and_after_every_thing_that_is_written(
 
                     return wrapped
 
-                from meshwright.data import work_folder
+                from meshwright.data.prepare import work_folder
 
                 for owner, name in (
                     (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "_replace"), (WorkFolder, "remove"),
-                    (indexed, "write_index"), (seal.shutil, "copyfile"), (bulk, "publish"),
+                    (indexed, "write_index"), (finish.shutil, "copyfile"), (preparation, "publish"),
                 ):  # fmt: skip
                     setattr(owner, name, dies(getattr(owner, name)))
                 made(
@@ -285,11 +286,11 @@ def test_it_goes_on_and_does_not_begin_again(
         if len(seen) == 20:
             raise KeyboardInterrupt
 
-    options = bulk.Options(source, tokenizer, tmp_path / "corpus", num_workers=1, block_bytes=64)
+    options = preparation.Options(source, tokenizer, tmp_path / "corpus", num_workers=1, block_bytes=64)
     with pytest.raises(KeyboardInterrupt):
-        bulk.prepare(options, interrupt)
+        preparation.prepare(options, interrupt)
     later: list[Progress] = []
-    bulk.prepare(options, later.append)
+    preparation.prepare(options, later.append)
     assert later[0].resumed and later[0].documents >= seen[-1].documents > 0
     assert later[-1].source_bytes == later[-1].total_bytes
 
@@ -374,7 +375,9 @@ def test_what_nobody_has_read_yet_may_be_mended(tokenizer: Path, tmp_path: Path)
     write_lines(other, [{"text": "two"}])
     write_lines(third, [{"text": "three"}])
     seen: list[Progress] = []
-    bulk.prepare(bulk.Options([file, other, third], tokenizer, out, num_workers=1, validation_share=0.0), seen.append)
+    preparation.prepare(
+        preparation.Options([file, other, third], tokenizer, out, num_workers=1, validation_share=0.0), seen.append
+    )
     assert seen[0].resumed and documents_in(out) == {"train": ["one", "two", "three"]}
     fresh = made(tmp_path / "fresh", tokenizer, file, other, third)
     assert tokens_of(out) == tokens_of(fresh.out)
@@ -635,5 +638,5 @@ def test_two_at_once_are_not_let_in(tokenizer: Path, tmp_path: Path) -> None:
         process.join()
         refused.append(process.exitcode)
 
-    bulk.prepare(bulk.Options([file], tokenizer, tmp_path / "out", num_workers=1), second)
+    preparation.prepare(preparation.Options([file], tokenizer, tmp_path / "out", num_workers=1), second)
     assert set(refused) == {REFUSED}

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
-from meshwright.data import indexed, sources, tokenizer
+from meshwright.data import indexed, tokenizer
 from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.publish import OLD, publish
+from meshwright.data.prepare import sources
+from meshwright.data.prepare.publish import OLD, publish
 from meshwright.errors import DataError
 from meshwright.system.process import is_alive
 

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from meshwright.data.folders import files_below
+from meshwright.data.prepare.folders import files_below
 from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes, real_path
 

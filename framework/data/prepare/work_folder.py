@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.data.fingerprint import File
-from meshwright.data.publish import flush
-from meshwright.data.readers import BEGINNING, InputFile, Place
+from meshwright.data.prepare.publish import flush
+from meshwright.data.prepare.readers import BEGINNING, InputFile, Place
 from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
 from meshwright.system.bounded import read_bytes

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshwright.data.corpus import Corpus, unigram_entropy
-from meshwright.data.records import Form
+from meshwright.data.prepare.records import Form
 from meshwright.data.show import show, splits_of
 from meshwright.data.span_corruption import open_corpus
 from meshwright.errors import DataError

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from meshwright.data.readers import Block, InputFile, Kind, lines_of, lines_of_range, text_of
-from meshwright.data.records import Broken, Form, Piece, columns_of, decoded, pieces_of, values_of_line
+from meshwright.data.prepare.readers import Block, InputFile, Kind, lines_of, lines_of_range, text_of
+from meshwright.data.prepare.records import Broken, Form, Piece, columns_of, decoded, pieces_of, values_of_line
 from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"

@@ -21,16 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data import indexed, readers, tokenizer_files
-from meshwright.data.encode import Encoded, Encoder
+from meshwright.data import indexed, tokenizer_files
 from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.publish import publish
-from meshwright.data.readers import Block, InputFile, Kind, Place
-from meshwright.data.records import Form, columns_of
-from meshwright.data.seal import complete, seal
+from meshwright.data.prepare import readers
+from meshwright.data.prepare.encode import Encoded, Encoder
+from meshwright.data.prepare.finish import complete, seal
+from meshwright.data.prepare.publish import publish
+from meshwright.data.prepare.readers import Block, InputFile, Kind, Place
+from meshwright.data.prepare.records import Form, columns_of
+from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
+from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import SPLITS, split_of
-from meshwright.data.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
-from meshwright.data.workers import ordered_map
 from meshwright.errors import DataError
 
 COMMIT_EVERY_S = 2.0
