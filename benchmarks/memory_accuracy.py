@@ -98,7 +98,7 @@ class Case(NamedTuple):
         config = RunConfig.model_validate(
             {
                 "model": {
-                    "builder": f"models.{self.model}:build",
+                    "builder": f"meshwright.models.{self.model}:build",
                     "options": {**MODELS[self.model], "dropout": self.dropout},
                 },
                 "data": {

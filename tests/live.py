@@ -92,7 +92,7 @@ def larger(model: str, schedule: str = "1f1b", **parallel: Any) -> RunConfig:
     return resolve(
         RunConfig.model_validate(
             {
-                "model": {"builder": f"models.{model}:build", "options": options},
+                "model": {"builder": f"meshwright.models.{model}:build", "options": options},
                 "data": {"train": "in memory", "sequence_length": 48},
                 "batch": {"micro_batch_size": 2, "chunks": 4},
                 "parallel": {"bucket_bytes": 2**17, **parallel},

@@ -29,7 +29,7 @@ CALLS_BEFORE = 2
 PLAIN = (bool, int, float, str)
 OF_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 """Operations of whose argument only shape, dtype and device matter."""
-OWN = {"torch", "framework", "models"}
+OWN = {"torch", "meshwright"}
 BY_NAME = (
     "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
     "noise belongs into the samples"
@@ -87,7 +87,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``received``: tensors of the stage, which the layer is handed as they are; of others a copy.
         """
         self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
-        self._is_ours = type(layer).__module__.startswith("framework.")  # may keep what follows from its input alone
+        module = type(layer).__module__  # a layer of the framework may keep what follows from its input alone
+        self._is_ours = module.startswith("meshwright.") and not module.startswith("meshwright.models.")
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
         try:
             return self._watched(name, layer, value, {id(leaf) for leaf in received})

@@ -30,8 +30,8 @@ def test_the_code_reads_a_tensor_without_this_project(tmp_path: Path, fake: Any)
     code = block("python")
     assert len(code.strip().splitlines()) <= 12
     program = (
-        "import sys\nfor name in ('framework', 'launch', 'models'):\n    sys.modules[name] = None\n"
-        "try:\n    import framework\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n"
+        "import sys\nsys.modules['meshwright'] = None\n"
+        "try:\n    import meshwright\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n"
         f"{code}\nfrom safetensors.torch import save_file\nsave_file({{'whole': whole}}, sys.argv[3])\n"
     )
     for kind, name in [(Kind.WEIGHTS, "embedding.weight"), (Kind.EXP_AVG, "block0.mlp.down.weight")]:

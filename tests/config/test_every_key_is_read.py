@@ -147,7 +147,7 @@ def test_every_key_is_read() -> None:
         ("p, t = config.parallel, config.train\np.tp, t.steps", ["parallel.tp", "train.steps"]),
         ("from meshwright.config import Optimizer\ndef f(o: Optimizer | None): return o.eps", ["optimizer.eps"]),
         ("from meshwright.config.schema import Optimizer as O\ndef f(o: 'O'): return o.eps", ["optimizer.eps"]),
-        ("from framework import config\ndef f(o: config.Optimizer): return o.eps", ["optimizer.eps"]),
+        ("from meshwright import config\ndef f(o: config.Optimizer): return o.eps", ["optimizer.eps"]),
         ("from meshwright.config import RunConfig\ndef f(run: RunConfig): return run.run.name", ["run.name"]),
         (
             "from meshwright.config import Train\nclass A:\n  t: Train\n  def f(self): return self.t.steps",

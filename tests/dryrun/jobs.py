@@ -24,7 +24,7 @@ def configured(
         options |= {"num_kv_heads": 2, "ffn_size": 64}
     config = RunConfig.model_validate(
         {
-            "model": {"builder": f"models.{model}:build", "options": options},
+            "model": {"builder": f"meshwright.models.{model}:build", "options": options},
             "data": {"train": "in memory", "sequence_length": 16},
             "batch": {"micro_batch_size": 2, "chunks": chunks},
             "parallel": {"bucket_bytes": 2**15, **parallel},

@@ -52,7 +52,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
     options |= {"max_sequence_length": S, "dropout": dropout}
     if model == "llama":
         options["num_kv_heads"] = GROUPS[model]
-    config = config_of(f"models.{model}:build", options, S)
+    config = config_of(f"meshwright.models.{model}:build", options, S)
     config = layout_config(config, Layout(recompute=mode, micro_batch_size=B), B, "float32")
     if layers is not None:
         pipeline = config.pipeline.model_copy(update={"recompute_layers": layers})

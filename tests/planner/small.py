@@ -38,7 +38,7 @@ def config(
     builder: str = "meshwright.models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any
 ) -> RunConfig:
     """A model of two blocks, without a layout; options of a builder that is none of ours are all given."""
-    own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("models.") else {}
+    own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("meshwright.models.") else {}
     return bare(
         RunConfig.model_validate(
             {

@@ -87,7 +87,7 @@ def model_config(model: str, size: Size, **options: Any) -> RunConfig:
     else:
         own = {"hidden_size": 4 * size.heads, "num_heads": 2 * size.heads, "num_kv_heads": size.heads}
         own["ffn_size"] = 6 * size.heads
-    return config_of(f"models.{model}:build", common | own | options, size.sequence_length)
+    return config_of(f"meshwright.models.{model}:build", common | own | options, size.sequence_length)
 
 
 class References:

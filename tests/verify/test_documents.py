@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "corpus", "packing", "layout"), CASES)
 def test_layouts_agree(pool: RankPool, corpora: Path, model: str, corpus: str, packing: str, layout: str) -> None:
     options = {"vocab_size": 257, "hidden_size": 16, "num_heads": 4, **SIZES[model]}
-    config = config_of(f"models.{model}:build", options, LENGTH)
+    config = config_of(f"meshwright.models.{model}:build", options, LENGTH)
     data = {"train": str(corpora / corpus / "train"), "packing": packing, "document_boundaries": True}
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
     batch = open_feeds(config)[0].microbatch(0, 0, 1, 8, 1, 0)
