@@ -28,11 +28,11 @@ A checkpoint appears by one rename of a directory whose every byte has been fsyn
 afterwards. There is no "latest" pointer that could point at nothing: the newest directory that verifies is the latest.
 """
 
-from meshwright.checkpoint.behind import Attempt, Behind, to_host
+from meshwright.checkpoint.async_writer import Attempt, Behind, to_host
 from meshwright.checkpoint.compatible import compatible
-from meshwright.checkpoint.keep import prune
 from meshwright.checkpoint.manifest import Head, Kind, Manifest
 from meshwright.checkpoint.read import Candidate, Checkpoint, find, newest_valid, open_checkpoint
+from meshwright.checkpoint.retention import prune
 from meshwright.checkpoint.save import begin, publish
 from meshwright.checkpoint.shard import Piece, ShardReport, write_shard
 

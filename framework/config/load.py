@@ -1,9 +1,9 @@
 """A TOML file and overrides -> RunConfig, or one error that lists everything that is wrong with them.
 
-     file ---> given.py --+
+     file ---> overrides.py --+
                           +--> arrange ------------> validate ---------> rules ----------> RunConfig
-     --a.b=v -> given.py -+    unknown keys          types, bounds       between keys
-                               (keys.py, familiar)   (schema.py)         (rules.py)
+     --a.b=v -> overrides.py -+    unknown keys          types, bounds       between keys
+                               (keys.py, aliases)    (schema.py)         (rules.py)
 
 Each stage goes on with what the one before left sound, and all add to one list of problems.
 """

@@ -9,7 +9,7 @@ in ``framework/`` or ``launch/``, but not in ``framework/config/``, which only c
   (imported from ``meshwright.config``) or assigned from such an expression.
 
 Names count for a whole file. That is a little generous, and needs no flow analysis. One file of ``framework/config/``
-is a reader after all: ``world.py`` decides how many processes to start.
+is a reader after all: ``derived.py`` decides how many processes to start.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def readers() -> Iterator[Path]:
     for folder in ("framework", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             room = path.relative_to(ROOT).parts[1]
-            if room not in ("config", "verify") or path.name == "world.py":
+            if room not in ("config", "verify") or path.name == "derived.py":
                 yield path
 
 
