@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 OWN_PACKAGE = "meshwright"
 OWN_BUILDERS = ("meshwright.models.gpt2:build", "meshwright.models.llama:build", "meshwright.models.t5:build")
 """The builders of meshwright itself, which any file may name."""
