@@ -56,12 +56,13 @@ from torch.utils._pytree import tree_leaves
 
 import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import build_model
+from meshwright.parts import Parts
 from meshwright.step import take_step
 
 TIMEOUT_S = 1800.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
-from meshwright.checkpoint import Behind
 from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
 from meshwright.data.feeds import AnyFeed, Source, open_feeds
 from meshwright.data.samples import Feed, validation_steps
@@ -28,64 +27,14 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.optimizer.flat import FlatOptimizer, Shard
 from meshwright.optimizer.host_memory import HostMemory
-from meshwright.pipeline.executor import Executor, Microbatch, Result
+from meshwright.parts import Forward, Parts
+from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.recompute import Context, recompute_parts
-from meshwright.pipeline.running_stats import running_values
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss, cast_floats, cross_entropy
 from meshwright.seeding import Draw
-from meshwright.signals import StopRequest
-from meshwright.state import TrainState
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
-
-
-@dataclass
-class Forward:
-    """What one rank needs to run its stages forward: a model in use needs no more, and one that trains has it too."""
-
-    config: RunConfig
-    mesh: Mesh
-    blueprint: Blueprint
-    executor: Executor
-    data_s: float = field(default=0.0, kw_only=True)
-    """Seconds of the current step that went into reading samples."""
-
-
-@dataclass
-class Parts(Forward):
-    """One rank's parts."""
-
-    replicas: dict[int, Replica]
-    optimizer: FlatOptimizer
-    feed: Source
-    validation: Source | None
-    state: TrainState = field(default_factory=TrainState)
-    last: Result | None = None
-    """What the last step's row has brought: when each action ran."""
-    asked: StopRequest = field(default_factory=StopRequest)
-    """Looked at in each step: a request to one rank ends the run on all of them after it."""
-    behind: Behind = field(default_factory=Behind)
-    """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
-    files_lost: Callable[[], bool] = lambda: False
-    """Looked at in each step: the run's directory is no longer the one that it began in. See watch/run_files."""
-    restarts: int = 0
-    """How often the run had been started before."""
-    on_gradients: Callable[[Parts, float], None] | None = None
-    """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
-    in the buckets. For whoever wants to look: verify does."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return len(self.blueprint.model.layers)
-
-    def running(self) -> dict[str, Tensor]:
-        """The running buffers of my stages by name, as they are now; the same on every tp rank."""
-        found: dict[str, Tensor] = {}
-        for stage in self.executor.stages.values():
-            found |= running_values(stage.layers, self.blueprint.running)
-        return found
 
 
 def split_vocab_size(blueprint: Blueprint) -> int | None:

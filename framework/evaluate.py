@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from meshwright.blueprint import batch_numbers, draw_blueprint
-from meshwright.build import Forward
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
 from meshwright.data.corpus import IGNORE, Blend, Corpus
@@ -33,6 +32,7 @@ from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
 from meshwright.errors import ConfigError, DataError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.parts import Forward
 from meshwright.step import TotalLoss, total_loss
 from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright import checkpoint as checkpoints
-from meshwright.build import Parts
 from meshwright.checkpoint.compatible import SAMPLED
 from meshwright.checkpoint.files import Warn, to_stderr
 from meshwright.checkpoint.manifest import Manifest
@@ -19,6 +18,7 @@ from meshwright.data.samples import Feed
 from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
+from meshwright.parts import Parts
 from meshwright.state import restore
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import Forward, split_vocab_size
+from meshwright.build import split_vocab_size
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
 from meshwright.data.fingerprint import Fingerprint
@@ -32,6 +32,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.parts import Forward
 from meshwright.pipeline.executor import Microbatch
 from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from meshwright.seeding import derive

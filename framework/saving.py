@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.build import Parts
 from meshwright.checkpoint import Attempt, Head, Kind, ShardReport, begin, find, prune, to_host
 from meshwright.checkpoint.files import Warn, to_stderr
 from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
@@ -29,8 +28,9 @@ from meshwright.checkpoint.shard import DTYPES, file_name
 from meshwright.config import RunConfig
 from meshwright.data.feeds import Source
 from meshwright.errors import CheckpointError, ConfigError, RunFilesError
+from meshwright.parts import Parts, TrainState
 from meshwright.resume import data_fingerprint
-from meshwright.state import TrainState, named_weights, pieces
+from meshwright.state import named_weights, pieces
 from meshwright.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files
 
 LAST_TRIES = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,22 +32,6 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, Weight]]:
     for name in blueprint.running:
         buffer = layers.get_buffer(name)
         yield name, Weight(tuple(buffer.shape), buffer.dtype, False)
-
-
-@dataclass
-class TrainState:
-    """Where a run stands: all that a layout-free resume needs besides the tensors."""
-
-    step: int = 0
-    """Steps taken, skipped ones included."""
-    optimizer_steps: int = 0
-    """Steps that have changed the weights."""
-    skipped_in_a_row: int = 0
-    """The last so many steps were skipped."""
-    samples_seen: int = 0
-    """The data cursor: the global index of the next sample."""
-    tokens_seen: int = 0
-    """Labels that counted, summed over all steps."""
 
 
 def flat_pieces(kind: Kind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:

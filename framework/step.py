@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import batch_numbers
-from meshwright.build import Forward, Parts, StepFeed, validation_batches
+from meshwright.build import StepFeed, validation_batches
 from meshwright.data.feeds import Source
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.parts import Forward, Parts
 from meshwright.pipeline.executor import Result
 from meshwright.watch.nonfinite import refuse
 

@@ -30,8 +30,8 @@ from meshwright.system.bounded import read_bytes
 from meshwright.tracking.tracker import quietly, warn_on_stderr
 
 if TYPE_CHECKING:
-    from meshwright.build import Parts
     from meshwright.mesh.mesh import Mesh
+    from meshwright.parts import Parts
 
 BARRIERS = 9
 """Between machines; on one machine a single one, so that all ranks begin together."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright import trace
 from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.checkpoint import find
 from meshwright.checkpoint.files import to_stderr
 from meshwright.checkpoint.space import check_space, checkpoint_bytes
@@ -29,6 +29,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.optimizer.flat import states_of
+from meshwright.parts import Parts
 from meshwright.resume import corpus_times, resume
 from meshwright.saving import Saver, check_manifest
 from meshwright.state import saved_weights

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
-from meshwright.build import Forward, compare_digests, make_stage, pick_loss, tell_draw
+from meshwright.build import compare_digests, make_stage, pick_loss, tell_draw
 from meshwright.checkpoint import Checkpoint, Kind, find, open_checkpoint
 from meshwright.checkpoint.files import to_stderr
 from meshwright.config import RunConfig, change, parse, read_resolved
@@ -25,6 +25,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.parameters import ParameterInfo
+from meshwright.parts import Forward
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss

@@ -49,6 +49,7 @@ JOINING = [
     "blueprint",
     "balance",
     "build",
+    "parts",
     "trained",
     "state",
     "step",

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import Parts, StepFeed, build
+from meshwright.build import StepFeed, build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.dryrun.notes import Category, Rehearsal, told
@@ -32,6 +32,7 @@ from meshwright.dryrun.recorder import NotedActivity, Recorder
 from meshwright.mesh.comm import Group
 from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
+from meshwright.parts import Parts
 from meshwright.pipeline.executor import Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import Example

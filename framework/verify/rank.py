@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.checkpoint import Kind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
@@ -20,6 +20,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
+from meshwright.parts import Parts
 from meshwright.state import flat_pieces
 from meshwright.step import take_step, total_loss
 from meshwright.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample

@@ -29,7 +29,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.watch.places import numbers, ranks_at
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.build import Parts
+    from meshwright.parts import Parts
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMED = 4

@@ -35,7 +35,8 @@ from meshwright.watch.places import ranks_at
 from meshwright.watch.second_look import look_again, losses, positions_of
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.build import Parts, StepFeed
+    from meshwright.build import StepFeed
+    from meshwright.parts import Parts
 
 
 def remains(parts: Parts, feed: StepFeed, result: Result) -> list[Evidence]:

@@ -21,7 +21,8 @@ from meshwright.schedule.action import Kind
 from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.build import Parts, StepFeed
+    from meshwright.build import StepFeed
+    from meshwright.parts import Parts
 
 
 def positions_of(stage: Stage) -> dict[int, int]:

@@ -183,7 +183,9 @@ def save_and_die(run: Path, fake: Any, step: int, last_line: int | None) -> int:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if not any(place in frame.f_code.co_filename for place in ("/framework/checkpoint/", "/framework/system/durable.py")):
+        if not any(
+            place in frame.f_code.co_filename for place in ("/framework/checkpoint/", "/framework/system/durable.py")
+        ):
             return None
         if event == "line":
             lines += 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.checkpoint import Kind
 from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError
@@ -22,6 +22,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.host_memory import HostMemory
+from meshwright.parts import Parts
 from meshwright.state import pieces
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout

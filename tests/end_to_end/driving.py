@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import batch_numbers
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.checkpoint import Kind, find, open_checkpoint
 from meshwright.config import RunConfig, resolve
 from meshwright.data.feeds import open_feeds
@@ -23,6 +23,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
+from meshwright.parts import Parts
 from meshwright.resume import resume
 from meshwright.saving import Saver
 from meshwright.step import take_step

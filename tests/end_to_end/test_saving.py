@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.parts import Parts
 from meshwright.saving import Saver
 from meshwright.step import take_step
 from meshwright.train import run_directory

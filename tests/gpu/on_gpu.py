@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts, StepFeed, build
+from meshwright.build import StepFeed, build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
+from meshwright.parts import Parts
 from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.analysis.simulate import Span
 from meshwright.seeding import Draw, SeededDropout

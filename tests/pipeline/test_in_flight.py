@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.config import parse
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.parts import Parts
 from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis.simulate import peak_activations

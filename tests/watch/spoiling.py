@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts, build
+from meshwright.build import build
 from meshwright.config import RunConfig, parse
 from meshwright.errors import NonFiniteError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.run import open_feed

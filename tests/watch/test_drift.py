@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import meshwright.train
-from meshwright.build import Parts
 from meshwright.config import RunConfig, parse
 from meshwright.errors import DriftError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh
+from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.watch.drift import WORDS, bits, check_drift, unlike
 from tests.watch.spoiling import LIMIT_S, checkpoints_in, config_for, opened, parts_for, quiet, size_of
