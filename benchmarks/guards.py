@@ -50,7 +50,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.saving import Saver
+from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright.system.process import end_process
 from meshwright.watch.drift import check_drift

@@ -15,8 +15,8 @@ from meshwright.blueprint import Blueprint
 from meshwright.model.meter import reference
 from meshwright.pipeline.costs import LayerCost, weights
 from meshwright.pipeline.partition import partition
+from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis.simulate import Costs, simulate
-from meshwright.summary import columns, memory
 from meshwright.tracking.console import count
 
 BALANCES = ("layers", "parameters", "time")

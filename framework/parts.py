@@ -16,7 +16,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor, Result
 from meshwright.pipeline.running_stats import running_values
-from meshwright.signals import StopRequest
+from meshwright.system.signals import StopRequest
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Parts(Forward):
     behind: Behind = field(default_factory=Behind)
     """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
     files_lost: Callable[[], bool] = lambda: False
-    """Looked at in each step: the run's directory is no longer the one that it began in. See watch/run_files."""
+    """Looked at in each step: the run's directory is no longer the one that it began in. See run/files."""
     restarts: int = 0
     """How often the run had been started before."""
     on_gradients: Callable[[Parts, float], None] | None = None

@@ -44,9 +44,9 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo
+from meshwright.run.lock import RunLock
+from meshwright.run.trust import check_trusted, same_builders
 from meshwright.system.bounded import real_path
-from meshwright.trust import check_trusted, same_builders
-from meshwright.watch.lock import RunLock
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that say how a run is laid out, or where it is kept, and not what it is."""
@@ -124,7 +124,8 @@ class Held(NamedTuple):
 
 
 def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[Held]:
-    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of :func:`meshwright.state.pieces`.
+    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of
+    :func:`meshwright.run.tensors.pieces`.
 
     ``blueprint``: drawn for this tp rank. ``is_fresh``: an imported model, weights alone.
     """

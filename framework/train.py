@@ -30,11 +30,15 @@ from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
-from meshwright.resume import corpus_times, resume
-from meshwright.saving import Saver, check_manifest
-from meshwright.state import saved_weights
+from meshwright.run.files import RunFiles, check_run_files
+from meshwright.run.lock import alone_in
+from meshwright.run.peaks import note_peaks
+from meshwright.run.resume import corpus_times, resume
+from meshwright.run.saving import Saver, check_manifest
+from meshwright.run.starts import note_start
+from meshwright.run.summary import WIDTH, summarise
+from meshwright.run.tensors import saved_weights
 from meshwright.step import StepStats, take_step, validate
-from meshwright.summary import WIDTH, summarise
 from meshwright.system.durable import make_directory_synced
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say as speak
@@ -45,11 +49,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.tracking.wandb import WandbMode
 from meshwright.watch.drift import check_drift
 from meshwright.watch.hang import LATER_S, Watchdog
-from meshwright.watch.lock import alone_in
 from meshwright.watch.nodes import check_nodes
-from meshwright.watch.peaks import note_peaks
-from meshwright.watch.run_files import RunFiles, check_run_files
-from meshwright.watch.starts import note_start
 from meshwright.watch.stragglers import Straggler, Stragglers
 
 

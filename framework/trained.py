@@ -29,9 +29,9 @@ from meshwright.parts import Forward
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
-from meshwright.resume import newest_sound
-from meshwright.runs import RESOLVED, find_run, is_checkpoint
-from meshwright.trust import check_trusted, same_builders
+from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
+from meshwright.run.resume import newest_sound
+from meshwright.run.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
 """Sections that say how the work is laid out, and not what it is."""

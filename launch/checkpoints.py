@@ -13,8 +13,8 @@ from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.checkpoint.manifest import MANIFEST, Entry
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError
-from meshwright.summary import columns, memory
-from meshwright.trust import foreign_builders
+from meshwright.run.summary import columns, memory
+from meshwright.run.trust import foreign_builders
 
 if TYPE_CHECKING:
     from meshwright.reshard import Resharded

@@ -14,7 +14,7 @@ from meshwright.huggingface.convert.taking import Taken, take
 from meshwright.huggingface.restructure.back import SCHEME, Exported, export
 from meshwright.huggingface.writing import SHARD_BYTES
 from meshwright.launch.checkpoints import pick, size_of
-from meshwright.summary import columns, memory
+from meshwright.run.summary import columns, memory
 from meshwright.terminal.output import tell
 from meshwright.tracking.console import duration
 

@@ -28,7 +28,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.config import default_world_size
     from meshwright.launch import local, restarts
     from meshwright.launch.environment import Launcher
-    from meshwright.watch.lock import RunLock
+    from meshwright.run.lock import RunLock
 
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
@@ -153,7 +153,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
-    from meshwright.runs import find_run, is_checkpoint
+    from meshwright.run.directory import find_run, is_checkpoint
     from meshwright.system.outputs import check_place
 
     if not is_checkpoint(options.place):
@@ -174,7 +174,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
-    from meshwright.runs import find_run, is_checkpoint
+    from meshwright.run.directory import find_run, is_checkpoint
     from meshwright.system.outputs import check_place
 
     if not is_checkpoint(options.place):

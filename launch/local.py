@@ -39,8 +39,8 @@ from meshwright.launch.failure import RankFailed, describe, read_notes, told
 from meshwright.launch.forking import PRELOADED
 from meshwright.launch.leftovers import own_directory, remove_leftovers
 from meshwright.launch.rank import Place, Work, run_rank, set_threads
-from meshwright.signals import SIGNALS, ignored
 from meshwright.system.process import end_process
+from meshwright.system.signals import SIGNALS, ignored
 
 LOOPBACK = "127.0.0.1"
 MOST_RANKS = 1024

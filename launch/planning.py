@@ -23,7 +23,7 @@ from meshwright.planner.plan_text import chosen_config, describe
 from meshwright.planner.profile import Practice
 from meshwright.planner.search import BEST, Plan, usable_bytes
 from meshwright.planner.sketch import Workbench
-from meshwright.summary import memory
+from meshwright.run.summary import memory
 from meshwright.system.outputs import check_place, write_out
 from meshwright.terminal.output import put
 

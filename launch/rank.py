@@ -23,8 +23,8 @@ from meshwright.config import RunConfig
 from meshwright.errors import Preempted
 from meshwright.launch.failure import LOG_HEAD, Failure, describe, write_down
 from meshwright.launch.forking import die_with, loopback
-from meshwright.signals import LISTENING, SIGNALS
 from meshwright.system.process import GiveUp, leave
+from meshwright.system.signals import LISTENING, SIGNALS
 from meshwright.terminal.output import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
@@ -69,7 +69,7 @@ def run_rank(
 ) -> None:
     """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # DFL until it listens (meshwright.signals)
+    for each in SIGNALS:  # DFL until it listens (meshwright.system.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the server that it was forked from blocks all
     os.environ[LISTENING] = str(Path(notes) / "listening")

@@ -27,10 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": GROUND,
     "parameters": GROUND,
     "seeding": GROUND,
-    "trust": GROUND | {"config", "runs"},
     "model": GROUND | {"config", "parameters", "seeding"},
-    "runs": GROUND,
-    "signals": set(),
     "foreign": GROUND | {"config"},
     "mesh": GROUND,
     "schedule": GROUND | {"config"},
@@ -51,13 +48,10 @@ JOINING = [
     "build",
     "parts",
     "trained",
-    "state",
     "step",
     "watch",
-    "resume",
-    "saving",
+    "run",
     "reshard",
-    "summary",
     "throughput",
     "trace",
     "train",
@@ -77,7 +71,13 @@ ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "hugging
 
 PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "meshwright.pipeline.partition")
 """No torch: planning runs on any machine. meshwright.errors and meshwright.config too, for the command line's sake."""
-PURE += ("meshwright.errors", "meshwright.config", "meshwright.foreign", "meshwright.schedule.load", "meshwright.runs")
+PURE += (
+    "meshwright.errors",
+    "meshwright.config",
+    "meshwright.foreign",
+    "meshwright.schedule.load",
+    "meshwright.run.directory",
+)
 PURE += ("meshwright.system", "meshwright.terminal")
 PURE += ("meshwright.mesh.activity", "meshwright.watch.heartbeat", "meshwright.watch.blame", "meshwright.launch.status")
 
@@ -281,7 +281,7 @@ def test_no_import_cycles_between_rooms() -> None:
         ("meshwright.tensor_parallel", "from ..pipeline import stage", "tensor_parallel may import"),
         ("meshwright.checkpoint.save", "from meshwright.data_parallel.buckets import Bucket", "checkpoint may import"),
         ("meshwright.data.samples", "from meshwright.build import Parts", "data may import"),
-        ("meshwright.resume", "from meshwright.train import work", "train is on top"),
+        ("meshwright.run.resume", "from meshwright.train import work", "train is on top"),
         ("meshwright.data.samples", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
         ("meshwright.launch.cli", "import megatron.core", "only meshwright.tensor"),
         (

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.doctor.facts import Facts
 from meshwright.doctor.judge import Finding, gbit
 from meshwright.doctor.links import Link, Sum, by_node
-from meshwright.summary import columns, memory
+from meshwright.run.summary import columns, memory
 
 MUCH_LATENCY = 0.05
 """Of the time of a message: what buckets should be large enough for."""

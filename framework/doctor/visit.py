@@ -17,9 +17,9 @@ from meshwright.errors import CommunicationError, ConfigError, UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
 from meshwright.mesh.rendezvous import NotAllCame, meet, needs_meeting
-from meshwright.signals import SIGNALS
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import GiveUp, end_process
+from meshwright.system.signals import SIGNALS
 from meshwright.terminal.output import put
 
 LIMIT_S = 120.0

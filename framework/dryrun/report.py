@@ -11,9 +11,9 @@ from meshwright.blueprint import batch_numbers
 from meshwright.dryrun.agree import Disagreement, axis_of
 from meshwright.dryrun.job import Job
 from meshwright.dryrun.notes import Category, Rehearsal
+from meshwright.run.summary import columns, memory
 from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, simulate
-from meshwright.summary import columns, memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,10 +20,10 @@ from meshwright.planner.profile import LayerProfile, Said
 from meshwright.planner.rates import MEASURED, ON_CORES, Habits, Reached, Wire, wire_of, work_s
 from meshwright.planner.sketch import Sketch
 from meshwright.planner.tape import Kind, Work
+from meshwright.run.summary import Elements
 from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
 from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, pace, simulate
-from meshwright.summary import Elements
 
 
 class StageTime(NamedTuple):

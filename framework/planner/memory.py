@@ -1,6 +1,6 @@
 """What a rank holds at its highest point, by category: layer profiles put together along its row of the schedule.
 
-at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.summary counts them
+at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.run.summary counts them
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
               messages       what has been received for an action to come, what is being sent
               temporaries    the highest point of the action that is running, sums over replicas under way
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
 from meshwright.optimizer.eight_bit import table_bytes
 from meshwright.planner.profile import LayerProfile
+from meshwright.run.summary import Elements, held_at_rest
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
-from meshwright.summary import Elements, held_at_rest
 
 
 class Point(NamedTuple):

@@ -13,7 +13,7 @@ from meshwright.planner.plan_text import CATEGORIES
 from meshwright.planner.search import Plan, tokens_per_second, usable_bytes
 from meshwright.planner.sketch import Workbench
 from meshwright.planner.words import duration, sanity, strategy, why
-from meshwright.summary import memory
+from meshwright.run.summary import memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MOST_DRAWN = 4096

@@ -11,8 +11,8 @@ from meshwright.mesh.view import draw
 from meshwright.planner.search import HEADROOM_SHARE, Found, Plan, tokens_per_second, usable_bytes
 from meshwright.planner.sketch import Workbench
 from meshwright.planner.words import sanity, strategy, why
+from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis.draw import text as schedule_text
-from meshwright.summary import columns, memory
 
 MOST_RULES = 14
 WIDTH = 110

@@ -17,11 +17,11 @@ from meshwright.planner.cost import stages_by_rank, step_time
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.rates import Habits, Reached
 from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.run.summary import held_at_rest
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.summary import held_at_rest
 
 SHORT = 8
 """Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""

@@ -25,8 +25,8 @@ from meshwright.planner.memory import GLOO, NCCL, RankMemory, Transport
 from meshwright.planner.quick import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
 from meshwright.planner.rates import Habits, Reached
 from meshwright.planner.sketch import Sketch, Workbench
+from meshwright.run.summary import memory as text_of_bytes
 from meshwright.schedule.action import Schedule
-from meshwright.summary import memory as text_of_bytes
 
 HEADROOM_SHARE = 0.08
 """Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""

@@ -27,9 +27,9 @@ from meshwright.pipeline.outline import outline_of
 from meshwright.pipeline.values import Example, Loss, cross_entropy
 from meshwright.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
 from meshwright.planner.profile import LayerProfile, Practice, paper_group, profile_layers
+from meshwright.run.summary import Elements
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
-from meshwright.summary import Elements
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.planner.search import Found, Plan, usable_bytes
 from meshwright.planner.sketch import Workbench
-from meshwright.summary import memory
+from meshwright.run.summary import memory
 
 ALIKE_SHARE = 1e-4
 """Of a step's time."""

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 from meshwright.config import RunConfig, parse
 from meshwright.data import fingerprint
 from meshwright.errors import ConfigError, DataError, UserError
-from meshwright.runs import RESOLVED, find_run
+from meshwright.run.directory import RESOLVED, find_run
+from meshwright.run.peaks import Peaks, read_peaks
+from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import (
     MAX_MANIFEST_BYTES,
     MIB,
@@ -35,9 +37,7 @@ from meshwright.trace import read as read_trace
 from meshwright.tracking.jsonl import AGAIN, FILE_NAME
 from meshwright.tracking.record import StepRecord, from_json
 from meshwright.watch.heartbeat import STATUS, read_status
-from meshwright.watch.peaks import Peaks, read_peaks
 from meshwright.watch.standing import standing
-from meshwright.watch.starts import PLACEMENT, STARTS
 
 MOST_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB

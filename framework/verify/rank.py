@@ -21,7 +21,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
-from meshwright.state import flat_pieces
+from meshwright.run.tensors import flat_pieces
 from meshwright.step import take_step, total_loss
 from meshwright.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
 from meshwright.verify.reference import Findings, checksum, validated_after, widened

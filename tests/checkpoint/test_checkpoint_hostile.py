@@ -22,7 +22,7 @@ import torch
 
 from meshwright.checkpoint import Kind, Manifest, find, newest_valid, open_checkpoint, prune
 from meshwright.errors import CheckpointError
-from meshwright.resume import saved_count
+from meshwright.run.resume import saved_count
 
 pytestmark = pytest.mark.fault(row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run")
 

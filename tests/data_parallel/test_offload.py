@@ -23,7 +23,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.host_memory import HostMemory
 from meshwright.parts import Parts
-from meshwright.state import pieces
+from meshwright.run.tensors import pieces
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.run import open_feed

@@ -24,8 +24,8 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
-from meshwright.resume import resume
-from meshwright.saving import Saver
+from meshwright.run.resume import resume
+from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright.train import run_directory, work
 

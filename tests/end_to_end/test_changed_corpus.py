@@ -20,8 +20,8 @@ from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
+from meshwright.run.starts import note_start
 from meshwright.train import run_directory, work
-from meshwright.watch.starts import note_start
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
 

@@ -16,7 +16,7 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
-from meshwright.state import saved_weights
+from meshwright.run.tensors import saved_weights
 from meshwright.train import check, run_directory
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 

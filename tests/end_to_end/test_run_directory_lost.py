@@ -21,8 +21,8 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig, parse
 from meshwright.errors import UserError
 from meshwright.launch.pool import RankPool
+from meshwright.run.lock import FILE, RunLock
 from meshwright.train import run_directory, work
-from meshwright.watch.lock import FILE, RunLock
 from tests.end_to_end.driving import (
     LATER,
     changed,

@@ -22,7 +22,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import Parts
-from meshwright.saving import Saver
+from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright.train import run_directory
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors

@@ -21,8 +21,8 @@ from meshwright.errors import Preempted
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.signals import SIGNALS, StopRequest
 from meshwright.step import take_step
+from meshwright.system.signals import SIGNALS, StopRequest
 from meshwright.train import run_directory, work
 from tests.end_to_end.driving import (
     differing,

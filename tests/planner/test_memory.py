@@ -9,10 +9,10 @@ from meshwright.launch.pool import RankPool
 from meshwright.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
 from meshwright.planner.profile import LayerProfile, Leaf, Practice
 from meshwright.planner.sketch import predicted_peaks
+from meshwright.run.summary import Elements, held_at_rest
 from meshwright.schedule.action import Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
-from meshwright.summary import Elements, held_at_rest
 from tests.live import RUNS, measured
 from tests.planner.small import config
 

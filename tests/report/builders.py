@@ -11,14 +11,14 @@ from typing import Any
 
 from meshwright.config import RunConfig, keep, resolve
 from meshwright.mesh.grid import Grid
+from meshwright.run.peaks import PEAKS, Peaks
+from meshwright.run.starts import note_start
 from meshwright.schedule.action import format_schedule
 from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.load import draw_schedule
 from meshwright.trace import Trace
 from meshwright.trace import write as write_trace
 from meshwright.tracking.record import StepRecord, to_json
-from meshwright.watch.peaks import PEAKS, Peaks
-from meshwright.watch.starts import note_start
 
 Change = Callable[[int], dict[str, Any]]
 

@@ -15,8 +15,8 @@ import pytest
 from meshwright.data.prepare.readers import blocks, lines_of_range, list_files
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
+from meshwright.run.files import check_run_files
 from meshwright.tracking.jsonl import keep_until
-from meshwright.watch.run_files import check_run_files
 from tests.report.builders import make_run
 
 DEEP = 100_000

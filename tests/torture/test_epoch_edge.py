@@ -18,7 +18,7 @@ from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.resume import resume
+from meshwright.run.resume import resume
 from meshwright.step import take_step
 from meshwright.train import run_directory
 from tests.end_to_end.driving import Recording, layout, run_config, save, size

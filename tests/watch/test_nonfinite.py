@@ -17,7 +17,7 @@ from meshwright.errors import NonFiniteError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh
-from meshwright.resume import resume
+from meshwright.run.resume import resume
 from meshwright.step import take_step
 from meshwright.tracking.record import from_json, to_json
 from meshwright.watch.evidence import Evidence, Of, broken, cause

@@ -19,7 +19,7 @@ from meshwright.config import RunConfig, load
 from meshwright.config.functions import OWN_BUILDERS, current_name, find_source, is_own_builder
 from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
-from meshwright.runs import is_checkpoint, is_run
+from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 

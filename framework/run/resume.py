@@ -19,7 +19,7 @@ from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Parts
-from meshwright.state import restore
+from meshwright.run.tensors import restore
 
 
 def data_fingerprint(feed: Source) -> dict[str, str]:

@@ -22,14 +22,14 @@ from typing import NamedTuple
 from meshwright.checkpoint.files import Warn
 from meshwright.checkpoint.read import find
 from meshwright.errors import ConfigError, LockError
-from meshwright.runs import RESOLVED
+from meshwright.run.directory import RESOLVED
+from meshwright.run.lock import FILE, RunLock
+from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.system.durable import make_directory_synced, replace_synced, sync_directory, sync_file
 from meshwright.tracking.build import METRICS_FILE
 from meshwright.tracking.jsonl import AGAIN
 from meshwright.watch.heartbeat import STATUS
-from meshwright.watch.lock import FILE, RunLock
-from meshwright.watch.starts import PLACEMENT, STARTS
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LockError
-from meshwright.watch import lock
-from meshwright.watch.lock import FILE, RunLock
+from meshwright.run import lock
+from meshwright.run.lock import FILE, RunLock
 
 
 @pytest.fixture(autouse=True)

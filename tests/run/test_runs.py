@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.runs import find_run, runs_in
+from meshwright.run.directory import find_run, runs_in
 
 
 @pytest.fixture

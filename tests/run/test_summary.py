@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.summary import memory, rank_shares, summarise
+from meshwright.run.summary import memory, rank_shares, summarise
 from meshwright.verify import layout_config, parse_layout
 from tests.verify.cases import config_of
 

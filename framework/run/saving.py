@@ -29,9 +29,9 @@ from meshwright.config import RunConfig
 from meshwright.data.feeds import Source
 from meshwright.errors import CheckpointError, ConfigError, RunFilesError
 from meshwright.parts import Parts, TrainState
-from meshwright.resume import data_fingerprint
-from meshwright.state import named_weights, pieces
-from meshwright.watch.run_files import Recovery, RunFiles, reopen_outputs, sync_run_files
+from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
+from meshwright.run.resume import data_fingerprint
+from meshwright.run.tensors import named_weights, pieces
 
 LAST_TRIES = 3
 """How often a directory that is lost at the end of a run is made again."""

@@ -16,10 +16,10 @@ import pytest
 from meshwright.config.keys import KEYS
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.cli import main
-from meshwright.trust import CODE_KEYS
-from tests.untrusted.planted import CANARY, MODULE, payloads, planted
+from meshwright.run.trust import CODE_KEYS
+from tests.run.untrusted.planted import CANARY, MODULE, payloads, planted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOUCH = {"builder": "os:system", "options": {"command": f"touch {CANARY}"}}
 BUILDERS: dict[str, dict[str, Any]] = {
     "os": TOUCH,
