@@ -54,7 +54,7 @@ from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright.system.process import end_process
 from meshwright.watch.drift import check_drift
-from meshwright.watch.hang import Watchdog
+from meshwright.watch.hang.watchdog import Watchdog
 
 BAR, SAVE_BAR = 1.02, 0.10
 ALONE_S = 20.0

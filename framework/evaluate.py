@@ -41,7 +41,7 @@ from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
 from meshwright.trained import Place, open_trained
-from meshwright.watch.hang import LATER_S
+from meshwright.watch.hang.watchdog import LATER_S
 
 SAY_EVERY_S = 10.0
 """Between two words of how far an evaluation has come."""

@@ -40,7 +40,7 @@ from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say
 from meshwright.trained import Place, config_for, locate, open_trained
-from meshwright.watch.hang import LATER_S
+from meshwright.watch.hang.watchdog import LATER_S
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""

@@ -17,7 +17,7 @@ from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import Forward, Parts
 from meshwright.pipeline.executor import Result
-from meshwright.watch.nonfinite import refuse
+from meshwright.watch.nonfinite.guard import refuse
 
 
 class StepStats(NamedTuple):
@@ -46,7 +46,7 @@ def take_step(parts: Parts) -> StepStats:
     """One optimizer step on the next global batch.
 
     Raises:
-        NonFiniteError: on every rank; see :mod:`meshwright.watch.nonfinite`.
+        NonFiniteError: on every rank; see :mod:`meshwright.watch.nonfinite.guard`.
     """
     found: list[StepStats] = []
     parts.data_s = 0.0

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright import trace
 from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
 from meshwright.build import build
 from meshwright.checkpoint import find
@@ -42,13 +41,14 @@ from meshwright.step import StepStats, take_step, validate
 from meshwright.system.durable import make_directory_synced
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say as speak
-from meshwright.throughput import peak_flops
 from meshwright.tracking.build import build_tracker
 from meshwright.tracking.record import StepRecord
+from meshwright.tracking.throughput import peak_flops
 from meshwright.tracking.tracker import Tracker
 from meshwright.tracking.wandb import WandbMode
+from meshwright.watch import trace
 from meshwright.watch.drift import check_drift
-from meshwright.watch.hang import LATER_S, Watchdog
+from meshwright.watch.hang.watchdog import LATER_S, Watchdog
 from meshwright.watch.nodes import check_nodes
 from meshwright.watch.stragglers import Straggler, Stragglers
 

@@ -17,7 +17,7 @@ from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.outputs import write_out, writing
 from meshwright.terminal.output import put
-from meshwright.trace import newest, read
+from meshwright.watch.trace import newest, read
 
 WIDTH = 100
 

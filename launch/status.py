@@ -13,9 +13,9 @@ from meshwright.mesh.grid import Grid
 from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
-from meshwright.watch.blame import lines, seconds
-from meshwright.watch.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
-from meshwright.watch.standing import standing
+from meshwright.watch.hang.diagnosis import lines, seconds
+from meshwright.watch.hang.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
+from meshwright.watch.hang.status import standing
 
 LAST_STEPS = 20
 """Steps that the time per step is the median of."""

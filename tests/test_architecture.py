@@ -52,8 +52,6 @@ JOINING = [
     "watch",
     "run",
     "reshard",
-    "throughput",
-    "trace",
     "train",
     "verify",
     "sample",
@@ -79,7 +77,12 @@ PURE += (
     "meshwright.run.directory",
 )
 PURE += ("meshwright.system", "meshwright.terminal")
-PURE += ("meshwright.mesh.activity", "meshwright.watch.heartbeat", "meshwright.watch.blame", "meshwright.launch.status")
+PURE += (
+    "meshwright.mesh.activity",
+    "meshwright.watch.hang.heartbeat",
+    "meshwright.watch.hang.diagnosis",
+    "meshwright.launch.status",
+)
 
 FSDP_DOOR = "meshwright.data_parallel.fully_sharded"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""

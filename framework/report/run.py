@@ -32,12 +32,12 @@ from meshwright.system.bounded import (
     read_text,
     real_path,
 )
-from meshwright.trace import Measured, newest
-from meshwright.trace import read as read_trace
 from meshwright.tracking.jsonl import AGAIN, FILE_NAME
 from meshwright.tracking.record import StepRecord, from_json
-from meshwright.watch.heartbeat import STATUS, read_status
-from meshwright.watch.standing import standing
+from meshwright.watch.hang.heartbeat import STATUS, read_status
+from meshwright.watch.hang.status import standing
+from meshwright.watch.trace import Measured, newest
+from meshwright.watch.trace import read as read_trace
 
 MOST_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB

@@ -29,7 +29,7 @@ from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.system.durable import make_directory_synced, replace_synced, sync_directory, sync_file
 from meshwright.tracking.build import METRICS_FILE
 from meshwright.tracking.jsonl import AGAIN
-from meshwright.watch.heartbeat import STATUS
+from meshwright.watch.hang.heartbeat import STATUS
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""

@@ -26,7 +26,7 @@ from meshwright.data_parallel.sharding import Sharded, Tie, kind_of
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
-from meshwright.watch.places import numbers, ranks_at
+from meshwright.watch.ranks import numbers, ranks_at
 
 if TYPE_CHECKING:  # the parts hold what is in this room
     from meshwright.parts import Parts

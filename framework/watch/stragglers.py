@@ -23,8 +23,8 @@ from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import Result
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Timeline
-from meshwright.trace import Seen, on_one_clock
 from meshwright.tracking.tracker import quietly, warn_on_stderr
+from meshwright.watch.trace import Seen, on_one_clock
 
 SHARE = 0.1
 """Of a step: what holds the others up for less is not named."""

@@ -12,8 +12,8 @@ from meshwright.config import RunConfig
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.schedule.analysis.account import account
-from meshwright.trace import read
 from meshwright.train import run_directory
+from meshwright.watch.trace import read
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

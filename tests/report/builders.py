@@ -16,9 +16,9 @@ from meshwright.run.starts import note_start
 from meshwright.schedule.action import format_schedule
 from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.load import draw_schedule
-from meshwright.trace import Trace
-from meshwright.trace import write as write_trace
 from meshwright.tracking.record import StepRecord, to_json
+from meshwright.watch.trace import Trace
+from meshwright.watch.trace import write as write_trace
 
 Change = Callable[[int], dict[str, Any]]
 

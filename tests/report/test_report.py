@@ -23,7 +23,7 @@ from meshwright.report.page import MOST_ROWS, differences, memory_of, page, whol
 from meshwright.report.run import read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
-from meshwright.watch.heartbeat import Status
+from meshwright.watch.hang.heartbeat import Status
 from tests.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[2]

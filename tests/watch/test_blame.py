@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
-from meshwright.watch.blame import MOST_LINES, judge, lines
-from meshwright.watch.heartbeat import STATUS, Heartbeat, Seen, Waited, does, in_words, read_status
+from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
+from meshwright.watch.hang.heartbeat import STATUS, Heartbeat, Seen, Waited, does, in_words, read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"

@@ -16,8 +16,8 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
 from meshwright.train import run_directory
-from meshwright.watch.hang import LATER_S
-from meshwright.watch.heartbeat import Status, read_status
+from meshwright.watch.hang.heartbeat import Status, read_status
+from meshwright.watch.hang.watchdog import LATER_S
 from tests.end_to_end.driving import GPT2, layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 from tests.watch.hanging import ALONE, BEGAN

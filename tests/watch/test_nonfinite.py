@@ -20,8 +20,8 @@ from meshwright.mesh.mesh import close_mesh
 from meshwright.run.resume import resume
 from meshwright.step import take_step
 from meshwright.tracking.record import from_json, to_json
-from meshwright.watch.evidence import Evidence, Of, broken, cause
-from meshwright.watch.places import numbers, ranks_at, samples_named
+from meshwright.watch.nonfinite.evidence import Evidence, Of, broken, cause
+from meshwright.watch.ranks import numbers, ranks_at, samples_named
 from tests.end_to_end.driving import LATER, save
 from tests.watch.spoiling import (
     LIMIT_S,

@@ -30,9 +30,9 @@ from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.pipeline.executor import Result
 from meshwright.terminal.output import tell
-from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken, cause
-from meshwright.watch.places import ranks_at
-from meshwright.watch.second_look import look_again, losses, positions_of
+from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken, cause
+from meshwright.watch.nonfinite.replay import look_again, losses, positions_of
+from meshwright.watch.ranks import ranks_at
 
 if TYPE_CHECKING:  # the parts hold what is in this room
     from meshwright.build import StepFeed

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.mesh.grid import Grid
-from meshwright.watch.heartbeat import Heartbeat, Seen, collective, does, exchange, in_words, place
+from meshwright.watch.hang.heartbeat import Heartbeat, Seen, collective, does, exchange, in_words, place
 
 MOST_NAMED = 3
 MOST_LINES = 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.grid import Grid
-from meshwright.watch.places import ranks_at, samples_named
+from meshwright.watch.ranks import ranks_at, samples_named
 
 MOST = 16
 """Findings of one kind that a rank tells the others: the first ones."""

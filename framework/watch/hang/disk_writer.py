@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.watch.heartbeat import STATUS, Status
+from meshwright.watch.hang.heartbeat import STATUS, Status
 
 IO_S = 5.0
 """How long a write may take before it is left to itself."""

@@ -33,9 +33,9 @@ from meshwright.errors import HangEcho, HangError, Preempted, RunFilesError, Use
 from meshwright.mesh.mesh import Mesh
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import tell
-from meshwright.watch.blame import MOST_LINES, Verdict, judge, lines, seconds
-from meshwright.watch.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
-from meshwright.watch.on_disk import OnDisk
+from meshwright.watch.hang.diagnosis import MOST_LINES, Verdict, judge, lines, seconds
+from meshwright.watch.hang.disk_writer import OnDisk
+from meshwright.watch.hang.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
 
 LATER_S = 60.0
 """How much longer than the limit the process groups wait: the watchdog speaks first."""

@@ -7,8 +7,8 @@ import time
 from typing import NamedTuple
 
 from meshwright.system.process import is_alive
-from meshwright.watch.blame import seconds
-from meshwright.watch.heartbeat import MISSED, Status
+from meshwright.watch.hang.diagnosis import seconds
+from meshwright.watch.hang.heartbeat import MISSED, Status
 
 
 class Standing(NamedTuple):

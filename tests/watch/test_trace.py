@@ -15,7 +15,7 @@ from meshwright.schedule.analysis.draw import Reading
 from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
+from meshwright.watch.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
 
 SCHEDULE = lower(build("1f1b", 2, 2))
 TIMELINE = simulate(SCHEDULE, Costs(comm=0.25, step=1))

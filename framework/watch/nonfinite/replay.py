@@ -18,7 +18,7 @@ from meshwright.data_parallel.sharding import Place, Sharded
 from meshwright.pipeline.executor import Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
-from meshwright.watch.evidence import MOST, Evidence, Of, backward_order, broken
+from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken
 
 if TYPE_CHECKING:  # the parts hold what is in this room
     from meshwright.build import StepFeed
