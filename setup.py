@@ -16,5 +16,5 @@ setup(
         for package, folder in FOLDERS.items()
         for inner in ["", *find_packages(folder)]
     ],
-    package_data={"meshwright.configs": ["*.toml", "clusters/*.toml"], "": ["templates/*.j2", "clusters/*.toml"]},
+    package_data={"meshwright.configs": ["*.toml", "clusters/*.toml"], "": ["templates/*.j2"]},
 )

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.balance import BALANCES, imbalance
 from meshwright.config import default_world_size, load, resolve
 from meshwright.model.build import build_model
 from meshwright.model.meter import reference
 from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.partition import partition
 from meshwright.pipeline.values import cross_entropy
+from meshwright.tools.planner.balance import BALANCES, imbalance
 from tests.plain import plain_layers
 
 REPEATS = 60

@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.errors import UserError
-from meshwright.huggingface.restructure.library import library
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.verify import parse_layout, verify
-from tests.huggingface.architectures import directory, run_config
+from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.verify import parse_layout, verify
 from tests.plain import plain_layers
+from tests.tools.interop.huggingface.architectures import directory, run_config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"

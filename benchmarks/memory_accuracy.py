@@ -39,13 +39,13 @@ import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.example import example
-from meshwright.dryrun.rehearsal import grid_of, rehearse
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
-from meshwright.planner.memory import GLOO
-from meshwright.planner.profile import Practice
-from meshwright.planner.sketch import Workbench
 from meshwright.step import take_step
+from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.memory import GLOO
+from meshwright.tools.planner.profile import Practice
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0

@@ -5,7 +5,7 @@
     python benchmarks/planner_accuracy.py --runs FILE           other runs, in the columns of published_runs.csv
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
 
-The constants (:class:`meshwright.planner.rates.Reached`) are one set for all devices, models and frameworks. Each
+The constants (:class:`meshwright.tools.planner.rates.Reached`) are one set for all devices, models and frameworks. Each
 source is predicted with those that fit all *other* sources best, so no row has a say in its own prediction. Sources
 that leave out what matters (micro-batch, device, recompute) are listed apart and fitted on by nobody.
 """
@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware import Hardware, read_hardware
-from meshwright.planner.rates import Reached
-from meshwright.planner.sketch import Sketch
+from meshwright.tools.planner.hardware import Hardware, read_hardware
+from meshwright.tools.planner.layout_model import Sketch
+from meshwright.tools.planner.rates import Reached
 
 CONSTANTS = Path(__file__).parent / "published_constants.json"
 FITTED = {

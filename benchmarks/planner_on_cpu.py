@@ -39,13 +39,13 @@ from meshwright.launch.planning import measure_alone, measure_together, measure_
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.planner.calibrate import cores, put_together
-from meshwright.planner.choices import choice_of
-from meshwright.planner.hardware import Hardware
-from meshwright.planner.profile import Practice
-from meshwright.planner.search import examine
-from meshwright.planner.sketch import Workbench
 from meshwright.step import take_step
+from meshwright.tools.planner.calibrate import cores, put_together
+from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.profile import Practice
+from meshwright.tools.planner.search import examine
 
 TIMEOUT_S = 1200.0
 LEAST_CORRELATION = 0.9

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from meshwright.planner.cost import StepTime, one_more_s, steady_s, step_time
-from meshwright.planner.hardware import Hardware
-from meshwright.planner.memory import NCCL
-from meshwright.planner.profile import LayerProfile, Practice, Said
-from meshwright.planner.rates import Habits, Reached
-from meshwright.planner.sketch import Sketch, Workbench
-from meshwright.planner.tape import Kind, Work
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
+from meshwright.tools.planner.cost import StepTime, one_more_s, steady_s, step_time
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.memory import NCCL
+from meshwright.tools.planner.operations import Kind, Work
+from meshwright.tools.planner.profile import LayerProfile, Practice, Said
+from meshwright.tools.planner.rates import Habits, Reached
 
 DATA = Path(__file__).parent / "published_runs.csv"
 

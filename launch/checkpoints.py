@@ -17,7 +17,7 @@ from meshwright.run.summary import columns, memory
 from meshwright.run.trust import foreign_builders
 
 if TYPE_CHECKING:
-    from meshwright.reshard import Resharded
+    from meshwright.tools.reshard import Resharded
 
 
 def pick(place: Path, step: int | None) -> Candidate:

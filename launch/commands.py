@@ -54,8 +54,8 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load(options.config, overrides)
     config = resolve(config, default_world_size(config, 0))
-    from meshwright.balance import describe
     from meshwright.blueprint import draw_blueprint
+    from meshwright.tools.planner.balance import describe
 
     put(describe(draw_blueprint(config)))
     return 0
@@ -160,7 +160,7 @@ def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
 
 def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch import checkpoints
-    from meshwright.reshard import reshard
+    from meshwright.tools.reshard import reshard
 
     source = checkpoints.pick(options.place, options.step).path
     put(
@@ -209,9 +209,9 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.report.page import page
-    from meshwright.report.run import read_run
     from meshwright.system.outputs import check_place, write_out
+    from meshwright.tools.report.page import page
+    from meshwright.tools.report.run import read_run
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):

@@ -10,11 +10,11 @@ from meshwright.config import RunConfig, default_world_size, explain, resolve
 from meshwright.config.keys import shown
 from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError, UserError
-from meshwright.foreign import account, adopt, file_text
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.bounded import MAX_TOML_BYTES, read_text
 from meshwright.system.outputs import write_out
 from meshwright.terminal.output import put, tell
+from meshwright.tools.interop.configs import account, adopt, file_text
 
 MOST_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""

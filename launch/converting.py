@@ -9,13 +9,13 @@ from pathlib import Path
 
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.huggingface.convert.bringing import CORPUS, Brought, bring
-from meshwright.huggingface.convert.taking import Taken, take
-from meshwright.huggingface.restructure.back import SCHEME, Exported, export
-from meshwright.huggingface.writing import SHARD_BYTES
 from meshwright.launch.checkpoints import pick, size_of
 from meshwright.run.summary import columns, memory
 from meshwright.terminal.output import tell
+from meshwright.tools.interop.huggingface.convert.exporting import Taken, take
+from meshwright.tools.interop.huggingface.convert.importing import CORPUS, Brought, bring
+from meshwright.tools.interop.huggingface.restructure.export import SCHEME, Exported, export
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 from meshwright.tracking.console import duration
 
 

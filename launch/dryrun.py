@@ -16,8 +16,8 @@ from meshwright.system.outputs import check_place, writing
 from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
-    from meshwright.dryrun.job import Job
-    from meshwright.dryrun.report import StepTime, TimeModel
+    from meshwright.tools.dryrun.job import Job
+    from meshwright.tools.dryrun.report import StepTime, TimeModel
 
 FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -50,10 +50,10 @@ def dryrun(
     check_placement(grid, nodes, tp_across_nodes=config.parallel.tp_across_nodes)
     time_model = _time_model(config, cluster, per_node)
     seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
-    from meshwright.dryrun.agree import disagreements
-    from meshwright.dryrun.job import plan_job
-    from meshwright.dryrun.report import describe, figure, save
     from meshwright.terminal.output import tell
+    from meshwright.tools.dryrun.agreement import disagreements
+    from meshwright.tools.dryrun.job import plan_job
+    from meshwright.tools.dryrun.report import describe, figure, save
 
     gc.freeze()  # what is here stays: looking for garbage is then quick
     job = plan_job(config, tell)
@@ -73,7 +73,7 @@ def dryrun(
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
     """What tells seconds; the hardware is read now, so that a name that is none is refused before long work."""
     from meshwright.model.meter import reference
-    from meshwright.planner.hardware import read_hardware
+    from meshwright.tools.planner.hardware import read_hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
@@ -81,11 +81,11 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     hardware.check_dtype(config.train.dtype)
 
     def time_model(job: Job) -> StepTime:
-        from meshwright.dryrun.report import StepTime
         from meshwright.launch.planning import practice_for
-        from meshwright.planner.choices import choice_of
-        from meshwright.planner.search import examine
-        from meshwright.planner.sketch import Workbench
+        from meshwright.tools.dryrun.report import StepTime
+        from meshwright.tools.planner.choices import choice_of
+        from meshwright.tools.planner.layout_model import Workbench
+        from meshwright.tools.planner.search import examine
 
         workbench = Workbench(job.config, practice_for(job.config, hardware))
         found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
@@ -160,7 +160,7 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
 
 
 def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
-    from meshwright.dryrun.job import seed_schedule
+    from meshwright.tools.dryrun.job import seed_schedule
 
     if kind == "missing":
         job.missing.append((what, rank))

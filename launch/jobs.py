@@ -79,7 +79,7 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
     """The same for the doctor."""
     from meshwright.config import resolve
-    from meshwright.doctor.visit import work
+    from meshwright.tools.doctor.rank import work
 
     return work, resolve(config, world_size)
 
@@ -146,7 +146,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)
-    local.warm_up(config, "meshwright.doctor.visit")
+    local.warm_up(config, "meshwright.tools.doctor.rank")
     work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
     return _ended(lambda: local.launch(work, resolved))
 
@@ -160,8 +160,8 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         find_run(options.place)  # before seconds of imports
     check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
-    from meshwright.evaluate import Evaluation, check, of_corpus
-    from meshwright.trained import config_for, locate
+    from meshwright.tools.inference.evaluate import Evaluation, check, of_corpus
+    from meshwright.tools.inference.load import config_for, locate
 
     place = locate(options.place, options.step)
     defaults = [] if launcher is Launcher.NONE else ["--parallel.dp=auto"]
@@ -181,8 +181,8 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
         find_run(options.place)
     check_place(options.out, folder=False, example="texts.jsonl")
     launcher = launch_environment()
-    from meshwright.sample import SAME_TEXT, Ask, Sampling, check
-    from meshwright.trained import config_for, locate
+    from meshwright.tools.inference.load import config_for, locate
+    from meshwright.tools.inference.sample import SAME_TEXT, Ask, Sampling, check
 
     place = locate(options.place, options.step)
     defaults = list(SAME_TEXT)

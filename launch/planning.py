@@ -15,17 +15,17 @@ from meshwright.config.toml import to_toml
 from meshwright.errors import ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.planner.calibrate import Measured, measure_block, measure_device, measure_links
-from meshwright.planner.hardware import Hardware, Link, Message, read_hardware
-from meshwright.planner.nearest import nearest, search_hard
-from meshwright.planner.page import page
-from meshwright.planner.plan_text import chosen_config, describe
-from meshwright.planner.profile import Practice
-from meshwright.planner.search import BEST, Plan, usable_bytes
-from meshwright.planner.sketch import Workbench
 from meshwright.run.summary import memory
 from meshwright.system.outputs import check_place, write_out
 from meshwright.terminal.output import put
+from meshwright.tools.planner.calibrate import Measured, measure_block, measure_device, measure_links
+from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.nearest import nearest, search_hard
+from meshwright.tools.planner.page import page
+from meshwright.tools.planner.profile import Practice
+from meshwright.tools.planner.search import BEST, Plan, usable_bytes
+from meshwright.tools.planner.text import chosen_config, describe
 
 MOST_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
@@ -187,7 +187,7 @@ def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: P
 def calibrate(out: Path, ranks: int) -> None:
     """Measure this machine and write what it is, for ``--cluster``."""
     from meshwright.launch.pool import RankPool
-    from meshwright.planner.calibrate import cores, put_together, to_toml
+    from meshwright.tools.planner.calibrate import cores, put_together, to_toml
 
     check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:

@@ -9,7 +9,7 @@ from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
-    from meshwright.verify import Layout, Row, Traits
+    from meshwright.tools.verify import Layout, Row, Traits
 
 MOST_RANKS = 8
 """Ranks that verify runs on this machine."""
@@ -29,8 +29,8 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 
     config = load(config_path, overrides)
     with RankPool(MOST_RANKS) as pool:
-        from meshwright.verify import parse_layout
-        from meshwright.verify import verify as proved
+        from meshwright.tools.verify import parse_layout
+        from meshwright.tools.verify import verify as proved
 
         layouts, twice = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
@@ -70,7 +70,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     """Return the configuration that is proven, and print how it differs from the one that is trained."""
     from meshwright.optimizer.eight_bit import SMALLEST
-    from meshwright.verify import make_small, turn_dropout_on
+    from meshwright.tools.verify import make_small, turn_dropout_on
 
     if config.data.builder is not None:
         put("the model whole, on its own samples")
@@ -90,7 +90,7 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
 def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
     """Return what the model is like; a model that no layout takes is refused here, before layouts are chosen."""
     from meshwright.blueprint import draw_blueprint
-    from meshwright.verify import Layout, layout_config, open_feed, probed, traits_of
+    from meshwright.tools.verify import Layout, layout_config, open_feed, probed, traits_of
 
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)
@@ -99,7 +99,7 @@ def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: boo
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
     """Return the default layouts and those of them that are run twice; print what they leave out."""
-    from meshwright.verify import default_layouts, run_twice
+    from meshwright.tools.verify import default_layouts, run_twice
 
     layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
     for reason in traits.left_out():

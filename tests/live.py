@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.example import example
-from meshwright.dryrun.rehearsal import grid_of
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
+from meshwright.tools.dryrun.rehearsal import grid_of
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]

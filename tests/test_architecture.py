@@ -28,10 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameters": GROUND,
     "seeding": GROUND,
     "model": GROUND | {"config", "parameters", "seeding"},
-    "foreign": GROUND | {"config"},
     "mesh": GROUND,
     "schedule": GROUND | {"config"},
-    "page": GROUND | {"schedule"},
     "optimizer": GROUND | {"config", "parameters", "mesh"},
     "tensor_parallel": GROUND | {"mesh", "parameters", "seeding"},
     "pipeline": GROUND | {"mesh", "model", "parameters", "seeding", "schedule"},
@@ -44,27 +42,17 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 JOINING = [
     "blueprint",
-    "balance",
     "build",
     "parts",
-    "trained",
     "step",
     "watch",
     "run",
-    "reshard",
     "train",
-    "verify",
-    "sample",
-    "evaluate",
-    "report",
-    "huggingface",
-    "doctor",
-    "planner",
-    "dryrun",
+    "tools",
 ]
 """They put rooms together and may import any of framework; those of the table may import none of these."""
 
-ON_TOP = {"train", "verify", "sample", "evaluate", "report", "reshard", "huggingface", "doctor", "planner", "dryrun"}
+ON_TOP = {"train", "tools"}
 """Nobody in framework imports them: they are what the command line calls."""
 
 PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "meshwright.pipeline.partition")
@@ -72,7 +60,7 @@ PURE = ("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.view", "
 PURE += (
     "meshwright.errors",
     "meshwright.config",
-    "meshwright.foreign",
+    "meshwright.tools.interop.configs",
     "meshwright.schedule.load",
     "meshwright.run.directory",
 )
@@ -88,7 +76,7 @@ FSDP_DOOR = "meshwright.data_parallel.fully_sharded"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 
-HUGGINGFACE = "meshwright.huggingface"
+HUGGINGFACE = "meshwright.tools.interop.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
 """Neither knows the other, and what both stand on knows neither."""
 TRANSFORMERS_DOOR = f"{HUGGINGFACE}.restructure.library"
@@ -288,13 +276,21 @@ def test_no_import_cycles_between_rooms() -> None:
         ("meshwright.data.samples", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
         ("meshwright.launch.cli", "import megatron.core", "only meshwright.tensor"),
         (
-            "meshwright.huggingface.convert.taking",
+            "meshwright.tools.interop.huggingface.convert.exporting",
             "def f():\n    import transformers",
-            "only meshwright.huggingface.restr",
+            "only meshwright.tools.interop.huggingface.restr",
         ),
-        ("meshwright.huggingface.convert.taking", "from meshwright.huggingface.restructure import back", "stand apart"),
-        ("meshwright.huggingface.restructure.back", "from ..convert import companions", "stand apart"),
-        ("meshwright.huggingface.writing", "from meshwright.huggingface.convert import companions", "stand apart"),
+        (
+            "meshwright.tools.interop.huggingface.convert.exporting",
+            "from meshwright.tools.interop.huggingface.restructure import export",
+            "stand apart",
+        ),
+        ("meshwright.tools.interop.huggingface.restructure.export", "from ..convert import side_files", "stand apart"),
+        (
+            "meshwright.tools.interop.huggingface.writing",
+            "from meshwright.tools.interop.huggingface.convert import side_files",
+            "stand apart",
+        ),
     ],
 )
 def test_a_broken_rule_is_found(module: str, source: str, said: str) -> None:
@@ -312,7 +308,9 @@ def test_what_is_allowed_passes() -> None:
     assert not violations("meshwright.tensor_parallel.megatron", "from megatron.core import tensor_parallel")
     assert not violations("meshwright.launch.pool", "import torch.distributed")
     assert not violations(TRANSFORMERS_DOOR, "import transformers")
-    assert not violations("meshwright.huggingface.convert.taking", "from ..rules import Rule\nfrom . import companions")
+    assert not violations(
+        "meshwright.tools.interop.huggingface.convert.exporting", "from ..rules import Rule\nfrom . import side_files"
+    )
 
 
 def test_a_cycle_is_found() -> None:

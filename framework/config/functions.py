@@ -27,8 +27,8 @@ FORMER_BUILDERS = {path.removeprefix("meshwright."): path for path in OWN_BUILDE
 """Names from before the models were a part of the package ``meshwright`` -> the names that they have now."""
 SCHEMES = {
     "hf": (
-        "meshwright.huggingface.restructure.layers:builder",
-        "meshwright.huggingface.restructure.directory:vocabulary",
+        "meshwright.tools.interop.huggingface.restructure.layers:builder",
+        "meshwright.tools.interop.huggingface.restructure.directory:vocabulary",
     )
 }
 """``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not

@@ -2,7 +2,7 @@
 
 The rule, by syntax tree: a key ``section.key`` is read where ``.key`` is taken from an expression that is that section,
 in ``framework/`` or ``launch/``, but not in ``framework/config/``, which only carries keys about, nor in
-``framework/verify/``, whose reference run would hide that the real one ignores a key. An expression is
+``framework/tools/verify/``, whose reference run would hide that the real one ignores a key. An expression is
 
 - the configuration, when it is a name or attribute called ``config``, or one declared or returned as ``RunConfig``;
 - a section, when it is ``.section`` of the configuration, or a name or attribute declared as the section's class
@@ -127,8 +127,8 @@ def readers() -> Iterator[Path]:
     """The files that count."""
     for folder in ("framework", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            room = path.relative_to(ROOT).parts[1]
-            if room not in ("config", "verify") or path.name == "derived.py":
+            folders = path.relative_to(ROOT).parts[1:3]
+            if (folders[0] != "config" and folders != ("tools", "verify")) or path.name == "derived.py":
                 yield path
 
 

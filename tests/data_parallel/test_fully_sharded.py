@@ -13,9 +13,9 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.run import open_feed
-from tests.verify.cases import LATER, References, config_of, model_config, prove, size_for
+from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.tools.verify.run import open_feed
+from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 S = 8
 

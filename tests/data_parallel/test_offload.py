@@ -25,10 +25,10 @@ from meshwright.optimizer.host_memory import HostMemory
 from meshwright.parts import Parts
 from meshwright.run.tensors import pieces
 from meshwright.step import take_step
-from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.run import open_feed
+from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.tools.verify.run import open_feed
 from tests.data_parallel.apart import Apart
-from tests.verify.cases import LATER, model_config, size_for
+from tests.tools.verify.cases import LATER, model_config, size_for
 
 
 def built(config_json: str) -> Parts:

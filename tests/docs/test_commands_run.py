@@ -18,18 +18,18 @@ import pytest
 
 from meshwright.launch.cli import main
 from tests.docs.test_commands import COMMANDS, ROOT
-from tests.foreign.samples import TORCHTITAN
+from tests.tools.interop.configs.samples import TORCHTITAN
 
 ELSEWHERE = {
     r"train configs/demo.toml": "minutes on eight ranks: `make demo`, and tests/end_to_end of the same layouts",
-    r"verify configs/demo.toml": "minutes on eight ranks: tests/verify proves the same layouts",
+    r"verify configs/demo.toml": "minutes on eight ranks: tests/tools/verify proves the same layouts",
     r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",
-    r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; tests/huggingface converts small ones",
-    r"train runs/llama/config.toml": "follows from that conversion; trained in tests/huggingface/test_back.py",
-    r"(train|verify) run.toml": "needs a transformers directory; tests/huggingface/test_restructure.py",
+    r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
+    r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
+    r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
-    r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/doctor",
+    r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/tools/doctor",
     r"calibrate ": "measures this machine for a minute: tests/launch/test_plan.py",
     r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/data/prepare reads it",
     r"data stdlib ": "12 MB of text: `make demo`, tests/data",

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.launch.arguments import build_parser
 from tests.end_to_end.network import GUARD, in_namespace, strangers
-from tests.foreign import samples
+from tests.tools.interop.configs import samples
 
 ROOT = Path(__file__).parents[2]
 SMALL = """

@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-import meshwright.sample
+import meshwright.tools.inference.sample
 from meshwright.config import RunConfig, default_world_size
 from meshwright.data.indexed import TokenStream, inspect
 from meshwright.errors import DataError
-from meshwright.evaluate import Evaluation, of_corpus
-from meshwright.evaluate import check as check_evaluation
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.sample import SAME_TEXT, Ask, Sampling, sample, write
-from meshwright.sample import check as check_sampling
 from meshwright.terminal.output import visible
+from meshwright.tools.inference.evaluate import Evaluation, of_corpus
+from meshwright.tools.inference.evaluate import check as check_evaluation
+from meshwright.tools.inference.load import config_for, locate
+from meshwright.tools.inference.sample import SAME_TEXT, Ask, Sampling, sample, write
+from meshwright.tools.inference.sample import check as check_sampling
 from meshwright.train import run_directory
-from meshwright.trained import config_for, locate
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
 from tests.plain import load_plain
@@ -140,11 +140,11 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
     ask = Ask(("the mesh waits. ", "a rank"), 12, seed=3)
-    monkeypatch.setattr(meshwright.sample, "_ends_of_document", lambda *_: set())
+    monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: set())
     free = write(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
-    monkeypatch.setattr(meshwright.sample, "_ends_of_document", lambda *_: {end})
+    monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: {end})
     first, second = write(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]

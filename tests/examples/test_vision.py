@@ -13,8 +13,8 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
+from meshwright.tools.verify import default_layouts, parse_layout, traits_of, verify
 from meshwright.train import run_directory
-from meshwright.verify import default_layouts, parse_layout, traits_of, verify
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
 from tests.plain import load_plain
 
@@ -57,7 +57,7 @@ def test_running_statistics_that_are_off_are_seen(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference with another momentum: only buffers differ, and verify says which."""
-    from meshwright.verify import run
+    from meshwright.tools.verify import run
 
     plain = run.run_reference
 

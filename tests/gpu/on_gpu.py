@@ -23,7 +23,7 @@ from meshwright.schedule.analysis.simulate import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import take_step
 from meshwright.tensor_parallel import megatron
-from meshwright.verify.run import open_feed, run_layout
+from meshwright.tools.verify.run import open_feed, run_layout
 
 
 def parts_of(config: RunConfig) -> Parts:

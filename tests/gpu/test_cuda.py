@@ -19,11 +19,11 @@ import torch
 from meshwright.config import Launch, Run, RunConfig
 from meshwright.launch.local import launch
 from meshwright.schedule.action import COMPUTE
-from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.compare import BARS, compare
-from meshwright.verify.run import merge, run_layout
+from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.tools.verify.compare import BARS, compare
+from meshwright.tools.verify.run import merge, run_layout
 from tests.gpu import on_gpu
-from tests.verify.cases import References, model_config, size_for
+from tests.tools.verify.cases import References, model_config, size_for
 
 pytestmark = [
     pytest.mark.gpu,

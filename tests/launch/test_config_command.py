@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config import load
 from meshwright.launch.cli import main
-from tests.foreign import samples
+from tests.tools.interop.configs import samples
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.cli import main
-from meshwright.planner.calibrate import to_toml
-from tests.planner.small import hardware
+from meshwright.tools.planner.calibrate import to_toml
+from tests.tools.planner.small import hardware
 
 TAKES_ALL = 24
 """Samples that many replicas share evenly."""

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
-import meshwright.planner.calibrate as calibrating
+import meshwright.tools.planner.calibrate as calibrating
 from meshwright.config import RunConfig, default_world_size, load
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
-from meshwright.planner.calibrate import Measured, put_together, to_toml
-from meshwright.planner.choices import choice_of
-from meshwright.planner.hardware import Link, Rate, read_hardware
-from meshwright.planner.search import BEST
+from meshwright.tools.planner.calibrate import Measured, put_together, to_toml
+from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.hardware import Link, Rate, read_hardware
+from meshwright.tools.planner.search import BEST
 from meshwright.tracking.jsonl import read_records
 from meshwright.train import check, run_directory, work
 
@@ -40,7 +40,7 @@ global_batch = 2
 [train]
 steps = 3
 """
-SAMPLES = 'builder = "tests.planner.small:tokens"'
+SAMPLES = 'builder = "tests.tools.planner.small:tokens"'
 NO_CORPUS = 'train = "nowhere"\nsequence_length = 16'
 
 

@@ -10,9 +10,9 @@ from meshwright.build import StepFeed, build
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
-from meshwright.verify.layouts import layout_config, parse_layout
-from meshwright.verify.run import open_feed
-from tests.verify.cases import config_of
+from meshwright.tools.verify.layouts import layout_config, parse_layout
+from meshwright.tools.verify.run import open_feed
+from tests.tools.verify.cases import config_of
 
 P = 0.5
 

@@ -8,9 +8,9 @@ from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.verify import parse_layout
-from meshwright.verify.initial import initial_problems
-from tests.verify.cases import References, config_of, prove
+from meshwright.tools.verify import parse_layout
+from meshwright.tools.verify.initial import initial_problems
+from tests.tools.verify.cases import References, config_of, prove
 
 SET_ELSEWHERE = r"the value of parameter {} is set outside of {}\.reset_parameters\(\), and would be lost"
 

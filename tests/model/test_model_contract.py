@@ -16,7 +16,7 @@ from meshwright.errors import ModelError
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.model.build import build_model
 from meshwright.seeding import SeededDropout
-from meshwright.verify import layout_config, parse_layout, run_layout, verify
+from meshwright.tools.verify import layout_config, parse_layout, run_layout, verify
 
 
 def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:

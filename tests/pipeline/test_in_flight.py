@@ -17,10 +17,10 @@ from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.step import take_step
-from meshwright.verify.layouts import Layout, layout_config
-from meshwright.verify.run import open_feed
+from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.run import open_feed
 from tests.pipeline.kept import KeptBytes
-from tests.verify.cases import config_of
+from tests.tools.verify.cases import config_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
 WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")

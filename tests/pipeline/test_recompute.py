@@ -19,10 +19,10 @@ from meshwright.build import StepFeed, build
 from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.verify.layouts import Layout, layout_config
-from meshwright.verify.run import open_feed
+from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.run import open_feed
 from tests.pipeline.kept import KeptBytes
-from tests.verify.cases import config_of
+from tests.tools.verify.cases import config_of
 
 B, S, D, H, F, L, V = 2, 6, 16, 4, 24, 2, 13
 d = D // H

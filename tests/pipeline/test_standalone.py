@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
-from meshwright.verify import Layout, layout_config
-from tests.verify.cases import config_of
+from meshwright.tools.verify import Layout, layout_config
+from tests.tools.verify.cases import config_of
 
 
 def draw(kind: str, how: str = "") -> None:

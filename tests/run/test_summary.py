@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.run.summary import memory, rank_shares, summarise
-from meshwright.verify import layout_config, parse_layout
-from tests.verify.cases import config_of
+from meshwright.tools.verify import layout_config, parse_layout
+from tests.tools.verify.cases import config_of
 
 ELEMENTS = 64 * 16 + 3 * (16 * 16 + 16) + 16 * 64 + 64
 OPTIONS = {"vocab_size": 64, "width": 16, "depth": 3}

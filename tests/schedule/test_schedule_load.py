@@ -13,7 +13,7 @@ from meshwright.schedule.action import format_schedule
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import draw_schedule
 from meshwright.schedule.lower import lower
-from meshwright.verify.layouts import SCHEDULES
+from meshwright.tools.verify.layouts import SCHEDULES
 
 
 def config(**pipeline: Any) -> RunConfig:

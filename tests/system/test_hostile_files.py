@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files
 from meshwright.tracking.jsonl import keep_until
-from tests.report.builders import make_run
+from tests.tools.report.builders import make_run
 
 DEEP = 100_000
 DIGITS = "9" * 1_000_000

@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.launch.cli import main
 from meshwright.terminal.output import put, say, tell, visible
 from meshwright.tracking.console import ConsoleSink
-from tests.report.builders import make_run, record
+from tests.tools.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2066", "\x7f", "\x00", "\u2028"]

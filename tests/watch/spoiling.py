@@ -17,9 +17,9 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import Parts
 from meshwright.step import take_step
-from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.run import open_feed
-from tests.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
+from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.tools.verify.run import open_feed
+from tests.tools.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
 
 GLOBAL_BATCH = 8
 LENGTH = 8

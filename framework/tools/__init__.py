@@ -1,0 +1,1 @@
+"""What the command line calls: nothing in the core or the services imports it."""

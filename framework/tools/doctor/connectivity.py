@@ -1,0 +1,139 @@
+"""Which nodes reach which others at all: one connection for each pair, before anything that would hang without it.
+
+first rank of each node     listens, and tries those of other nodes, in rounds, as their links are measured later
+rank 0                      puts together who failed; all others wait for that
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from meshwright.errors import CommunicationError
+from meshwright.mesh.network import node_name, own_address
+from meshwright.mesh.rendezvous import in_short
+from meshwright.tools.doctor.findings import Finding
+from meshwright.tools.doctor.links import MOST_ROUNDS, rounds
+
+CONNECT_S = 5.0
+"""A link on which a connection takes longer is dead."""
+TRYING = timedelta(seconds=CONNECT_S * MOST_ROUNDS)
+"""What a node needs that reaches nobody."""
+
+
+class Reach(NamedTuple):
+    """What the nodes have found."""
+
+    pairs: list[tuple[str, str]]
+    """Of nodes, the first of which cannot connect to the second."""
+    silent: list[str]
+    """Nodes that did not say, though they had come."""
+    nodes: list[str]
+    """All."""
+
+
+def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
+    """The same for every rank. Every rank calls it; blocks. ``store``: where all have met.
+
+    Raises:
+        CommunicationError: rank 0 has left.
+    """
+    patience = timedelta(seconds=limit_s)
+    try:
+        if rank == 0:
+            came = store.multi_get([f"came/{each}" for each in range(world_size)])
+            store.set("nodes", json.dumps(list(dict.fromkeys(name.decode() for name in came))))
+        if local_rank == 0:
+            with _listening(own_address(os.environ["MASTER_ADDR"])) as address:
+                _try_others(store, address, patience)
+                return _put_together(store, rank, patience)
+        return _put_together(store, rank, patience)
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {rank}: the nodes were trying their links: {error}") from None
+
+
+def _try_others(store: Any, address: str, patience: timedelta) -> None:
+    mine, names = node_name(), json.loads(store.get("nodes"))
+    store.set(f"listens/{mine}", address)
+    tried = itertools.chain.from_iterable(itertools.islice(rounds(names), MOST_ROUNDS))
+    others = [b if a == mine else a for a, b in tried if mine in (a, b)]
+    with contextlib.suppress(RuntimeError):  # who does not listen in time will not say anything either
+        store.wait([f"listens/{other}" for other in others], patience)
+    places = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
+    failed = [other for other, place in places.items() if address and place and not _connects(place)]
+    store.set(f"failed/{mine}", json.dumps(failed))
+
+
+def _put_together(store: Any, rank: int, patience: timedelta) -> Reach:
+    if rank == 0:
+        names = json.loads(store.get("nodes"))
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"failed/{name}" for name in names], patience + TRYING)
+        said = {name: json.loads(store.get(f"failed/{name}")) for name in names if store.check([f"failed/{name}"])}
+        pairs = [(name, other) for name, failed in said.items() for other in failed]
+        store.set("reach", json.dumps([pairs, [name for name in names if name not in said], names]))
+    store.wait(["reach"], 3 * (patience + TRYING))
+    pairs, silent, names = json.loads(store.get("reach"))
+    return Reach([(a, b) for a, b in pairs], silent, names)
+
+
+def judge_reach(found: Reach) -> list[Finding]:
+    """What to say of it. A node of several dead links is to be left out, unless most are; of a single dead link nobody
+    can tell whose it is.
+    """
+    links = list(dict.fromkeys((min(pair), max(pair)) for pair in found.pairs))
+    said, left = [], links
+    while left:
+        node, times = Counter(node for link in left for node in link).most_common(1)[0]
+        if times == 1:
+            said += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in left]
+            break
+        others = [a if b == node else b for a, b in left if node in (a, b)]
+        said.append(Finding(f"the link of {node} is dead: no connection with {in_short(others)}", (node,)))
+        left = [link for link in left if node not in link]
+    said += [Finding(f"{node} has come, but does not answer", (node,)) for node in found.silent]
+    num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in said)
+    if (said and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
+        pairs = in_short([f"{a} - {b}" for a, b in links])
+        silent = f"; {in_short(found.silent)} did not answer" if found.silent else ""
+        text = f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be open"
+        return [Finding(text)]
+    return said
+
+
+@contextlib.contextmanager
+def _listening(host: str | None) -> Iterator[str]:
+    """``host:port`` at which connections are taken; empty where the node's own address is not known."""
+    if host is None:
+        yield ""
+        return
+    with socket.create_server((host, 0), backlog=128) as server:
+        threading.Thread(target=_take, args=[server], daemon=True).start()
+        try:
+            yield f"{host}:{server.getsockname()[1]}"
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+
+
+def _take(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def _connects(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+            return connection.recv(1) == b""  # taken, and closed
+    except OSError:
+        return False

@@ -1,0 +1,97 @@
+"""What of it would end a run, or hold all others up; and who is to be left out. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.tools.doctor.facts import Facts
+from meshwright.tools.doctor.links import Link, by_node, slow_pairs
+from meshwright.watch.nodes import unseen, wrong_clocks
+
+SLOW = 0.5
+"""A node or link that reaches less than this share of what is usual here is named."""
+EXPECTED = 0.8
+"""And one that reaches less than this share of what the cluster is said to have."""
+CLOCK_S = 1.0
+
+
+class Finding(NamedTuple):
+    """Something that is wrong."""
+
+    text: str
+    nodes: tuple[str, ...] = ()
+    """That a job would do better without."""
+
+
+def judge(facts: Sequence[Facts], links: Sequence[Link], *, expected_bytes_per_s: float | None = None) -> list[Finding]:
+    """All that is wrong, the worst first. ``expected_bytes_per_s``: of a link across nodes."""
+    return [*_disk(facts), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
+
+
+def _disk(facts: Sequence[Facts]) -> list[Finding]:
+    found = []
+    blind = [each.host for each in facts if not each.sees_directory]
+    if blind:
+        found.append(Finding(unseen(blind)))
+    for each in facts:
+        if each.disk_problem is not None:
+            found.append(Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}"))
+    return found
+
+
+def _clocks(facts: Sequence[Facts]) -> list[Finding]:
+    ahead_s = {each.host: each.clock_s for each in facts}
+    return [Finding(*wrong) for wrong in wrong_clocks(ahead_s, CLOCK_S)]
+
+
+def _versions(facts: Sequence[Facts]) -> list[Finding]:
+    found = []
+    for index, (name, _) in enumerate(facts[0].versions):
+        seen = Counter(each.versions[index][1] for each in facts)
+        if len(seen) > 1:
+            usual = seen.most_common(1)[0][0]
+            others = {each.host: each.versions[index][1] for each in facts if each.versions[index][1] != usual}
+            told = ", ".join(f"{version} on {host}" for host, version in others.items())
+            found.append(Finding(f"{name} is {usual}, but {told}", tuple(others)))
+    devices = Counter(each.device for each in facts)
+    if len(devices) > 1:
+        usual = devices.most_common(1)[0][0]
+        others = {each.host: each.device for each in facts if each.device != usual}
+        told = ", ".join(f"{device} on {host}" for host, device in others.items())
+        found.append(Finding(f"the devices are {usual}, but {told}", tuple(others)))
+    return found
+
+
+def _links(links: Sequence[Link], expected: float | None) -> list[Finding]:
+    best, found = by_node(links), []
+    named: set[str] = set()
+    for node, rate in sorted(best.items(), key=lambda each: each[1]):
+        others = [other for name, other in best.items() if name != node]
+        usual = statistics.median(others)
+        if len(best) > 2 and rate < SLOW * usual:
+            found.append(
+                Finding(f"the link of {node} is slow: {gbit(rate)}, others reach {gbit(usual)}", (node,)),
+            )
+            named.add(node)
+        elif expected is not None and rate < EXPECTED * expected:
+            found.append(
+                Finding(f"the link of {node} is slow: {gbit(rate)}, and it is said to have {gbit(expected)}", (node,)),
+            )
+            named.add(node)
+    for link in slow_pairs(links, SLOW):
+        if not named & set(link.nodes):
+            found.append(
+                Finding(
+                    f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while both reach "
+                    f"more with others: look at the switches between them",
+                )
+            )
+    return found
+
+
+def gbit(bytes_per_s: float) -> str:
+    """``0.957 Gbit/s``."""
+    return f"{8 * bytes_per_s / 1e9:.3g} Gbit/s"

@@ -1,0 +1,146 @@
+"""The whole visit, as one rank of a job, and what comes of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import RunConfig, bucket_bytes, resolve
+from meshwright.errors import CommunicationError, ConfigError, UserError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
+from meshwright.mesh.rendezvous import NotAllCame, meet, needs_meeting
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
+from meshwright.system.process import GiveUp, end_process
+from meshwright.system.signals import SIGNALS
+from meshwright.terminal.output import put
+from meshwright.tools.doctor.connectivity import judge_reach, try_links
+from meshwright.tools.doctor.facts import look
+from meshwright.tools.doctor.findings import Finding, judge
+from meshwright.tools.doctor.links import measure_links, measure_sums
+from meshwright.tools.doctor.report import text, write_links
+
+LIMIT_S = 120.0
+"""How long a rank waits for another: who does not come within that is not coming."""
+HEARD_S = 5.0
+"""How long rank 0 waits until the others know that it has something to say."""
+LINKS = "links.toml"
+BAD_NODES = "bad-nodes"
+"""What a job script gives to Slurm's ExcNodeList; empty when there is none."""
+
+
+class NotFit(UserError):
+    """Something is wrong that a run would suffer from; names it, and the nodes to leave out."""
+
+    exit_code = 3
+
+
+def nodes_of(findings: list[Finding]) -> list[str]:
+    """Those to leave out."""
+    return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
+
+
+def not_fit(findings: list[Finding]) -> NotFit:
+    """The error that names them."""
+    nodes = nodes_of(findings)
+    exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
+    many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
+    return NotFit(f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
+
+
+def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+    """One rank of the visit; rank 0 prints it.
+
+    Raises:
+        NotFit: on rank 0, when something is wrong.
+    """
+    _, world_size, _ = environment_rank()
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+    directory = Path(config.run.directory) / config.run.name
+    store = None
+    if grid.size > 1 and needs_meeting():
+        store = _meet(grid, directory)
+        if store is None:
+            return
+    mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True, store=store)
+    if mesh.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    facts, links, sums = look(mesh, directory), measure_links(mesh), measure_sums(mesh)
+    expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
+    findings = judge(facts, links, expected_bytes_per_s=expected)
+    if mesh.rank == 0:
+        put(text(facts, links, sums, findings, bucket_bytes(config)), flush=True)
+        if not any(each.disk_problem for each in facts):
+            write_links(links, directory / LINKS)
+            (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+            put(f"\nlink figures: {directory / LINKS}", flush=True)
+    rank = mesh.rank
+    _ignore_signals()
+    close_mesh(mesh)
+    if findings and rank == 0:
+        raise not_fit(findings)
+
+
+def _meet(grid: Grid, directory: Path) -> Any:
+    """The store at which all ranks have met, when every link between nodes has taken a connection. None on a rank that
+    has nothing to say of what is wrong: rank 0 says it.
+
+    Raises:
+        NotFit: on rank 0: somebody did not come, or a link is dead; nothing more can be measured. On another rank: rank
+            0 cannot be reached, and has said nothing.
+    """
+    rank, world_size, local_rank = environment_rank()
+    check_size(grid, world_size)
+    try:
+        store = meet(rank, world_size, LIMIT_S)
+        findings = judge_reach(try_links(store, rank, local_rank, world_size, LIMIT_S))
+        if not findings:
+            return store
+        if rank != 0:
+            store.add("heard", 1)
+    except NotAllCame as error:
+        store, findings = None, [Finding(str(error), error.nodes)]
+        if rank != 0:  # rank 0, had it been there, would have spoken before
+            raise not_fit(findings) from None
+    except CommunicationError:
+        if rank == 0:
+            raise
+    _ignore_signals()
+    if rank != 0:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+    _wait_for_others(store, world_size)
+    raise not_fit(findings)
+
+
+def _wait_for_others(store: Any, world_size: int) -> None:
+    """The store ends with this process: not before the others have heard."""
+    deadline_s = time.monotonic() + HEARD_S
+    while store is not None and store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+def _ignore_signals() -> None:
+    """srun ends all ranks when one has something to say; they are leaving anyway, and with 0."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+def expected_of(cluster: Path) -> float | None:
+    """What a cluster's TOML says of its links across nodes, bytes per second: ``[across_nodes] bytes_per_s``.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        found = parse_toml(read_text(cluster, MAX_TOML_BYTES)).get("across_nodes", {})
+        rate = found.get("bytes_per_s") if isinstance(found, dict) else None
+        return float(rate) if rate is not None else None
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{cluster}: cannot be read: {error}") from None

@@ -1,0 +1,131 @@
+"""The visit in words, and its link figures as a small TOML file that a planner reads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.run.summary import columns, memory
+from meshwright.tools.doctor.facts import Facts
+from meshwright.tools.doctor.findings import Finding, gbit
+from meshwright.tools.doctor.links import Link, Sum, by_node
+
+MUCH_LATENCY = 0.05
+"""Of the time of a message: what buckets should be large enough for."""
+
+
+def text(
+    facts: Sequence[Facts],
+    links: Sequence[Link],
+    sums: Sequence[Sum],
+    findings: Sequence[Finding],
+    bucket_bytes: int,
+) -> str:
+    """All of it. ``bucket_bytes``: of the configuration."""
+    first = facts[0]
+    lines = ["  ".join(f"{name} {version}" for name, version in first.versions), ""]
+    best, inside = by_node(links), {link.nodes[0]: link for link in links if link.nodes[0] == link.nodes[1]}
+    rows: list[tuple[str, ...]] = [
+        ("node", "ranks", "device", "memory", "free", "load", "clock", "disk", "within", "across")
+    ]
+    for host in dict.fromkeys(each.host for each in facts):
+        mine = [each for each in facts if each.host == host]
+        speed = next((each.write_bytes_per_s for each in mine if each.write_bytes_per_s is not None), None)
+        rows.append(
+            (
+                host,
+                _ranks([each.rank for each in mine]),
+                mine[0].device,
+                f"{mine[0].device_bytes / 2**30:.0f} GiB",
+                f"{mine[0].free_bytes / 2**30:.0f} GiB",
+                f"{mine[0].load:.1f} of {mine[0].num_cpus}",
+                f"{1e3 * mine[0].clock_s:+.0f} ms",
+                "-" if speed is None else f"{speed / 1e6:,.0f} MB/s",
+                gbit(inside[host].bytes_per_s) if host in inside else "-",
+                gbit(best[host]) if host in best else "-",
+            )
+        )
+    lines += columns(rows, "<<<>>>>>>>")
+    across = [link for link in links if link.nodes[0] != link.nodes[1]]
+    if across:
+        lines += ["", *columns(_pairs(across), "<>>")]
+    if sums:
+        lines += ["", *columns(_sums(sums), "<<>>>"), *buckets_line(sums, bucket_bytes)]
+    lines += ["", *(f"WRONG: {finding.text}" for finding in findings)]
+    return "\n".join([*lines, *([] if findings else ["nothing is wrong"])])
+
+
+def _pairs(across: Sequence[Link]) -> list[tuple[str, ...]]:
+    return [
+        ("between nodes", "one way", "latency"),
+        *(
+            (f"{link.nodes[0]} {link.nodes[1]}", gbit(link.bytes_per_s), f"{1e6 * link.latency_s:.0f} us")
+            for link in sorted(across)
+        ),
+    ]
+
+
+def _sums(sums: Sequence[Sum]) -> list[tuple[str, ...]]:
+    return [
+        ("all-reduce", "ranks", "8 bytes take", "4 MiB take", "each rank sends"),
+        *(
+            (
+                each.axis,
+                _ranks(each.ranks),
+                f"{1e3 * each.latency_s:.2f} ms",
+                f"{1e3 * each.seconds:.1f} ms",
+                gbit(each.bus_bytes_per_s),
+            )
+            for each in sums
+        ),
+    ]
+
+
+def buckets_line(sums: Sequence[Sum], bucket_bytes: int) -> list[str]:
+    """How large gradients' messages should be on these links. Larger ones begin later: no more than is needed."""
+    dp = [each for each in sums if each.axis == "dp"]
+    if not dp:
+        return []
+    worst = max(dp, key=lambda each: each.latency_share(bucket_bytes))
+    enough = max(-(-each.bytes_for(MUCH_LATENCY) // 2**20) for each in dp) * 2**20
+    line = (
+        f"gradients in buckets of {memory(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over dp is "
+        f"latency; {MUCH_LATENCY:.0%} with {memory(enough)}"
+    )
+    advice = f": set parallel.bucket_bytes = {enough}" if enough > bucket_bytes else ""
+    return ["", line + advice]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    whole = list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 and list(ranks) == whole else " ".join(map(str, ranks))
+
+
+def links_toml(links: Sequence[Link]) -> str:
+    """Medians inside nodes and across; what was not measured is left out."""
+    kinds = {
+        "in_node": [link for link in links if link.nodes[0] == link.nodes[1]],
+        "across_nodes": [link for link in links if link.nodes[0] != link.nodes[1]],
+    }
+    lines = [f"# measured by `meshwright doctor`, {time.strftime('%Y-%m-%d %H:%M')}; one way, medians"]
+    for name, found in kinds.items():
+        if found:
+            rate = statistics.median(link.bytes_per_s for link in found)
+            latency = statistics.median(link.latency_s for link in found)
+            lines += [
+                "",
+                f"[{name}]",
+                f"bytes_per_s = {rate:.4g}",
+                f"latency_s = {latency:.4g}",
+                f"pairs = {len(found)}",
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def write_links(links: Sequence[Link], place: Path) -> None:
+    """Whole or not at all."""
+    aside = place.with_name(f"{place.name}.part")
+    aside.write_text(links_toml(links))
+    aside.replace(place)

@@ -1,0 +1,126 @@
+"""All ranks of a job, rehearsed once for each kind of them and then held against each other.
+
+16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      the ranks of one pipeline rank do alike: one script
+16 pipeline ranks = 3 kinds: first, 14 between, last           stages that are alike are rehearsed once, in short,
+                                                               and played back in each rank's own row
+every rank      the script of its kind, the groups that it believes to be in        or its own, where it differs
+held together   members of groups; collectives one by one; each send with its receive; who waits for whom for ever
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.blueprint import Blueprint, batch_numbers
+from meshwright.config import RunConfig
+from meshwright.mesh.grid import Grid
+from meshwright.pipeline.outline import outline_of
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.load import draw_schedule
+from meshwright.tools.dryrun.account import Rehearsal
+from meshwright.tools.dryrun.rehearsal import draw, grid_of, rehearse, rehearsed
+from meshwright.tools.dryrun.replay import CHUNKS, CannotPlay, learn, play_back
+
+
+@dataclass
+class Job:
+    """A job on paper."""
+
+    config: RunConfig
+    grid: Grid
+    blueprint: Blueprint
+    rehearsals: list[Rehearsal]
+    """By pipeline rank: of its first rank, and so of all that stand there."""
+    kinds: list[int]
+    """By pipeline rank: the first one that holds stages like it."""
+    own: dict[int, Rehearsal] = field(default_factory=dict)
+    """Ranks that do something of their own."""
+    own_schedules: dict[int, Schedule] = field(default_factory=dict)
+    """Theirs, of those that have another one."""
+    missing: list[tuple[str, int]] = field(default_factory=list)
+    """(axis, rank): the others of this rank's group do not know it."""
+
+    def rehearsal_of(self, rank: int) -> Rehearsal:
+        """What a rank does."""
+        return self.own.get(rank) or self.rehearsals[self.grid.coordinates(rank).pp_rank]
+
+
+def plan_job(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Job:
+    """Rehearse every kind of rank of a resolved configuration. ``say``: told what takes long."""
+    grid = grid_of(config)
+    drawn = draw(config)
+    blueprint, pp = drawn.blueprint, grid.pp
+    keys = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
+    kinds = [keys.index(key) for key in keys]
+    per_stage = grid.dp * grid.tp
+    found: dict[int, Rehearsal] = {}
+    if batch_numbers(config).chunks > CHUNKS:
+        short = _short(config)
+        drawn_short = drawn._replace(blueprint=draw_like(blueprint, short))
+        for kind in dict.fromkeys(kinds):
+            try:
+                run = rehearsed(short, kind * per_stage, drawn_short)
+                templates = learn(run, kind * per_stage, drawn_short.blueprint.schedule, kind)
+                for pp_rank in [r for r in range(pp) if kinds[r] == kind]:
+                    found[pp_rank] = play_back(templates, config, pp_rank * per_stage, drawn, blueprint.schedule)
+            except CannotPlay as reason:
+                say(f"pipeline rank {kind} and those like it are run as a whole: {reason}")
+            gc.collect()
+    for pp_rank in range(pp):
+        if pp_rank not in found:
+            found[pp_rank] = rehearse(config, pp_rank * per_stage, drawn)
+    return Job(config, grid, blueprint, [found[pp_rank] for pp_rank in range(pp)], kinds)
+
+
+def _short(config: RunConfig) -> RunConfig:
+    batch = batch_numbers(config)
+    dp = batch.global_batch // batch.chunks // batch.micro_batch_size
+    return config.model_copy(
+        update={
+            "batch": config.batch.model_copy(
+                update={"chunks": CHUNKS, "global_batch": CHUNKS * dp * batch.micro_batch_size}
+            )
+        }
+    )
+
+
+def draw_like(blueprint: Blueprint, config: RunConfig) -> Blueprint:
+    """The blueprint of a configuration that differs in its schedule alone, or in the number of its micro-batches."""
+    return replace(blueprint, config=config, schedule=draw_schedule(config))
+
+
+def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
+    """Equal for pipeline ranks whose stages are alike: layers, weights and what they hand on; a weight that several
+    stages hold makes a stage one of its own."""
+    tied = {stage for stages in blueprint.stage_of_parameter().values() if len(stages) > 1 for stage in stages}
+    found: list[Any] = []
+    last = len(blueprint.stages) - 1
+    again = set(blueprint.recomputed)
+    for stage in blueprint.schedule.stages_of(pp_rank):
+        layers = [
+            (
+                repr(outline_of(layer)).replace(f"{name}.", ""),
+                sorted(part.removeprefix(name) for part in again if f"{part}.".startswith(f"{name}.")),
+            )
+            for name, layer in blueprint.stage_layers(stage).named_children()
+        ]
+        ends = (stage == 0, stage == last, stage if stage in tied else None)
+        before = blueprint.boundaries[stage - 1] if stage else None
+        after = blueprint.boundaries[stage] if stage < last else None
+        found.append((layers, ends, before and before.leaves, after and after.leaves))
+    return repr(found)
+
+
+def seed_schedule(job: Job, rank: int, schedule: str) -> None:
+    """One rank was started with another schedule.
+
+    Raises:
+        UserError: there is no such schedule for these degrees.
+    """
+    pipeline = job.config.pipeline.model_copy(update={"schedule": schedule, "schedule_file": None, "interleave": None})
+    config = RunConfig.model_validate(job.config.model_dump() | {"pipeline": pipeline.model_dump()})
+    job.own[rank] = rehearse(config, rank)
+    job.own_schedules[rank] = draw_schedule(config)

@@ -1,0 +1,269 @@
+"""One step of one rank on paper: the rank's own code on tensors that have shapes and no numbers.
+
+    blueprint -> paper mesh -> build() -> the optimizer's states -> one step by the rank's row
+                    |             |              |                      |
+                    +---- every operation: what comes, what goes, what is said to whom ----> Rehearsal
+
+What runs is what trains: stages, buckets, regions, fully_shard, optimizer. Tensors are fake ones of the CPU, so that
+the kernels are chosen that a CPU would choose, with what these keep for backward. Left out is what reads numbers on the
+host, and with it the first look that each layer gets in a run's first forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import StepFeed, build
+from meshwright.config import RunConfig, shard_factor
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.mesh.comm import Group
+from meshwright.mesh.fake import paper_mesh
+from meshwright.mesh.grid import Grid
+from meshwright.parts import Parts
+from meshwright.pipeline.executor import Result
+from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import Example
+from meshwright.schedule.action import Action, Kind
+from meshwright.seeding import Draw
+from meshwright.step import sum_numbers
+from meshwright.tools.dryrun.account import Category, Rehearsal, told
+from meshwright.tools.dryrun.recorder import NotedActivity, Recorder
+
+
+@dataclass
+class PaperFeed:
+    """Samples of the right shape. A :class:`meshwright.data.feeds.Source`."""
+
+    example: Example
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Zeros."""
+        inputs, labels = tree_map(_zeros, self.example.inputs), _zeros(self.example.labels)
+        return inputs, labels, torch.zeros(micro_batch_size, dtype=torch.int64)
+
+
+def _zeros(outline: Tensor) -> Tensor:
+    return torch.zeros(outline.shape, dtype=outline.dtype)
+
+
+class Handed(NamedTuple):
+    """The tensors that an action of a stage was handed and has handed on, by their storages."""
+
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+    kept: tuple[bool, ...]
+    """Of those given: whether the stage keeps them too, for backward."""
+    beside: frozenset[int] = frozenset()
+    """Those that everybody may look at: which samples go through."""
+
+
+class NotedStage:
+    """A stage of which it is noted what it is handed and hands on."""
+
+    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, handed: dict[Action, Handed]) -> None:
+        self._stage, self._recorder, self._draw, self._handed = stage, recorder, draw, handed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
+        """As ever."""
+        taken = [*tree_leaves(inputs), *([] if labels is None else [labels])]
+        found = self._stage.forward(microbatch, inputs, labels, train=train)
+        kept = self._recorder.numbers_of(self._stage.roots_of(microbatch))
+        self._note(Kind.F, microbatch, taken, [] if isinstance(found, LossPart) else found, kept)
+        return found
+
+    def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
+        """As ever."""
+        found = self._stage.backward(microbatch, gradients)
+        self._note(Kind.B, microbatch, gradients or [], found, set())
+        return found
+
+    def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
+        """As ever."""
+        found = self._stage.backward_input(microbatch, gradients)
+        self._note(Kind.I, microbatch, gradients or [], found, set())
+        return found
+
+    def _note(self, kind: Kind, microbatch: int, taken: list[Tensor], given: list[Tensor], kept: set[int]) -> None:
+        numbers = [self._recorder.number_of(tensor) for tensor in given]
+        self._handed[Action(kind, self._stage.index, microbatch)] = Handed(
+            tuple(self._recorder.number_of(tensor) for tensor in taken),
+            tuple(numbers),
+            tuple(number in kept for number in numbers),
+            frozenset(self._recorder.numbers_of([] if (now := self._draw.sample_indices) is None else [now])),
+        )
+
+
+class Drawn(NamedTuple):
+    """A blueprint drawn before there are ranks, for all of one tp coordinate."""
+
+    blueprint: Blueprint
+    tp: Group
+    """Which its layers hold, and which becomes the group of the rank that is rehearsed."""
+
+    def for_rank(self, pp_rank: int) -> Blueprint:
+        """With its own layers in the stages of a pipeline rank, to be filled and changed; the rest is shared."""
+        blueprint, model = self.blueprint, self.blueprint.model
+        mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
+        memo: dict[int, Any] = {id(model.draw): model.draw}
+        layers = nn.Sequential()
+        for index, (name, layer) in enumerate(model.layers.named_children()):
+            layers.add_module(name, copy.deepcopy(layer, memo) if index in mine else layer)
+        return replace(blueprint, model=replace(model, layers=layers))
+
+
+def draw(config: RunConfig, tp_rank: int = 0) -> Drawn:
+    """Draw it once for many ranks."""
+    tp = Group("tp", tuple(range(config.parallel.tp)), tp_rank)
+    return Drawn(draw_blueprint(on_cpu(config), tp), tp)
+
+
+def on_cpu(config: RunConfig) -> RunConfig:
+    """The configuration as it is rehearsed: the stages are those of the device that it is for."""
+    parallel = config.parallel.model_copy(update={"offload_directory": None})
+    return config.model_copy(update={"parallel": parallel})
+
+
+class Run(NamedTuple):
+    """A rehearsal's notes, for whoever plays them back."""
+
+    recorder: Recorder
+    first: int
+    """The operation before the step."""
+    roles: dict[int, Category]
+    handed: dict[Action, Handed]
+    on_host: frozenset[Category]
+
+
+def rehearse(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Rehearsal:
+    """Run one step of ``rank`` on paper. ``config`` is resolved. ``drawn``: for its tp coordinate; left out: drawn
+    here."""
+    run = rehearsed(config, rank, drawn)
+    return told(run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.on_host)
+
+
+def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
+    """The same, with all that was noted."""
+    recorder = Recorder()
+    config = on_cpu(config)
+    with paper_mesh(grid_of(config), rank, NotedActivity(recorder)) as mesh:
+        drawn = draw(config, mesh.at.tp_rank) if drawn is None else drawn
+        drawn.tp.become(mesh.tp)
+        blueprint = drawn.for_rank(mesh.at.pp_rank)
+        with _on_paper(blueprint, mesh.at.pp_rank, recorder) as constants:
+            parts = build(config, mesh, (PaperFeed(blueprint.example), None), blueprint)
+            for stage in parts.executor.stages.values():
+                stage.skip_first_look()
+            _make_states(parts)
+            first = recorder.now
+            roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)
+            handed: dict[Action, Handed] = {}
+            for index, stage in parts.executor.stages.items():
+                parts.executor.stages[index] = NotedStage(stage, recorder, blueprint.model.draw, handed)  # type: ignore[assignment]
+            gc.collect()
+            gc.disable()  # what Python's collector finds it finds at a moment of its own
+            try:
+                _step(parts)
+            finally:
+                gc.enable()
+        del parts, blueprint, stage
+    gc.collect()
+    return Run(recorder, first, roles, handed, _on_host(config))
+
+
+@contextmanager
+def _on_paper(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterator[set[int]]:
+    """Within: tensors have no numbers, and all that is done to them is noted. What the model keeps that has some, its
+    buffers, has lost them. -> their storages; a rank builds the whole model's."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = {id(buffer): buffer for buffer in blueprint.model.layers.buffers() if not buffer.is_meta}
+    for owner in blueprint.model.owners.values():
+        real |= {id(buffer): buffer for buffer in owner.module.buffers() if not buffer.is_meta}
+    fake = {key: mode.from_tensor(buffer) for key, buffer in real.items()}
+    mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
+    for index in mine:
+        for module in blueprint.model.layers[index].modules():
+            for name, buffer in module._buffers.items():
+                if id(buffer) in fake:
+                    module._buffers[name] = fake[id(buffer)]
+    constants = {recorder.number_of(buffer) for buffer in fake.values()}
+    with mode, recorder, recorder.watching_sizes():
+        yield constants
+
+
+def grid_of(config: RunConfig) -> Grid:
+    """The grid of a resolved configuration."""
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    return Grid(parallel.pp, parallel.dp, parallel.tp)
+
+
+def _make_states(parts: Parts) -> None:
+    """What the optimizer keeps is there from its first step on."""
+    parts.optimizer.step(0.1, 0.5)
+    for replica in parts.replicas.values():
+        replica.ready_all()
+
+
+def _step(parts: Parts) -> None:
+    """As :func:`meshwright.step.take_step`, without what looks at numbers."""
+    for replica in parts.replicas.values():
+        replica.begin_step()
+
+    def step(result: Result) -> None:
+        sum_numbers(parts, result)
+        parts.optimizer.step(0.1, 0.5)
+
+    parts.executor.step = step
+    parts.executor.run(StepFeed(parts, parts.feed, 0))
+
+
+def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
+    """Number of a storage -> what it is for, of those that stay."""
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    optimizer: list[Tensor] = []
+    for stage in parts.executor.stages.values():
+        for parameter in stage.layers.parameters():
+            weights.append(_local(parameter).detach())
+            if parameter.grad is not None:
+                gradients.append(_local(parameter.grad))
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            optimizer.append(bucket.master)
+            gradients.append(bucket.shard_gradient)
+            if isinstance(bucket, Bucket) and bucket.flat_gradient is not None:
+                gradients.append(bucket.flat_gradient)
+    for state in parts.optimizer.inner.state.values():
+        optimizer += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    found = dict.fromkeys(recorder.numbers_of(optimizer), Category.OPTIMIZER)
+    found |= dict.fromkeys(recorder.numbers_of(gradients), Category.GRADIENTS)
+    return found | dict.fromkeys(recorder.numbers_of(weights), Category.WEIGHTS)
+
+
+def _on_host(config: RunConfig) -> frozenset[Category]:
+    """What offloading keeps off the device."""
+    if not config.parallel.offload:
+        return frozenset()
+    shards = (Category.WEIGHTS, Category.GRADIENTS) if config.parallel.zero == 3 and shard_factor(config) > 1 else ()
+    return frozenset((Category.OPTIMIZER, *shards))
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,237 @@
+"""What a dry run tells: a table by pipeline rank, totals, what does not fit, and one picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.blueprint import batch_numbers
+from meshwright.run.summary import columns, memory
+from meshwright.schedule.action import COMPUTE
+from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, simulate
+from meshwright.tools.dryrun.account import Category, Rehearsal
+from meshwright.tools.dryrun.agreement import Disagreement, axis_of
+from meshwright.tools.dryrun.job import Job
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+
+
+class StepTime(NamedTuple):
+    """What a time model says of a job."""
+
+    step_s: float
+    mfu_share: float
+    """Model FLOPs of the step over what all devices could have done in it."""
+    timeline: Timeline
+    """Of the pipeline ranks, in seconds."""
+    device: str
+    memory_bytes: int
+    """Of a device, for tensors."""
+
+
+TimeModel = Callable[[Job], StepTime]
+
+
+class Wire(NamedTuple):
+    """Bytes that one rank puts on the wire in a step, along one axis."""
+
+    inside: float
+    """To ranks of its node."""
+    between: float
+
+
+def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire]:
+    """By axis. A ring goes through its group in order: the share of its links that cross nodes is that of the bytes."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    crossing: dict[tuple[int, ...], float] = {}
+    for spoken in rehearsal.said:
+        heard = spoken.heard
+        if heard.peer is not None:
+            share = float(nodes[rehearsal.rank] != nodes[heard.peer])
+        else:
+            if heard.group not in crossing:
+                ring = zip(heard.group, heard.group[1:] + heard.group[:1], strict=True)
+                crossing[heard.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(heard.group)
+            share = crossing[heard.group]
+        both = found[axis_of(job.grid, heard.group, to_peer=heard.peer is not None)]
+        both[0] += heard.wire_bytes * (1 - share)
+        both[1] += heard.wire_bytes * share
+    return {axis: Wire(*both) for axis, both in found.items()}
+
+
+def ticks(job: Job) -> Timeline:
+    """The schedule, each stage as long as its layers take on the reference device (see meshwright.pipeline.costs);
+    messages cost nothing."""
+    costs = []
+    for stage in job.blueprint.stages:
+        layers = [job.blueprint.layer_costs[index] for index in stage]
+        forward = sum(layer.forward.time_s for layer in layers) or 1e-9
+        backward = sum(layer.backward.time_s for layer in layers) or 1e-9
+        costs.append(Costs(forward, backward, backward / 2, backward / 2))
+    return simulate(job.blueprint.schedule, costs)
+
+
+def busy_shares(timeline: Timeline) -> list[float]:
+    """Of each pipeline rank: the share of the time from the first forward to the last backward in which it computes."""
+    computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
+    total = max(span.end for span in computed) - min(span.start for span in computed)
+    return [sum(span.end - span.start for span in computed if span.rank == rank) / total for rank in timeline.ranks]
+
+
+def flops_of(job: Job, pp_rank: int) -> float:
+    """What one rank computes in a step, recomputation included; tensor-parallel ranks share it evenly."""
+    stages = job.blueprint.schedule.stages_of(pp_rank)
+    costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
+    flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
+    return flops * batch_numbers(job.config).chunks / job.grid.tp
+
+
+def parameters_of(job: Job, pp_rank: int) -> int:
+    """Elements that a rank computes with."""
+    stages = job.blueprint.schedule.stages_of(pp_rank)
+    return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
+
+
+def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time_model: TimeModel | None = None) -> str:
+    """The whole text. ``time_model``: seconds and MFU; without it the bubble is that of the schedule alone."""
+    grid, blueprint = job.grid, job.blueprint
+    time = None if time_model is None else time_model(job)
+    timeline = ticks(job) if time is None else time.timeline
+    busy = busy_shares(timeline)
+    rows: list[tuple[str, ...]] = [
+        ("pp", "layers", "parameters", "peak", "in", "weights", "gradients", "optimizer", "activations", "rest")
+    ]
+    on_wire = [wire(job, rehearsal, nodes) for rehearsal in job.rehearsals]
+    said = [
+        (f"{axis} {('inside', 'between')[way]}", [each.get(axis, Wire(0.0, 0.0))[way] for each in on_wire])
+        for axis in ("tp", "pp", "dp", "tied", "world")
+        for way in (0, 1)
+    ]
+    said = [(title, numbers) for title, numbers in said if any(numbers)]
+    speech = [("pp", "FLOP", "busy", *(title for title, _ in said))]
+    for pp_rank, rehearsal in enumerate(job.rehearsals):
+        held = rehearsal.held
+        main = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS)
+        rest = rehearsal.peak_bytes + rehearsal.host_bytes - sum(held.get(category, 0) for category in main)
+        names = [
+            list(dict(blueprint.stage_layers(stage).named_children()))
+            for stage in blueprint.schedule.stages_of(pp_rank)
+        ]
+        rows.append(
+            (
+                str(pp_rank),
+                " ".join(each[0] if len(each) == 1 else f"{each[0]}..{each[-1]}" for each in names),
+                f"{parameters_of(job, pp_rank):,}",
+                memory(rehearsal.peak_bytes),
+                str(rehearsal.peak_in),
+                *(memory(held.get(category, 0)) for category in main),
+                memory(rest),
+            )
+        )
+        speech.append(
+            (
+                str(pp_rank),
+                flops_text(flops_of(job, pp_rank)),
+                f"{busy[pp_rank]:.1%}",
+                *(memory(round(numbers[pp_rank])) if numbers[pp_rank] else "-" for _, numbers in said),
+            )
+        )
+    kinds = len(set(job.kinds))
+    most = max(job.rehearsals, key=lambda each: each.peak_bytes)
+    host = max(each.host_bytes for each in job.rehearsals)
+    verdict = [f"  {each}" for each in found] or [
+        "  every group is known to all of its members, all collectives are said alike by all of them,",
+        "  each send meets its receive, and nobody waits for ever",
+    ]
+    return "\n".join(
+        [
+            f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "
+            f"{grid.tp} = {_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
+            f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
+            f"{_count(kinds, 'kind')} of pipeline ranks rehearsed; "
+            f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
+            "",
+            "memory of a rank at its peak, and what the rank does then",
+            *columns(rows, "<<>>>>>>>>"),
+            "",
+            "what a rank computes in a step, and puts on the wire by axis: inside its node, and between nodes",
+            *columns(speech, "<" + ">" * (len(speech[0]) - 1)),
+            "",
+            f"most memory  {memory(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
+            + (f"; and {memory(host)} of the host's" if host else "")
+            + _overflow(most.peak_bytes, time),
+            f"bubble       {bubble_share(timeline):.1%} of the time"
+            + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
+            *(
+                []
+                if time is None
+                else [f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for {time.device}"]
+            ),
+            f"all ranks    {'agree' if not found else f'DO NOT AGREE: {len(found)} found'}",
+            *verdict,
+        ]
+    )
+
+
+def _overflow(peak_bytes: int, time: StepTime | None) -> str:
+    if time is None or peak_bytes <= time.memory_bytes:
+        return ""
+    room = memory(time.memory_bytes)
+    return (
+        f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; `plan` looks for what fits"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number:,} {what}{plural * (number != 1)}"
+
+
+def flops_text(flops: float) -> str:
+    """Three digits, in the unit that fits."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if flops >= size:
+            return f"{flops / size:,.3g} {unit}"
+    return f"{flops / 1e6:,.3g} M"
+
+
+def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
+    """Memory of each pipeline rank, stacked by category, beside what it does when."""
+    from matplotlib.figure import Figure
+
+    from meshwright.schedule.analysis.picture.palette import shade
+
+    time = None if time_model is None else time_model(job)
+    timeline = ticks(job) if time is None else time.timeline
+    picture = Figure(figsize=(13, max(3.0, 0.42 * job.grid.pp + 1.6)), layout="constrained")
+    bars, schedule = picture.subplots(1, 2, sharey=True, width_ratios=[2, 3])
+    left = [0.0] * job.grid.pp
+    shown = [category for category in Category if any(each.held.get(category) for each in job.rehearsals)]
+    for number, category in enumerate(shown):
+        sizes = [each.held.get(category, 0) / GIB for each in job.rehearsals]
+        bars.barh(range(job.grid.pp), sizes, left=left, color=f"C{number}", label=str(category))
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    bars.set_xlabel("GiB at the peak")
+    bars.set_ylabel("pipeline rank")
+    bars.set_yticks(range(job.grid.pp))
+    bars.invert_yaxis()
+    bars.legend(fontsize=8)
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            stages = job.blueprint.schedule.stages_of(span.rank)
+            assert span.action.stage is not None
+            colour = shade(span.action.kind, stages.index(span.action.stage), len(stages))
+            schedule.barh(span.rank, span.end - span.start, left=span.start, color=colour, edgecolor="white", lw=0.3)
+    schedule.set_xlabel("seconds" if time_model is not None else "time by the layers' shares")
+    picture.suptitle(f"{job.config.run.name}: {job.grid.size:,} ranks, {job.blueprint.schedule.name}")
+    return picture
+
+
+def save(picture: Figure, path: Path) -> None:
+    """As the suffix says."""
+    picture.savefig(path, dpi=130)

@@ -1,0 +1,333 @@
+"""What a trained model is worth on text: loss, perplexity and bits per byte, the same on every layout.
+
+    checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
+
+Loss is the mean over the labels that count. While a run trains it looks at the first train.validate_steps global
+batches of its validation set: these are told apart, and are the same number as in its metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from meshwright.blueprint import batch_numbers, draw_blueprint
+from meshwright.config import RunConfig, resolve
+from meshwright.data import fingerprint
+from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.feeds import AnyFeed, open_validation
+from meshwright.data.indexed import idx_path
+from meshwright.data.samples import Feed, validation_steps
+from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
+from meshwright.data.tokenizer import load
+from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
+from meshwright.errors import ConfigError, DataError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.parts import Forward
+from meshwright.step import TotalLoss, total_loss
+from meshwright.system.outputs import write_out
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import say, tell
+from meshwright.tools.inference.load import Place, open_trained
+from meshwright.tracking.console import duration
+from meshwright.tracking.jsonl import read_records
+from meshwright.tracking.record import perplexity
+from meshwright.watch.hang.watchdog import LATER_S
+
+SAY_EVERY_S = 10.0
+"""Between two words of how far an evaluation has come."""
+WINDOWS_AT_ONCE = 256
+"""Of whose labels the bytes are counted together."""
+
+
+class Text(NamedTuple):
+    """The labels that count, as text."""
+
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result. Losses are in nats."""
+
+    checkpoint: str
+    step: int
+    layout: str
+    dtype: str
+    data: str
+    samples: int
+    """Of the data, each once."""
+    tokens: int
+    """Labels that count: those of which the loss is the mean."""
+    loss: float
+    perplexity: float
+    bytes: int | None
+    """Of the text that these tokens are; None where nothing tells."""
+    bits_per_byte: float | None
+    unigram_entropy: float | None
+    """Nats per token of the same text: the loss of who knows token frequencies alone."""
+    while_training: dict[str, float | int | None] | None
+    """The loss of the first batches, those that the training looks at, and what it has written down of this step; None
+    where these are not looked at."""
+
+    def lines(self) -> str:
+        """For people."""
+        said = [
+            f"checkpoint     {self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}",
+            f"data           {self.data}: {self.samples:,} samples, {self.tokens:,} tokens",
+            f"loss           {self.loss:.4f} nats per token",
+            f"perplexity     {self.perplexity:,.4g}",
+        ]
+        if self.bits_per_byte is not None:
+            said.append(f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text")
+        if self.unigram_entropy is not None:
+            said.append(f"unigrams       {self.unigram_entropy:.4f} nats per token: who knows token frequencies alone")
+        if self.while_training is not None:
+            logged = self.while_training["logged"]
+            knows = "" if logged is None else f"; metrics.jsonl says {logged:.4f}"
+            said.append(
+                f"in training    {self.while_training['loss']:.4f}, of the first {self.while_training['batches']} "
+                f"global batches, which the training looks at{knows}"
+            )
+        return "\n".join(said)
+
+    def to_json(self) -> str:
+        """Strict JSON; what is not finite as text, as in ``metrics.jsonl``."""
+
+        def encoded(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: encoded(each) for name, each in value.items()}
+            if isinstance(value, float) and not math.isfinite(value):
+                return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+            return value
+
+        return json.dumps(encoded(vars(self)), indent=2, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What each rank does; sent to ranks as it is."""
+
+    place: Place
+    is_own_data: bool
+    """The data are the run's own validation set."""
+    out: Path | None = None
+    steps: int | None = None
+    """Global batches to look at; None: all."""
+
+    def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
+        """One rank, from the environment to the result, which rank 0 prints and writes. ``config``: resolved.
+
+        Raises:
+            UserError: what is wrong with the checkpoint or the data; on every rank.
+        """
+        parallel = config.parallel
+        assert isinstance(parallel.dp, int)
+        mesh = open_mesh(
+            Grid(parallel.pp, parallel.dp, parallel.tp),
+            config.train.device,
+            timeout_s=config.launch.timeout_s + LATER_S,
+            tp_across_nodes=parallel.tp_across_nodes,
+        )
+        forward, checkpoint = open_trained(config, mesh, self.place)
+        found = self._look(forward, str(checkpoint.path), checkpoint.manifest.step)
+        close_mesh(mesh)
+        if mesh.rank != 0:
+            return
+        say(found.lines())
+        if self.out is not None:
+            write_out(self.out, found.to_json())
+
+    def _look(self, forward: Forward, path: str, step: int) -> Evaluated:
+        config, mesh = forward.config, forward.mesh
+        source = open_validation(config)
+        assert source is not None  # it was opened before the ranks began
+        batches = batches_of(source, config, self.steps)
+        logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
+        told = told_of(batches, mesh.rank == 0)
+        first = total_loss(forward, source, itertools.islice(told, min(logged, batches)))
+        rest = total_loss(forward, source, told)
+        found = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
+        text = count_text(source, config, batches) if mesh.rank == 0 else None
+        assert text is None or text.tokens == found.num_tokens, (text, found)
+        loss = found.loss_sum / max(found.num_tokens, 1)
+        grid = mesh.grid
+        return Evaluated(
+            checkpoint=path,
+            step=step,
+            layout=f"dp{grid.dp} x pp{grid.pp} x tp{grid.tp}",
+            dtype=config.train.dtype,
+            data=config.data.validation or str(config.data.builder),
+            samples=min(source.num_samples, batches * batch_numbers(config).global_batch),
+            tokens=found.num_tokens,
+            loss=loss,
+            perplexity=perplexity(loss),
+            bytes=text.bytes if text else None,
+            bits_per_byte=found.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
+            unigram_entropy=unigrams(source) if self.steps is None else None,
+            while_training={
+                "loss": first.loss_sum / max(first.num_tokens, 1),
+                "batches": logged,
+                "logged": logged_loss(self.place.run, step),
+            }
+            if self.is_own_data and logged <= batches
+            else None,
+        )
+
+
+def told_of(batches: int, speaks: bool) -> Iterator[int]:
+    """0, 1, ... batches - 1; now and then it is said on stderr how far they have come."""
+    begun_s = said_s = time.monotonic()
+    for batch in range(batches):
+        yield batch
+        now_s = time.monotonic()
+        if speaks and now_s - said_s > SAY_EVERY_S and batch + 1 < batches:
+            said_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
+            tell(f"{batch + 1:,} of {batches:,} global batches, {duration(left_s)} left")
+
+
+def batches_of(source: AnyFeed, config: RunConfig, at_most: int | None) -> int:
+    """Global batches until every sample was seen once."""
+    whole = -(-source.num_samples // batch_numbers(config).global_batch)
+    return whole if at_most is None else min(whole, at_most)
+
+
+def check(config: RunConfig, world_size: int) -> RunConfig:
+    """Refuse what cannot work before any process exists; the resolved configuration.
+
+    Raises:
+        UserError: one message with all that was found.
+    """
+    config = resolve(config, world_size)
+    draw_blueprint(config)
+    source = open_validation(config)
+    if source is None:
+        raise ConfigError(
+            "the run has no validation set (data.validation): name a prepared corpus with --data, such as the folder "
+            "that `meshwright data` has written"
+        )
+    _check_tokenizer(config, source)
+    return config
+
+
+def _check_tokenizer(config: RunConfig, source: AnyFeed) -> None:
+    """By another tokenizer than the one that made the tokens, bytes would be counted of another text."""
+    if not isinstance(source, Feed) or config.data.tokenizer is None:
+        return
+    named = Path(config.data.tokenizer)
+    for corpus in corpora_of(source):
+        known, beside = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
+        made_by = None if known is None else known.files.get(TOKENIZER_FILE)
+        if made_by is None or fingerprint.file_sha256(named) == made_by:
+            continue
+        is_same = beside.is_file() and fingerprint.file_sha256(beside) == made_by
+        if not is_same or load(beside).to_str() != load(named).to_str():
+            raise DataError(
+                f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
+                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one"
+            )
+
+
+def of_corpus(config: RunConfig, place: Path) -> RunConfig:
+    """The configuration with another corpus to look at: the path of a .bin/.idx pair without its suffix, or a folder
+    that holds one, or one that is called validation.
+
+    Raises:
+        ConfigError: the model was not trained on tokens of a corpus.
+        DataError: there is no corpus there, or several; or it was made with another tokenizer.
+    """
+    if config.data.builder is not None:
+        raise ConfigError(f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use")
+    prefix = place
+    if place.is_dir():
+        names = sorted(path.stem for path in place.glob("*.idx"))
+        if not names:
+            raise DataError(
+                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data` makes one"
+            )
+        if "validation" not in names and names[1:]:
+            raise DataError(f"--data {place}: the folder holds {', '.join(names)}: name one, as in {place / names[0]}")
+        prefix = place / ("validation" if "validation" in names else names[0])
+    tokenizer, own = config.data.tokenizer, prefix.parent / "tokenizer.json"
+    if own.is_file() and idx_path(prefix).is_file():
+        if tokenizer is None:
+            tokenizer = str(own)
+        elif Path(tokenizer).is_file() and load(own).to_str() != load(Path(tokenizer)).to_str():
+            raise DataError(
+                f"--data {place}: its tokens were made with {own}, which is another tokenizer than the run's, "
+                f"{tokenizer}: prepare that text with the run's own"
+            )
+    data = config.data.model_copy(update={"validation": str(prefix), "tokenizer": tokenizer})
+    return config.model_copy(update={"data": data})
+
+
+def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
+    """The labels that count in so many global batches, and the bytes of text that they are; None where they are not
+    the text: of a user's dataset, of spans that were taken out of it, and without a tokenizer.
+
+    Raises:
+        DataError: a token that the tokenizer does not have.
+    """
+    if not isinstance(source, Feed) or config.data.tokenizer is None:
+        return None
+    tokenizer, corpora = load(Path(config.data.tokenizer)), corpora_of(source)
+    table = bytes_of_tokens(tokenizer)
+    blank, before = blank_of(tokenizer, table), _before_texts(corpora, tokenizer)
+    num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
+    tokens = total = 0
+    for start in range(0, num_samples, WINDOWS_AT_ONCE):
+        inputs, found, _ = source.microbatch(start, 0, 1, min(WINDOWS_AT_ONCE, num_samples - start), 1, 0)
+        ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
+        counted = labels[labels != IGNORE]
+        if counted.size and int(counted.max()) >= len(table):
+            names = ", ".join(str(each.prefix) for each in corpora)
+            raise DataError(
+                f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
+                f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it"
+            )
+        tokens += counted.size
+        total += int(table[counted].sum())
+        if blank:
+            first = beginnings(ids, labels, before, has_mask=any(each.mask for each in corpora))
+            total -= blank * int((table[labels[first]] > 0).sum())
+    return Text(tokens, total)
+
+
+def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
+    """Tokens behind which a text begins: what ends documents, and what stands before each."""
+    found = {each.eod_id for each in corpora}
+    found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}
+    return {number for number in found if number is not None}
+
+
+def corpora_of(source: Feed) -> tuple[Corpus, ...]:
+    """One, or those of a blend."""
+    return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
+
+
+def unigrams(source: AnyFeed) -> float | None:
+    """Entropy of the data's single tokens where a fingerprint tells it, in nats."""
+    if not isinstance(source, Feed) or isinstance(source.corpus, Blend):  # several have no frequencies in common
+        return None
+    known = fingerprint.read(source.corpus.prefix.parent)
+    split = known.splits.get(source.corpus.prefix.name) if known else None
+    return split.unigram_entropy_nats if split else None
+
+
+def logged_loss(run: Path, step: int) -> float | None:
+    """The validation loss that the run has written down of this step."""
+    try:
+        found = [record.validation_loss for record in read_records(run / "metrics.jsonl") if record.step == step]
+    except DataError:
+        return None
+    return found[-1] if found else None

@@ -1,0 +1,315 @@
+"""Let a trained model write, in one process or in the ranks of any layout: the same text wherever it is the likeliest.
+
+    prompts -> ids (B, L), padded at the end -> stages -> logits of each row's last token, whole, on the last pp rank
+                 ^                                              | chosen there, told to all ranks
+                 +----------------- one token more -------------+
+
+A model is any nn.Sequential of layers: nothing is kept between tokens, and the whole window goes through it for each.
+That is for looking at a model; whoever serves one takes its export.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import split_vocab_size
+from meshwright.config import RunConfig, resolve
+from meshwright.data import fingerprint
+from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.tokenizer import ending_ids, load
+from meshwright.data.tokenizer_files import begin_id
+from meshwright.errors import ConfigError, ModelError
+from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Coordinates, Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.parts import Forward
+from meshwright.pipeline.executor import Microbatch
+from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
+from meshwright.seeding import derive
+from meshwright.system.outputs import write_out
+from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.output import say
+from meshwright.tools.inference.load import Place, config_for, locate, open_trained
+from meshwright.watch.hang.watchdog import LATER_S
+
+SHORTEST = 16
+"""Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
+SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false")
+"""Over the run's own configuration: the rounding of bfloat16 would let layouts choose other words."""
+
+
+class Ask(NamedTuple):
+    """What is to be written, and how a token is chosen."""
+
+    prompts: tuple[str, ...]
+    num_tokens: int = 100
+    temperature: float = 0.8
+    """0: the likeliest token each time."""
+    top_k: int = 40
+    """Of so many likeliest tokens; 0: of all."""
+    top_p: float = 1.0
+    """Of the likeliest tokens that together have this share of the probability."""
+    seed: int | None = None
+    """Of the draws; None: the run's."""
+
+
+class Written(NamedTuple):
+    """A prompt and what the model has written after it."""
+
+    prompt: str
+    text: str
+    """The prompt included."""
+    ids: tuple[int, ...]
+    """The tokens that were written; the end of the document, where it came, left out."""
+    ended: bool
+    """The model has ended the document by itself."""
+
+
+def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40) -> str:
+    """The prompt and what the newest model of a run writes after it; in this process.
+
+    Raises:
+        UserError: no run, no checkpoint, or none that can write.
+    """
+    where = locate(place, None)
+    alone = ("--parallel.pp=1", "--parallel.tp=1")
+    config = check(config_for(where, (), "sample", defaults=(*SAME_TEXT, *alone)), 1, 1)
+    mesh = open_mesh(Grid(1, 1, 1), config.train.device)
+    return write(config, mesh, where, Ask((prompt,), num_tokens, temperature, top_k))[0].text
+
+
+def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
+    """Refuse what cannot write before any process exists; the resolved configuration, in which a micro-batch is all
+    prompts.
+
+    Raises:
+        ConfigError: the run is of no text, or names no tokenizer.
+    """
+    if config.data.builder is not None or config.data.task != "causal":
+        what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
+        raise ConfigError(f"the run was trained on {what}: only a model of the next token can continue a text")
+    if config.data.tokenizer is None:
+        raise ConfigError("data.tokenizer is not set: without it the tokens that the model writes are only numbers")
+    if config.parallel.dp != 1:
+        raise ConfigError("parallel.dp has no use here: all prompts go through one replica; leave it out")
+    load(Path(config.data.tokenizer))
+    batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
+    config = resolve(config.model_copy(update={"batch": batch}), world_size)
+    draw_blueprint(config)
+    return config
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What each rank does; sent to ranks as it is."""
+
+    place: Place
+    ask: Ask
+    out: Path | None = None
+
+    def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
+        """One rank, from the environment to the texts, which rank 0 prints. ``config``: from :func:`check`."""
+        parallel = config.parallel
+        mesh = open_mesh(
+            Grid(parallel.pp, 1, parallel.tp),
+            config.train.device,
+            timeout_s=config.launch.timeout_s + LATER_S,
+            tp_across_nodes=parallel.tp_across_nodes,
+        )
+        found = write(config, mesh, self.place, self.ask)
+        close_mesh(mesh)
+        if mesh.rank == 0:
+            say(said(found))
+            if self.out is not None:
+                text = "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found)
+                write_out(self.out, text)
+
+
+def said(found: Sequence[Written]) -> str:
+    """The texts; several with a line before each."""
+    if len(found) == 1:
+        return found[0].text
+    return "\n".join(f"--- {number} of {len(found)}\n{each.text}" for number, each in enumerate(found, start=1))
+
+
+def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written]:
+    """Every rank calls it, and gets all texts."""
+    assert config.data.tokenizer is not None
+    tokenizer = load(Path(config.data.tokenizer))
+    known = fingerprint.read(Path(config.data.tokenizer).parent)
+    ends = _ends_of_document(Path(config.data.tokenizer), tokenizer, known)
+    blueprint = draw_blueprint(config, mesh.tp)
+    windows = _windows(blueprint, len(ask.prompts))
+    logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
+    forward, _ = open_trained(config, mesh, place, logits, blueprint)
+    rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in ask.prompts]
+    begun = [len(row) for row in rows]
+    ended = [False] * len(rows)
+    begin = begin_id(known, tokenizer)
+    told = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
+    draws = _draws(ask, config.run.seed)
+    with torch.inference_mode():
+        for _ in range(ask.num_tokens):
+            _look(forward, rows, windows, logits, told)
+            chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
+            if logits.found is not None and mesh.at.tp_rank == 0:
+                chosen.copy_(choose(logits.found, ask, draws))
+            mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
+            for index, token in enumerate(chosen.tolist()):
+                ended[index] = ended[index] or token in ends
+                if not ended[index]:
+                    rows[index].append(token)
+            if all(ended):
+                break
+    return [
+        Written(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
+        for prompt, row, first, is_over in zip(ask.prompts, rows, begun, ended, strict=True)
+    ]
+
+
+def choose(logits: Tensor, ask: Ask, draws: Sequence[torch.Generator]) -> Tensor:
+    """(B, V) logits -> (B,) int64, each row by its own generator."""
+    logits = logits.float().cpu()
+    if ask.temperature <= 0:
+        return logits.argmax(-1)
+    count = min(ask.top_k or logits.shape[-1], logits.shape[-1])
+    values, tokens = logits.topk(count)  # likeliest first
+    shares = torch.softmax(values / ask.temperature, dim=-1)
+    before = shares.cumsum(-1) - shares
+    shares = shares.masked_fill(before >= ask.top_p, 0.0)  # the first is always kept
+    picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(shares, draws, strict=True)]
+    return tokens.gather(-1, torch.stack(picked))[:, 0]
+
+
+@dataclass
+class _LastLogits:
+    """Stands where the loss stands, and keeps the logits that each row ends with."""
+
+    tp: Group
+    vocab_size: int | None
+    """Of the model, where this rank has a part of it; None: it has all."""
+    num_tokens: int
+    """Of the tokenizer: a vocabulary that was made larger for the device's sake holds more."""
+    last: Tensor | None = None
+    """(B,) int64: the place of each row's last token."""
+    found: Tensor | None = None
+    """(B, V); None: this rank has no last stage."""
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
+            raise ModelError(
+                "the last layer gives no logits of each token, (batch, sequence, vocabulary): nothing can be written"
+            )
+        assert self.last is not None
+        mine = output[torch.arange(len(labels), device=output.device), self.last].contiguous()  # (B, V) or (B, V/tp)
+        if self.vocab_size is not None:
+            parts = mine.new_empty((self.tp.size * mine.shape[0], mine.shape[1]))
+            self.tp.all_gather(parts, mine).wait()
+            mine = parts.view(self.tp.size, len(labels), -1).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        self.found = mine[:, : self.num_tokens]
+        return labels.new_zeros(labels.shape, dtype=torch.float32)
+
+
+class _Rows(NamedTuple):
+    """The prompts as the one micro-batch of a step."""
+
+    batch: Microbatch
+
+    def microbatch(self, m: int) -> Microbatch:
+        return self.batch
+
+    def sample_indices(self, m: int) -> Tensor:
+        return self.batch.sample_indices
+
+
+def _look(
+    forward: Forward,
+    rows: Sequence[Sequence[int]],
+    windows: dict[int, list[ValueSpec]],
+    logits: _LastLogits,
+    told: Callable[[Tensor], dict[str, Tensor]] | None,
+) -> None:
+    """Run what there is of each row through the model. ``told``: what it takes, if it is more than the ids."""
+    window = max(windows)
+    seen = [row[-window:] for row in rows]
+    length = min(size for size in windows if size >= max(map(len, seen)))
+    ids = torch.zeros((len(rows), length), dtype=torch.int64)
+    for index, row in enumerate(seen):
+        ids[index, : len(row)] = torch.tensor(row)
+    device, boundaries = forward.mesh.device, windows[length]
+    for index, stage in forward.executor.stages.items():
+        stage.input_spec = boundaries[index - 1] if index > 0 else None
+        stage.output_spec = boundaries[index] if index < len(boundaries) else None
+    logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
+    ids = ids.to(device)
+    inputs = ids if told is None else told(ids)
+    forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
+
+
+def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
+    """(B, S) ids -> what a model is trained on with ``data.document_boundaries``: a document begins after each end, or
+    with ``begin``, which may be the same token."""
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    starts[:, 0] = True
+    closed = torch.isin(ids[:, :-1], torch.tensor(sorted(ends), dtype=ids.dtype, device=ids.device))
+    closed[:, 0] &= ids[:, 0] != (-1 if begin is None else begin)
+    starts[:, 1:] = closed
+    return {"tokens": ids, "starts": starts}
+
+
+def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
+    """Length of a window -> what the stages hand to each other."""
+    longest = blueprint.config.data.sequence_length
+    lengths = [longest]
+    while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
+        lengths.append(shorter)
+    found = {}
+    for length in lengths:
+        ids = torch.zeros((num_rows, length), dtype=torch.int64, device="meta")
+        inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
+        found[length] = describe_boundaries(meta_copy(blueprint.model.layers), blueprint.stages, inputs)[0]
+    return found
+
+
+def _ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
+    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
+    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
+    """As documents begin that the model was trained on. ``known``: the corpus beside the tokenizer, in which nothing
+    stands before a text but what --bos has put there; a tokenizer without one (of a model that was imported) says by
+    itself what does, and an end that it puts behind a text is left out."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    text = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
+    if known is not None:
+        begin = begin_id(known, tokenizer)
+        return text if begin is None else [begin, *text]
+    ids = list(tokenizer.encode(prompt).ids)
+    added = len(ids) - len(text)
+    while added > 0 and ids and ids[-1] in ends:
+        ids.pop()
+        added -= 1
+    return ids
+
+
+def _draws(ask: Ask, seed: int) -> list[torch.Generator]:
+    """One for each prompt: the same text alone and among others; a prompt that is given again draws anew."""
+    chosen = seed if ask.seed is None else ask.seed
+    draws = []
+    for index, prompt in enumerate(ask.prompts):
+        again = ask.prompts[:index].count(prompt)
+        key = derive(chosen, "sample", prompt, again) if again else derive(chosen, "sample", prompt)
+        draws.append(torch.Generator().manual_seed(key))
+    return draws

@@ -1,0 +1,1 @@
+"""Other frameworks: Hugging Face models, configurations of Megatron-LM, torchtitan and nanotron."""

@@ -1,0 +1,64 @@
+"""The account of an import, for people: what was decided, what stays behind and why."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from meshwright.config import to_toml
+from meshwright.tools.interop.configs.convert import NAMES, Adopted
+from meshwright.tools.interop.configs.translation import Left, Why
+
+WIDTH = 118
+ORDER = (Why.BY_HAND, Why.DIFFERS, Why.NONE)
+"""What a reader has to act on comes first."""
+
+
+def account(adopted: Adopted) -> str:
+    """Many lines."""
+    lost = [left for left in adopted.left if left.why is not Why.NEEDLESS]
+    name = NAMES[adopted.framework]
+    lines = [
+        f"read as {name}'s: {adopted.num_keys} keys, {adopted.num_keys - len(lost)} of them carried over or not needed"
+    ]
+    if adopted.decided:
+        lines += ["", "decided", *_wrapped(adopted.decided)]
+    if adopted.assumed:
+        lines += ["", f"not in the file, so at {name}'s defaults", *_wrapped([", ".join(adopted.assumed)])]
+    for why in ORDER:
+        those = [left for left in lost if left.why is why]
+        if those:
+            lines += ["", f"not carried over: {why}", *_wrapped(_lines(those))]
+    needless = ", ".join(dict.fromkeys(left.item.key for left in adopted.left if left.why is Why.NEEDLESS))
+    if needless:
+        lines += ["", Why.NEEDLESS, *_wrapped([needless])]
+    return "\n".join(lines)
+
+
+def file_text(adopted: Adopted, source: str) -> str:
+    """The configuration as a TOML file, with the account of it in comments on top."""
+    told = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {account(adopted)}".splitlines())
+    return f"{told}\n\n{to_toml(adopted.config)}"
+
+
+def _lines(those: list[Left]) -> Iterator[str]:
+    """A line for each thing that is said, with all keys of which it is."""
+    said: dict[str, list[Left]] = {}
+    for left in those:
+        said.setdefault(left.said, []).append(left)
+    for text, group in said.items():
+        keys = ", ".join(map(_key, group))
+        yield f"{keys}: {text}" if text else keys
+
+
+def _key(left: Left) -> str:
+    """``key = value (line 7)``; a flag that stands alone has no value."""
+    line = left.item.place.rpartition(":")[2]
+    return f"{left.item.written} (line {line})" if line.isdigit() else left.item.written
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield textwrap.fill(
+            line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )

@@ -1,0 +1,105 @@
+"""A file of another framework -> a :class:`~meshwright.config.RunConfig`, and what became of each of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.config import RunConfig, change, default_world_size, resolve
+from meshwright.config.keys import SECTIONS, split
+from meshwright.config.overrides import read_overrides
+from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs import megatron, nanotron, torchtitan
+from meshwright.tools.interop.configs.readers import read_text, read_toml, read_yaml
+from meshwright.tools.interop.configs.shell import read_script
+from meshwright.tools.interop.configs.torchtitan_keys import MOVED
+from meshwright.tools.interop.configs.translation import Draft, Item, Left
+
+SUFFIXES = {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
+TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
+    "torchtitan": torchtitan.translate,
+    "nanotron": nanotron.translate,
+    "megatron": megatron.translate,
+}
+NAMES = {"torchtitan": "torchtitan", "nanotron": "nanotron", "megatron": "Megatron-LM"}
+
+
+class Adopted(NamedTuple):
+    """What came of a file."""
+
+    config: RunConfig
+    framework: str
+    """``torchtitan``, ``nanotron`` or ``megatron``."""
+    num_keys: int
+    """In the file."""
+    decided: list[str]
+    assumed: list[str]
+    """Keys that the file does not have, at their framework's defaults."""
+    left: list[Left]
+
+
+def which(path: Path) -> str:
+    """Whose file it is, by its name's end: TOML torchtitan's, YAML nanotron's, all else a list of Megatron-LM's flags.
+
+    Raises:
+        ConfigError: a Python file, which torchtitan configures with since 2026.
+    """
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code and cannot be read "
+            f"without running it; give a TOML file from before, or write its values by hand into a copy of "
+            f"configs/llama3-8b.toml"
+        )
+    return SUFFIXES.get(path.suffix, "megatron")
+
+
+def adopt(path: Path, framework: str | None = None, overrides: Sequence[str] = (), ranks: int | None = None) -> Adopted:
+    """Read a file. ``overrides``: keys of ours on top, as on any command line; ``ranks``: of the whole job.
+
+    Raises:
+        ConfigError: the file cannot be read, has a model that there is not, or does not hold together here.
+    """
+    framework = framework or which(path)
+    items = _read(path, framework)
+    if not items:
+        raise ConfigError(f"{path}: nothing in it that is a key of {NAMES[framework]}")
+    given = read_overrides(overrides).given
+    own_model = any(each.path == ("model", "builder") for each in given)
+    draft = Draft(items, NAMES[framework], own_model=own_model)
+    TRANSLATE[framework](draft, ranks)
+    draft.tree.setdefault("run.name", Draft.named(path.stem))
+    place = f"{path}, read as {NAMES[framework]}'s"
+    if own_model:
+        draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
+    config = change(draft.nested(), overrides, place)
+    _check(config, place)
+    said = {each.key for each in given}
+    decided = [line for line in draft.decided if line.partition(" = ")[0] not in said]
+    return Adopted(config, framework, len(items), decided, draft.assumed, draft.left)
+
+
+def _read(path: Path, framework: str) -> dict[str, Item]:
+    text = read_text(path)
+    if framework == "torchtitan":
+        items = read_toml(path, text)
+        sections = {split(key)[0] for key in items}
+        if sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
+            raise ConfigError(f"{path}: this is a configuration of meshwright already: nothing to import")
+        return {MOVED.get(key, key): item for key, item in items.items()}
+    if framework == "nanotron":
+        items = read_yaml(path, text)
+        return {nanotron.canonical(key): item for key, item in items.items()}
+    return read_script(path, text)
+
+
+def _check(config: RunConfig, place: str) -> None:
+    """That it resolves, and that its schedule can be built.
+
+    Raises:
+        ConfigError: it does not; an override of a key would help.
+    """
+    try:
+        resolve(config, default_world_size(config, 0))
+    except ConfigError as error:
+        raise ConfigError([f"{place}: {line}" for line in error.problems]) from None

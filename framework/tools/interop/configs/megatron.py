@@ -1,0 +1,324 @@
+"""Megatron-LM's flags -> ours. What they do, and their defaults: ``megatron/training/arguments.py``, 0.12 to 2026."""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.megatron_keys import PREPARED, REST
+from meshwright.tools.interop.configs.megatron_model import MOST_LAYERS, model
+from meshwright.tools.interop.configs.shell import LAUNCHER
+from meshwright.tools.interop.configs.translation import Draft, Why
+
+SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
+
+
+def translate(draft: Draft, ranks: int | None) -> None:
+    """Read all flags. ``ranks``: of the whole job; left out, what the launcher in the script makes up.
+
+    Raises:
+        ConfigError: a value is none that Megatron-LM takes, or the model is none that there is here.
+    """
+    num_layers = draft.count("num-layers", 1, most=MOST_LAYERS) if draft.own_model else model(draft)
+    size = ranks or _ranks(draft)
+    _layout(draft, size, num_layers)
+    _recompute(draft, num_layers)
+    samples = _batch(draft)
+    _optimizer(draft, _learning_rate(draft, samples))
+    _data(draft)
+    _services(draft)
+    draft.leave_rest(REST)
+
+
+def _ranks(draft: Draft) -> int | None:
+    """nproc_per_node x nnodes, where the script says both."""
+    per_node = draft.value(f"{LAUNCHER}nproc-per-node")
+    nodes = draft.value(f"{LAUNCHER}nnodes", None)
+    if not str(per_node).isdigit() or not str(1 if nodes is None else nodes).isdigit():
+        return None
+    return int(per_node) * int(1 if nodes is None else nodes)
+
+
+def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
+    tp, pp = draft.count("tensor-model-parallel-size", 1), draft.count("pipeline-model-parallel-size", 1)
+    context = draft.maybe_count("context-parallel-size") or 1
+    if context > 1:
+        draft.leave("context-parallel-size", Why.NONE, "there is no context parallelism")
+    draft.put("parallel.tp", tp)
+    draft.put("parallel.pp", pp)
+    dp: int | None = None
+    if size is not None:
+        dp, rest = divmod(size, tp * pp * context)
+        if rest or not dp:
+            draft.decide(
+                f'parallel.dp = "auto": the script starts {size} ranks, which hold no whole number of replicas of '
+                f"{tp * pp * context}; --ranks N says how many there are"
+            )
+            dp = None
+        else:
+            draft.put(
+                "parallel.dp", dp, f"{size} ranks / (tp {tp} x pp {pp}{f' x cp {context}' if context > 1 else ''})"
+            )
+    else:
+        draft.put("parallel.dp", "auto", "what the ranks allow; --ranks N says it")
+    if draft.truth("sequence-parallel"):
+        if tp > 1:
+            draft.put("parallel.sequence", True)
+        else:
+            draft.leave("sequence-parallel", Why.NEEDLESS, "tp is 1")
+    _zero(draft, dp)
+    _stages(draft, pp, num_layers)
+
+
+def _zero(draft: Draft, dp: int | None) -> None:
+    fsdp = next((name for name in FSDP if draft.truth(name)), None)
+    strategy = draft.text("data-parallel-sharding-strategy")
+    if fsdp is not None:
+        fallback = "optim_grads_params" if fsdp == "use-torch-fsdp2" else "no_shard"
+        zero = SHARDING.get(strategy or fallback)
+        if zero is None:
+            raise ConfigError(f"{draft.place('data-parallel-sharding-strategy')}: one of {', '.join(SHARDING)}")
+        draft.truth("use-distributed-optimizer")
+        draft.put("parallel.zero", zero, f"--{fsdp}, {strategy or fallback}")
+    elif draft.truth("use-distributed-optimizer"):
+        draft.put("parallel.zero", 1, "--use-distributed-optimizer")
+    else:
+        draft.put("parallel.zero", 0, "no --use-distributed-optimizer: each replica has all of the optimizer")
+    instances = draft.maybe_count("num-distributed-optimizer-instances") or 1
+    if instances > 1 and dp is not None and dp % instances == 0:
+        draft.put("parallel.shard_factor", dp // instances)
+    elif instances > 1:
+        draft.leave("num-distributed-optimizer-instances", Why.BY_HAND, "parallel.shard_factor, dp divided by so many")
+    if draft.truth("optimizer-cpu-offload"):
+        draft.put("parallel.offload", True)
+    bucket = draft.maybe_count("ddp-bucket-size")
+    if bucket is not None:
+        draft.put("parallel.bucket_bytes", 4 * bucket, "so many float32")
+
+
+def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
+    per_stage = draft.maybe_count("num-layers-per-virtual-pipeline-stage")
+    virtual = draft.maybe_count("num-virtual-stages-per-pipeline-rank")
+    if per_stage is not None and num_layers is not None:
+        virtual, rest = divmod(num_layers, pp * per_stage)
+        if rest or not virtual:
+            raise ConfigError(
+                f"{draft.place('num-layers-per-virtual-pipeline-stage')}: {num_layers} layers over {pp} pipeline ranks "
+                f"are no whole number of such stages"
+            )
+    if pp > 1 and virtual is not None and virtual > 1:
+        draft.put("pipeline.schedule", "interleaved_1f1b")
+        draft.put("pipeline.interleave", virtual)
+    first, last = (draft.integer(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is None and last is None:
+        return
+    between = pp - (first is not None) - (last is not None)
+    others, rest = divmod((num_layers or 0) - (first or 0) - (last or 0), max(1, between))
+    if virtual not in (None, 1) or num_layers is None or rest or others < 1:
+        for end in ("first", "last"):
+            draft.leave(f"decoder-{end}-pipeline-num-layers", Why.BY_HAND, "pipeline.balance, as numbers of layers")
+        return
+    layers = [others if first is None else first, *[others] * (pp - 2), others if last is None else last]
+    layers[0] += 1
+    layers[-1] += 2
+    draft.put("pipeline.balance", layers, "with the embedding in the first stage, norm and head in the last")
+
+
+def _recompute(draft: Draft, num_layers: int | None) -> None:
+    how = draft.text("recompute-granularity")
+    if draft.truth("recompute-activations") or draft.truth("checkpoint-activations"):
+        how = how or ("full" if draft.given("checkpoint-activations") else "selective")
+    method, number = draft.text("recompute-method"), draft.integer("recompute-num-layers")
+    if how is None:
+        return
+    if how == "selective":
+        draft.put("pipeline.recompute", "selective")
+        modules = draft.value("recompute-modules")
+        if modules is not None and modules not in ("core_attn", ["core_attn"]):
+            draft.leave("recompute-modules", Why.NONE, "attention's inner part alone")
+        return
+    draft.put("pipeline.recompute", "full")
+    if method == "uniform" and number not in (None, 1):
+        draft.leave("recompute-num-layers", Why.DIFFERS, "each layer keeps its own input, not one of so many")
+    elif method == "block" and number is not None:
+        pieces = draft.tree["parallel.pp"] * draft.tree.get("pipeline.interleave", 1)
+        if num_layers is None or num_layers % pieces or "pipeline.balance" in draft.tree:
+            draft.leave("recompute-num-layers", Why.BY_HAND, "pipeline.recompute_layers, patterns such as block1?")
+            return
+        each = num_layers // pieces
+        names = [f"block{i}" for i in range(num_layers) if i % each < number]
+        if len(names) < num_layers:
+            draft.put("pipeline.recompute_layers", names, f"the first {number} of each stage")
+
+
+def _batch(draft: Draft) -> int | None:
+    """Returns the samples of a step, if they are known."""
+    micro = draft.maybe_count("micro-batch-size") or draft.maybe_count("batch-size")
+    if micro is None:
+        micro = 1
+        draft.put("batch.micro_batch_size", 1, "to be said by hand: the file has no --micro-batch-size")
+    draft.put("batch.micro_batch_size", micro)
+    total = draft.maybe_count("global-batch-size")
+    if total is not None:
+        draft.put("batch.global_batch", total)
+        return total
+    draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
+    dp = draft.tree.get("parallel.dp")
+    return micro * dp if isinstance(dp, int) else None
+
+
+def _learning_rate(draft: Draft, samples: int | None) -> float:
+    """Steps, schedule, warm-up. Returns the highest learning rate."""
+
+    def in_steps(name: str) -> float | None:
+        """Of ``--NAME-iters`` or ``--NAME-samples``."""
+        found = draft.number(f"{name}-iters")
+        by_samples = draft.number(f"{name}-samples")
+        if found is None and by_samples is not None:
+            if samples is None:
+                raise ConfigError(
+                    f"{draft.place(f'{name}-samples')}: steps follow from --global-batch-size, which is not given"
+                )
+            found = by_samples / samples
+        return found
+
+    steps = int(in_steps("train") or 0)
+    if not steps:
+        steps = 100
+        draft.put("train.steps", steps, "to be said by hand: the file has neither --train-iters nor --train-samples")
+    draft.put("train.steps", steps)
+    end = in_steps("lr-decay")
+    fraction, warmup = draft.number("lr-warmup-fraction"), in_steps("lr-warmup")
+    if fraction is not None:
+        warmup = fraction * (end or steps)
+        draft.decide(f"optimizer.warmup_steps = {round(warmup)}: {fraction} of {end or steps:.0f} steps")
+    draft.put("optimizer.warmup_steps", min(round(warmup or 0), steps))
+    rate = draft.number("lr")
+    if rate is None:
+        rate = 3e-4
+        draft.put("optimizer.learning_rate", rate, "to be said by hand: the file has no --lr")
+    style = draft.text("lr-decay-style", "linear") or ""
+    low = draft.number("min-lr", 0.0)
+    wsd = in_steps("lr-wsd-decay")
+    if style == "constant":
+        draft.put("optimizer.schedule", "constant")
+        return rate
+    draft.put("optimizer.min_learning_rate", low)
+    if style == "WSD":
+        draft.put("optimizer.schedule", "wsd")
+        draft.put("optimizer.decay_steps", max(1, round(wsd or 1)))
+        shape = draft.text("lr-wsd-decay-style", "exponential")
+        if shape != "linear":
+            draft.leave("lr-wsd-decay-style", Why.DIFFERS, "the end of wsd is a line here")
+            draft.decide(f"the end of wsd is a line; Megatron-LM's is {shape}")
+    elif style in ("cosine", "linear"):
+        draft.put("optimizer.schedule", style)
+    else:
+        draft.put("optimizer.schedule", "cosine", "the nearest that there is")
+        draft.leave("lr-decay-style", Why.NONE, 'optimizer.schedule = "cosine" instead')
+    if end is not None and round(end) != steps:
+        name = "lr-decay-iters" if draft.given("lr-decay-iters") else "lr-decay-samples"
+        said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {round(end)}"
+        draft.leave(name, Why.DIFFERS, said)
+    return rate
+
+
+def _optimizer(draft: Draft, rate: float) -> None:
+    draft.put("optimizer.learning_rate", rate)
+    name = draft.text("optimizer", "adam")
+    draft.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
+    if name == "sgd":
+        draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
+    else:
+        if name != "adam":
+            draft.leave("optimizer", Why.NONE, 'optimizer.name = "adamw" instead')
+        draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
+        draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
+    draft.put("optimizer.weight_decay", draft.number("weight-decay", 0.01))
+    draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
+    low = draft.truth("bf16") or draft.truth("fp16")
+    if draft.given("fp16"):
+        draft.leave("fp16", Why.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
+    draft.put("train.dtype", "bfloat16" if low else "float32")
+
+
+def _data(draft: Draft) -> None:
+    length = draft.maybe_count("seq-length") or draft.maybe_count("encoder-seq-length")
+    if length is None:
+        raise ConfigError("--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it")
+    draft.put("data.sequence_length", length)
+    name = "data-path" if draft.given("data-path") else "train-data-path"
+    train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
+    draft.put("data.train", train or "runs/data/corpus/train")
+    if not train:
+        draft.leave(name, Why.BY_HAND, PREPARED)
+    if isinstance(valid, str):
+        draft.put("data.validation", valid)
+        draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
+        draft.put("train.validate_steps", draft.count("eval-iters", 100))
+    else:
+        draft.leave("valid-data-path", Why.BY_HAND, "data.validation, the path of one .bin/.idx pair")
+    _documents(draft)
+
+
+def _documents(draft: Draft) -> None:
+    """What is learned across the ends of documents."""
+    resets = ("reset-position-ids", "reset-attention-mask")
+    apart, masked = [draft.truth(name) for name in resets], draft.truth("eod-mask-loss")
+    if all(apart) and not draft.own_model:
+        why = "positions and attention begin anew with each" + ("" if masked else "; nor is its first token a label")
+        draft.put("data.document_boundaries", True, why)
+        return
+    for name in resets:
+        draft.leave(name, Why.BY_HAND, "data.document_boundaries keeps attention, positions and labels apart, together")
+    if masked:
+        draft.put("data.eod_mask_loss", True)
+
+
+def _corpora(value: object) -> str | list[dict[str, object]] | None:
+    """One path, or several with weights; None: it is neither, or not said."""
+    words = value if isinstance(value, list) else [value]
+    if len(words) == 1:
+        return str(words[0]) if _is_path(words[0]) else None
+    weights, paths = [_weight(word) for word in words[::2]], words[1::2]
+    if len(words) % 2 or not all(weights) or not all(map(_is_path, paths)):
+        return None
+    if len(paths) == 1:
+        return str(paths[0])
+    return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+
+
+def _weight(word: object) -> float | None:
+    """A number above 0."""
+    try:
+        found = float(str(word))
+    except ValueError:
+        return None
+    return found if 0 < found < float("inf") else None
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and "$" not in value and "<" not in value and value != "MOCK"
+
+
+def _services(draft: Draft) -> None:
+    if str(draft.items["seed"].value if "seed" in draft.items else "").startswith("$"):
+        draft.leave("seed", Why.BY_HAND, "run.seed")
+    else:
+        draft.put("run.seed", draft.integer("seed", 1234))
+    draft.put("tracking.log_every", draft.count("log-interval", 100))
+    every = draft.maybe_count("save-interval") or draft.maybe_count("persistent-save-interval")
+    if every is not None:
+        draft.put("checkpoint.every", every)
+        draft.put("checkpoint.asynchronous", draft.truth("async-save"))
+    minutes = draft.number("distributed-timeout-minutes")
+    if minutes is not None:
+        draft.put("launch.timeout_s", 60 * minutes)
+    project, name = draft.text("wandb-project"), draft.text("wandb-exp-name")
+    if project and _is_path(project):
+        draft.put("tracking.project", project)
+        draft.put("tracking.wandb", "auto")
+    if name and _is_path(name):
+        draft.put("run.name", draft.named(name))
+    drift = draft.integer("check-weight-hash-across-dp-replicas-interval")
+    if drift is not None:
+        draft.put("watch.drift_every", drift)

@@ -1,0 +1,267 @@
+"""nanotron's YAML files -> ours. Keys, defaults and what they do: ``src/nanotron/config`` and ``helpers.py``."""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.translation import Draft, Rest, Why, is_off
+
+CONFIG = "model.model_config"
+FACTORY = "optimizer.optimizer_factory"
+RATE = "optimizer.learning_rate_scheduler"
+SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
+NOT_LLAMA = {
+    "attention_bias": "biases of q, k and v",
+    "sliding_window_size": "a sliding window",
+    "no_rope_layer": "layers without positions",
+    "moe_config": "mixture of experts",
+    "rope_seq_len_interpolation_factor": "interpolated positions",
+}
+"""What meshwright.models.llama has not; off, they do no harm."""
+
+REST = (
+    Rest("checkpoints.resume_checkpoint_path", Why.BY_HAND, "the same command goes on; nanotron's are not read"),
+    Rest("checkpoints.save_initial_state", Why.NONE),
+    Rest("checkpoints.load_*", Why.NEEDLESS),
+    Rest("checkpoints.*", Why.NEEDLESS),
+    Rest("data_stages", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
+    Rest("data.*", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
+    Rest("general.*", Why.NEEDLESS),
+    Rest("lighteval*", Why.NONE),
+    Rest("s3_upload*", Why.NONE, "checkpoints stay where they are written"),
+    Rest("logging.*", Why.NEEDLESS),
+    Rest("metrics_logging*", Why.NEEDLESS),
+    Rest("model.init_method.path", Why.BY_HAND, "weights of elsewhere are converted first"),
+    Rest("model.init_method.use_mup", Why.NONE, "there is no muP"),
+    Rest(
+        "model.init_method.*",
+        Why.DIFFERS,
+        "weights begin as meshwright.models.llama has it: 0.02, less at the ends of branches",
+    ),
+    Rest("model.make_vocab_size_divisible_by", Why.NEEDLESS, "tp pads the vocabulary itself"),
+    Rest(f"{CONFIG}.initializer_range", Why.NEEDLESS),
+    Rest(f"{CONFIG}.*_token_id", Why.NEEDLESS, "the corpus knows its end of document"),
+    Rest(f"{CONFIG}.z_loss*", Why.NONE, "there is no z-loss"),
+    Rest(
+        f"{CONFIG}.rope_interleaved",
+        Why.DIFFERS,
+        "halves are rotated, not neighbours: the same but for weights of elsewhere",
+    ),
+    *(
+        Rest(f"{CONFIG}.{name}", Why.NEEDLESS)
+        for name in (
+            "pretraining_tp",
+            "use_cache",
+            "_attn_implementation",
+            "_fused_*",
+            "_use_qkv_packed",
+            "log_attn_probs",
+        )
+    ),
+    Rest(f"{CONFIG}.flex_attention_mask", Why.BY_HAND, "data.document_boundaries keeps documents apart"),
+    Rest("optimizer.accumulate_grad_in_fp32", Why.DIFFERS, "gradients are added up in float32"),
+    Rest("optimizer.weight_decay_exclude_named_params", Why.DIFFERS, "biases and norms are never decayed, all else is"),
+    Rest(f"{FACTORY}.*", Why.NEEDLESS),
+    Rest("parallelism.expert_parallel_size", Why.NONE, "there is no expert parallelism"),
+    Rest("parallelism.context_parallel_size", Why.NONE, "there is no context parallelism"),
+    Rest("parallelism.*", Why.NEEDLESS),
+    Rest("profiler*", Why.NONE, "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"),
+    Rest(
+        "tokenizer.tokenizer_name_or_path",
+        Why.BY_HAND,
+        "data.tokenizer, the path of a tokenizer.json; only `sample` reads it",
+    ),
+    Rest("tokenizer.*", Why.NEEDLESS),
+    Rest("tokens.limit_test_batches", Why.NONE),
+)
+
+
+def canonical(key: str) -> str:
+    """Where a key stands in the newest files: the optimizer's own once stood one level higher."""
+    section, _, name = key.partition(".")
+    if section == "optimizer" and (name.startswith("adam_") or name in ("torch_adam_is_fused", "name")):
+        return f"{FACTORY}.{name}"
+    return key
+
+
+def translate(draft: Draft, ranks: int | None) -> None:
+    """Read all of a file. ``ranks`` must be what its degrees make up, if it is given.
+
+    Raises:
+        ConfigError: a value is none that nanotron takes, or the model is none that there is here.
+    """
+    if not draft.own_model:
+        _model(draft)
+    _layout(draft, ranks)
+    _optimizer(draft)
+    _train(draft)
+    draft.leave_rest(REST)
+
+
+def _model(draft: Draft) -> None:
+    for name, what in NOT_LLAMA.items():
+        key = next(
+            (key for key in draft.items if key == f"{CONFIG}.{name}" or key.startswith(f"{CONFIG}.{name}.")), None
+        )
+        if key is not None and not is_off(draft.value(key)):
+            raise draft.no_such_model(key, what)
+    act = draft.text(f"{CONFIG}.hidden_act", "silu")
+    if act != "silu":
+        raise draft.no_such_model(f"{CONFIG}.hidden_act", f"the activation {act}")
+    kinds = [
+        key for key in draft.items if key.startswith(f"{CONFIG}.is_") and key.endswith("_config") and draft.truth(key)
+    ]
+    other = next((key for key in kinds if key.rpartition(".")[2] not in ("is_llama_config", "is_qwen2_config")), None)
+    if other is not None or not kinds:
+        raise draft.no_such_model(
+            other or "model.model_config", "such a configuration, only is_llama_config and is_qwen2_config,"
+        )
+    heads = draft.count(f"{CONFIG}.num_attention_heads", 32)
+    draft.put("model.builder", "meshwright.models.llama:build")
+    draft.put("model.options.vocab_size", draft.count(f"{CONFIG}.vocab_size", 32000))
+    draft.put("model.options.hidden_size", draft.count(f"{CONFIG}.hidden_size", 4096))
+    draft.put("model.options.num_layers", draft.count(f"{CONFIG}.num_hidden_layers", 32))
+    draft.put("model.options.num_heads", heads)
+    draft.put("model.options.num_kv_heads", draft.integer(f"{CONFIG}.num_key_value_heads") or heads)
+    draft.put("model.options.ffn_size", draft.count(f"{CONFIG}.intermediate_size", 11008))
+    draft.put("model.options.max_sequence_length", draft.count(f"{CONFIG}.max_position_embeddings", 2048))
+    draft.put("model.options.rope_theta", draft.number(f"{CONFIG}.rope_theta", 10000.0))
+    draft.put("model.options.norm_eps", draft.number(f"{CONFIG}.rms_norm_eps", 1e-6))
+    draft.put("model.options.tied", draft.truth(f"{CONFIG}.tie_word_embeddings"))
+    if not draft.truth(f"{CONFIG}.z_loss_enabled"):
+        draft.skip(f"{CONFIG}.z_loss*")
+    else:
+        draft.leave(f"{CONFIG}.z_loss_enabled", Why.NONE, "there is no z-loss")
+    mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
+    if draft.truth(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
+        draft.skip(f"{CONFIG}.flex_attention_mask")
+        draft.put("data.document_boundaries", True, "attention keeps documents apart; here labels do, too")
+    _positions(draft)
+
+
+def _positions(draft: Draft) -> None:
+    scaling = f"{CONFIG}.rope_scaling"
+    names = {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_length",
+    }
+    if not any(key.startswith(f"{scaling}.") for key in draft.items):
+        return
+    kind = draft.text(f"{scaling}.rope_type") or draft.text(f"{scaling}.type")
+    if kind != "llama3":
+        name = next(key for key in draft.items if key.startswith(f"{scaling}."))
+        raise draft.no_such_model(name, f"positions stretched as {kind}, only as llama3")
+    for theirs, ours in names.items():
+        found = draft.number(f"{scaling}.{theirs}")
+        if found is not None:
+            draft.put(f"model.options.{ours}", int(found) if ours == "rope_original_length" else found)
+
+
+def _layout(draft: Draft, ranks: int | None) -> None:
+    degrees = {axis: draft.count(f"parallelism.{axis}", 1) for axis in ("dp", "pp", "tp")}
+    for axis, degree in degrees.items():
+        draft.put(f"parallel.{axis}", degree)
+    made_up = degrees["dp"] * degrees["pp"] * degrees["tp"]
+    if ranks is not None and ranks != made_up:
+        raise ConfigError(f"--ranks {ranks}, but the file's dp x pp x tp is {made_up}: leave --ranks out")
+    mode = (draft.text("parallelism.tp_mode", "ALL_REDUCE") or "").upper()
+    if degrees["tp"] > 1 and mode == "REDUCE_SCATTER":
+        draft.put("parallel.sequence", True)
+    draft.put("parallel.zero", draft.integer("optimizer.zero_stage", 0))
+    engine = (draft.text("parallelism.pp_engine", "afab" if degrees["pp"] > 1 else None) or "").lower()
+    if degrees["pp"] > 1:
+        draft.put("pipeline.schedule", SCHEDULES.get(engine, "1f1b"))
+        if engine not in SCHEDULES:
+            draft.leave("parallelism.pp_engine", Why.NONE, 'pipeline.schedule = "1f1b" instead')
+    if draft.truth("parallelism.recompute_layer"):
+        draft.put("pipeline.recompute", "full")
+    bucket = draft.number("model.ddp_bucket_cap_mb")
+    if bucket is not None:
+        draft.put("parallel.bucket_bytes", int(bucket * 2**20))
+    draft.put("batch.micro_batch_size", draft.count("tokens.micro_batch_size", 1))
+    draft.put("batch.chunks", draft.count("tokens.batch_accumulation_per_replica", 1))
+
+
+def _optimizer(draft: Draft) -> None:
+    name = draft.text(f"{FACTORY}.name", "adamW") or ""
+    draft.put("optimizer.name", "sgd" if name.lower() == "sgd" else "adamw")
+    if name.lower() == "sgd":
+        draft.put("optimizer.momentum", 0.0, "nanotron's SGD has none")
+    elif name.lower() != "adamw":
+        draft.leave(f"{FACTORY}.name", Why.NONE, 'optimizer.name = "adamw" instead')
+    else:
+        betas = [draft.number(f"{FACTORY}.adam_beta1", 0.9), draft.number(f"{FACTORY}.adam_beta2", 0.95)]
+        draft.put("optimizer.betas", betas)
+        draft.put("optimizer.eps", draft.number(f"{FACTORY}.adam_eps", 1e-8))
+    decay = draft.number("optimizer.weight_decay", 0.01)
+    draft.put(
+        "optimizer.weight_decay", decay, "on matrices only; nanotron decays norms and biases too" if decay else ""
+    )
+    draft.put("optimizer.clip_norm", draft.number("optimizer.clip_grad") or 0.0)
+    if draft.truth("optimizer.accumulate_grad_in_fp32", True) is False:
+        draft.leave("optimizer.accumulate_grad_in_fp32", Why.DIFFERS, "gradients are added up in float32")
+    _learning_rate(draft)
+
+
+def _learning_rate(draft: Draft) -> None:
+    """lr_scheduler_builder: up to ``lr_warmup_steps``, flat to ``lr_decay_starting_step``, down, flat at the end."""
+    steps = draft.count("tokens.train_steps", 100)
+    rate = draft.number(f"{RATE}.learning_rate", 3e-4)
+    low = draft.number(f"{RATE}.min_decay_lr", rate)
+    assert rate is not None and low is not None
+    draft.put("train.steps", steps)
+    draft.put("optimizer.learning_rate", rate)
+    warmup = min(draft.integer(f"{RATE}.lr_warmup_steps", 0) or 0, steps)
+    if (draft.text(f"{RATE}.lr_warmup_style", "linear")) == "constant":
+        draft.put("optimizer.warmup_steps", 0, "lr_warmup_style constant begins at the highest rate")
+    else:
+        draft.put("optimizer.warmup_steps", warmup)
+    start = draft.integer(f"{RATE}.lr_decay_starting_step")
+    first = warmup if start is None else start
+    last = first + (draft.integer(f"{RATE}.lr_decay_steps") or steps - warmup - (start or 0))
+    style = draft.text(f"{RATE}.lr_decay_style", "linear")
+    if low >= rate or first >= steps:
+        draft.put("optimizer.schedule", "constant", "it never falls")
+        return
+    draft.put("optimizer.min_learning_rate", low)
+    if style == "1-sqrt":
+        draft.leave(f"{RATE}.lr_decay_style", Why.NONE, "the learning rate falls along a line instead")
+    if first > warmup:
+        draft.put("optimizer.schedule", "wsd")
+        draft.put("optimizer.decay_steps", steps - first, f"from lr_decay_starting_step {first} to the end")
+        if style == "cosine":
+            draft.leave(f"{RATE}.lr_decay_style", Why.DIFFERS, "the end of wsd is a line here")
+    else:
+        draft.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
+    if last != steps:
+        said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {last}"
+        draft.leave(f"{RATE}.lr_decay_steps", Why.DIFFERS, said)
+
+
+def _train(draft: Draft) -> None:
+    draft.put("data.sequence_length", draft.count("tokens.sequence_length", 2048))
+    draft.put("data.train", "runs/data/corpus/train")
+    dtype = draft.text("model.dtype", "bfloat16") or ""
+    if dtype in ("float16", "fp16"):
+        draft.put("train.dtype", "bfloat16")
+        draft.leave("model.dtype", Why.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
+    else:
+        draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
+    draft.put("run.seed", draft.integer("general.seed", 42))
+    run = draft.text("general.run")
+    if run is not None:
+        name = draft.named(run.replace("_%date", "").replace("_%jobid", "").replace("%date", "").replace("%jobid", ""))
+        draft.put("run.name", name, "one name for all starts: the same command resumes" if name != run else "")
+    project = draft.text("general.project")
+    if project is not None:
+        draft.put("tracking.project", project)
+    draft.put("checkpoint.every", draft.count("checkpoints.checkpoint_interval", 1000))
+    draft.put("run.directory", draft.text("checkpoints.checkpoints_path", "checkpoints"))
+    draft.put("tracking.log_every", draft.count("logging.iteration_step_info_interval", 1))
+    every, batches = draft.integer("tokens.val_check_interval"), draft.integer("tokens.limit_val_batches")
+    if every is not None and every > 0:
+        draft.put("data.validation", "runs/data/corpus/validation")
+        draft.put("train.validate_every", every)
+        if batches:
+            draft.put("train.validate_steps", batches, "global batches")

@@ -1,0 +1,93 @@
+"""Files of others as flat items with the line of each: TOML and YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.line_numbers import toml_lines
+from meshwright.errors import ConfigError
+from meshwright.system.bounded import MIB, parse_toml, parse_yaml, read_bytes
+from meshwright.tools.interop.configs.translation import Item
+
+
+def read_text(path: Path) -> str:
+    """A file as text.
+
+    Raises:
+        ConfigError: there is none, or it is none.
+    """
+    try:
+        return read_bytes(path, MIB).decode()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file: name the configuration to be read") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: this is a folder; name one file in it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """``{"a": {"b": 1}}`` -> ("a.b", 1). An empty table is a value."""
+    for name, value in table.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def read_toml(path: Path, text: str) -> dict[str, Item]:
+    """Dotted key -> item.
+
+    Raises:
+        ConfigError: not TOML, with the line.
+    """
+    try:
+        document = parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    lines = toml_lines(text)
+    return {key: Item(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+
+
+def _place(path: Path, line: int | None) -> str:
+    return str(path) if line is None else f"{path}:{line}"
+
+
+def read_yaml(path: Path, text: str) -> dict[str, Item]:
+    """Dotted key -> item. Tags are not followed: nothing in a file can run code.
+
+    Raises:
+        ConfigError: not YAML, or no mapping, with the line.
+    """
+    import yaml
+
+    try:
+        document, root = parse_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{_place(path, mark and mark.line + 1)}: not valid YAML: {said}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: not a mapping of sections, as nanotron's files are")
+    try:
+        lines = dict(_yaml_lines(root))
+        return {key: Item(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias in it contains itself") from None
+
+
+def _yaml_lines(node: Any, above: str = "") -> Iterator[tuple[str, int]]:
+    import yaml
+
+    for name, value in node.value:
+        key = f"{above}{name.value}"
+        yield key, name.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            yield from _yaml_lines(value, f"{key}.")

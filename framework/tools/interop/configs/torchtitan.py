@@ -1,0 +1,294 @@
+"""torchtitan's TOML files (``JobConfig``, 2024 to February 2026) -> ours.
+
+Keys, defaults and what they do: ``torchtitan/config/job_config.py`` and what reads it. Names are those of the last
+version; ``torchtitan_keys.MOVED`` has where they were before.
+"""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
+from meshwright.tools.interop.configs.torchtitan_sizes import FLAVORS, VARIANTS
+from meshwright.tools.interop.configs.translation import Draft, Why, is_off
+
+
+def translate(draft: Draft, ranks: int | None) -> None:
+    """Read all of a file. ``ranks``: of the whole job, if it is known.
+
+    Raises:
+        ConfigError: a value is none that torchtitan takes, or the model is none that there is here.
+    """
+    num_layers = None if draft.own_model else _model(draft)
+    _layout(draft, ranks)
+    _batch(draft, _pipeline(draft, num_layers))
+    _optimizer(draft)
+    _train(draft)
+    _recompute(draft, num_layers)
+    _services(draft)
+    _switched_off(draft)
+    draft.leave_rest(REST)
+
+
+def _model(draft: Draft) -> int:
+    """The sizes that a word stands for. Returns the number of layers."""
+    name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
+    if name not in FLAVORS:
+        raise draft.no_such_model("model.name", f"the sizes of {name}, only of {' and '.join(FLAVORS)},")
+    plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
+    if plain not in FLAVORS[name]:
+        known = ", ".join(FLAVORS[name])
+        raise draft.no_such_model("model.flavor", f"the sizes of {name} {flavor}, only of {known},")
+    size = FLAVORS[name][plain]
+    draft.put("model.builder", "meshwright.models.llama:build")
+    for option, value in size._asdict().items():
+        draft.put(f"model.options.{option}", value)
+    draft.put("model.options.norm_eps", 1e-5)
+    shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
+    draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
+    if plain != flavor:
+        draft.put(
+            "data.document_boundaries", True, f"{flavor}'s mask keeps documents apart; here positions and labels too"
+        )
+    assets = draft.items.get("model.hf_assets_path")
+    if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
+        why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"
+        draft.put("model.options.rope_scaling_factor", 8.0, why)
+    draft.leave("model.hf_assets_path", Why.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it")
+    return size.num_layers
+
+
+def _layout(draft: Draft, ranks: int | None) -> None:
+    replicas = draft.count("parallelism.data_parallel_replicate_degree", 1)
+    shards = draft.integer("parallelism.data_parallel_shard_degree", -1)
+    tp, pp = (draft.count(f"parallelism.{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
+    assert shards is not None
+    context = draft.integer("parallelism.context_parallel_degree", 1) or 1
+    if context > 1:
+        draft.leave("parallelism.context_parallel_degree", Why.NONE, "there is no context parallelism")
+    one = replicas * tp * pp * context
+    if shards == -1 and ranks is not None:
+        shards, rest = divmod(ranks, one)
+        if rest or not shards:
+            raise ConfigError(f"--ranks {ranks} is no multiple of {one}, what all other degrees of the file make up")
+    for axis, degree in (("tp", tp), ("pp", pp)):
+        draft.put(f"parallel.{axis}", degree)
+    if tp > 1:
+        draft.put("parallel.sequence", True, "torchtitan splits activations along the sequence wherever it has tp")
+    if shards == -1:
+        draft.put("parallel.dp", "auto", "what the ranks allow; --ranks N says it")
+        if replicas > 1:
+            said = "parallel.shard_factor, the ranks that share weights: --ranks N works it out"
+            draft.leave("parallelism.data_parallel_replicate_degree", Why.BY_HAND, said)
+    else:
+        draft.put("parallel.dp", replicas * shards)
+    _zero(draft, replicas, shards, pp)
+
+
+def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
+    policy = draft.text("parallelism.fsdp_reshard_after_forward") or "default"
+    if shards == 1:
+        draft.put("parallel.zero", 0, "nothing is sharded: DDP")
+        return
+    gathers_again = policy == "always" or (policy != "never" and pp == 1)
+    if gathers_again:
+        draft.put("parallel.zero", 3, "FSDP2 shards weights, gradients and optimizer")
+    else:
+        why = "FSDP2 keeps weights gathered in a pipeline" if policy == "default" else "FSDP2 keeps weights gathered"
+        draft.put("parallel.zero", 2, why)
+    if pp > 1:
+        draft.put("parallel.reduce", "step", "in a pipeline FSDP2 sums gradients once, after the last micro-batch")
+    if replicas > 1 and shards > 1:
+        draft.put("parallel.shard_factor", shards, f"{replicas} groups of {shards}: hybrid sharding")
+    if draft.truth("training.enable_cpu_offload"):
+        draft.put("parallel.offload", True)
+
+
+def _pipeline(draft: Draft, num_layers: int | None) -> int:
+    """The schedule. Returns the number of stages of a rank."""
+    pp = draft.tree["parallel.pp"]
+    theirs = (draft.text("parallelism.pipeline_parallel_schedule", "1F1B" if pp > 1 else None) or "").lower()
+    per_stage = draft.maybe_count("parallelism.pipeline_parallel_layers_per_stage")
+    if pp == 1:
+        return 1
+    schedule = SCHEDULES.get(theirs)
+    if schedule is None:
+        schedule = "interleaved_1f1b" if theirs in SEVERAL_STAGES else "1f1b"
+        draft.put("pipeline.schedule", schedule, "the nearest that there is")
+        draft.leave("parallelism.pipeline_parallel_schedule", Why.NONE, f'pipeline.schedule = "{schedule}" instead')
+    else:
+        draft.put("pipeline.schedule", schedule)
+    if theirs not in SEVERAL_STAGES:
+        return 1
+    # pipeline_llm: without a number of layers two stages a rank; with one, embedding and head count as a layer each
+    interleave = 2 if per_stage is None or num_layers is None else max(1, -(-(num_layers + 2) // per_stage) // pp)
+    draft.put("pipeline.interleave", interleave)
+    return interleave
+
+
+def _batch(draft: Draft, stages_per_rank: int) -> None:
+    pp, local = draft.tree["parallel.pp"], draft.count("training.local_batch_size", 8)
+    total = draft.integer("training.global_batch_size", -1)
+    micro = local
+    if pp > 1:
+        chunks = draft.maybe_count("parallelism.pipeline_parallel_microbatches")
+        old = draft.items.get("parallelism.pipeline_parallel_degree")
+        if chunks is None and old is not None and old.key.startswith("experimental."):
+            chunks = pp * stages_per_rank
+            draft.decide(f"batch: {chunks} micro-batches, as many as stages, as torchtitan had it until April 2025")
+        if chunks is None:
+            micro = draft.count("parallelism.pipeline_parallel_microbatch_size", 1)
+        else:
+            micro = max(1, local // chunks)
+        if local % (chunks or micro):
+            raise ConfigError(
+                f"{draft.place('training.local_batch_size')}: {local} samples are no whole number of micro-batches: "
+                f"{f'{chunks} of them' if chunks else f'of {micro} samples each'}"
+            )
+    else:
+        draft.integer("parallelism.pipeline_parallel_microbatch_size")
+        draft.maybe_count("parallelism.pipeline_parallel_microbatches")
+    draft.put("batch.micro_batch_size", micro)
+    if total is not None and total > 0:
+        draft.put("batch.global_batch", total)
+    else:
+        draft.put("batch.chunks", local // micro, "torchtitan's global batch is local_batch_size x dp")
+
+
+def _optimizer(draft: Draft) -> None:
+    name = draft.text("optimizer.name", "AdamW")
+    draft.put("optimizer.name", "adamw")
+    if name == "Adam":
+        draft.leave("optimizer.name", Why.DIFFERS, "here decay goes to the weights (AdamW), not into the gradient")
+    elif name != "AdamW":
+        draft.leave("optimizer.name", Why.NONE, 'optimizer.name = "adamw" instead')
+    rate = draft.number("optimizer.lr", 8e-4)
+    assert rate is not None
+    draft.put("optimizer.learning_rate", rate)
+    draft.put("optimizer.betas", [draft.number("optimizer.beta1", 0.9), draft.number("optimizer.beta2", 0.95)])
+    draft.put("optimizer.eps", draft.number("optimizer.eps", 1e-8))
+    decay = draft.number("optimizer.weight_decay", 0.1)
+    draft.put(
+        "optimizer.weight_decay", decay, "on matrices only; torchtitan decays norms and biases too" if decay else ""
+    )
+    draft.put("optimizer.clip_norm", draft.number("training.max_norm", 1.0))
+    _learning_rate(draft, rate)
+
+
+def _learning_rate(draft: Draft, rate: float) -> None:
+    steps = draft.count("training.steps", 10000)
+    draft.put("train.steps", steps)
+    total = draft.maybe_count("lr_scheduler.total_steps")
+    if total is not None and total != steps:
+        draft.leave("lr_scheduler.total_steps", Why.DIFFERS, f"here the learning rate ends with the run, {steps} steps")
+    warmup = min(draft.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
+    draft.put("optimizer.warmup_steps", warmup)
+    low = float(f"{rate * (draft.number('lr_scheduler.min_lr_factor', 0.0) or 0.0):.12g}")
+    draft.put("optimizer.min_learning_rate", low)
+    kind, ratio = draft.text("lr_scheduler.decay_type", "linear"), draft.number("lr_scheduler.decay_ratio")
+    decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
+    if ratio == 0.0 or decay == 0:
+        draft.put("optimizer.schedule", "constant")
+        draft.tree.pop("optimizer.min_learning_rate")
+        return
+    if kind == "sqrt":
+        draft.leave("lr_scheduler.decay_type", Why.NONE, "the learning rate falls along a line instead")
+    if warmup + decay < steps:
+        draft.put("optimizer.schedule", "wsd")
+        draft.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {steps} steps")
+        if kind == "cosine":
+            draft.leave("lr_scheduler.decay_type", Why.DIFFERS, "the end of wsd is a line here")
+    else:
+        draft.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
+
+
+def _train(draft: Draft) -> None:
+    draft.put("data.sequence_length", draft.count("training.seq_len", 2048))
+    if not draft.own_model:
+        draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
+    dataset = draft.text("training.dataset", "c4_test") or "corpus"
+    draft.put("data.train", f"runs/data/{dataset}/train")
+    draft.leave("training.dataset", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared")
+    whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
+    low = "bfloat16" in (whole, mixed)
+    draft.put(
+        "train.dtype", "bfloat16" if low else "float32", "" if whole != "float32" else "its optimizer keeps float32"
+    )
+    if whole == "bfloat16":
+        draft.leave("training.dtype", Why.DIFFERS, "the optimizer keeps float32 weights here")
+    seed = draft.integer("debug.seed")
+    if seed is not None:
+        draft.put("run.seed", seed)
+
+
+def _recompute(draft: Draft, num_layers: int | None) -> None:
+    mode = draft.text("activation_checkpoint.mode", "selective")
+    option = draft.text("activation_checkpoint.selective_ac_option", "2" if mode == "selective" else None)
+    compiled = draft.truth("compile.enable")
+    if mode == "full":
+        draft.put("pipeline.recompute", "full")
+    elif mode == "selective" and option is not None and option.isdigit() and option != "0":
+        every = int(option)
+        draft.put("pipeline.recompute", "full", f"selective_ac_option {option}: of every {option} layers one, whole")
+        if every > 1 and num_layers is not None:
+            draft.put("pipeline.recompute_layers", [f"block{i}" for i in range(every - 1, num_layers, every)])
+    elif mode == "selective" and compiled:
+        draft.put("pipeline.recompute", "full", "a compiled layer is recomputed whole or not at all")
+        draft.leave(
+            "activation_checkpoint.mode", Why.DIFFERS, 'pipeline.recompute = "full" instead: more is recomputed'
+        )
+    elif mode == "selective":
+        draft.put("pipeline.recompute", "selective", "attention's inner part; torchtitan chooses by operation")
+    elif mode != "none":
+        draft.leave("activation_checkpoint.mode", Why.NONE, "nothing is recomputed")
+    if compiled:
+        draft.put("train.compile", True)
+
+
+def _services(draft: Draft) -> None:
+    draft.put("run.directory", draft.text("job.dump_folder", "./outputs"))
+    draft.put("tracking.log_every", draft.count("metrics.log_freq", 10))
+    if draft.truth("metrics.enable_wandb"):
+        draft.put("tracking.wandb", "auto")
+    timeout = draft.number("comm.train_timeout_seconds")
+    if timeout is not None:
+        draft.put("launch.timeout_s", timeout)
+    _checkpoint(draft)
+    every, batches = draft.integer("validation.freq"), draft.integer("validation.steps")
+    dataset = draft.text("validation.dataset")
+    if draft.truth("validation.enable"):
+        draft.put("data.validation", f"runs/data/{dataset or 'c4_validation'}/validation")
+        draft.leave("validation.dataset", Why.BY_HAND, "data.validation, the path of tokens that are prepared")
+        draft.put("train.validate_every", every or 10)
+        if batches is not None and batches > 0:
+            draft.put(
+                "train.validate_steps", batches, "global batches; torchtitan's validation has a batch size of its own"
+            )
+        else:
+            draft.leave("validation.steps", Why.BY_HAND, "train.validate_steps, in global batches: there is no 'all'")
+    else:
+        draft.skip("validation.*")
+
+
+def _switched_off(draft: Draft) -> None:
+    """Keys of features that the file does not use."""
+    for section, switch in SWITCHES.items():
+        if is_off(draft.items[switch].value if switch in draft.items else None):
+            draft.skip(f"{section}.*")
+    if draft.value("compile.components") == ["model", "loss"]:
+        draft.skip("compile.*")
+
+
+def _checkpoint(draft: Draft) -> None:
+    if not draft.truth("checkpoint.enable"):
+        draft.skip("checkpoint.*")
+        draft.decide(
+            "checkpoint.every = 0: torchtitan saves nothing here; a run saves after its last step all the same"
+        )
+        return
+    draft.put("checkpoint.every", draft.count("checkpoint.interval", 500))
+    keep = draft.integer("checkpoint.keep_latest_k", 10)
+    if keep:
+        draft.put("checkpoint.keep_last", keep)
+    else:
+        draft.put("checkpoint.keep_every", draft.tree["checkpoint.every"], "keep_latest_k = 0 keeps all")
+    draft.put("checkpoint.asynchronous", not is_off(draft.value("checkpoint.async_mode", "disabled")))

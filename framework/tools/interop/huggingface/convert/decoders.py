@@ -1,0 +1,319 @@
+"""Llama and its relatives Mistral, Qwen2 and Qwen3: ``meshwright.models.llama:build`` on our side."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from meshwright.tools.interop.huggingface.convert.family import Family, Options
+from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.tools.interop.huggingface.rules import Rule
+
+BUILDER = "meshwright.models.llama:build"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+LEAST_THETA = 1e-3
+"""Of ``rope_theta``: from there down its powers are no float32."""
+
+
+def rules(options: Options) -> list[Rule]:
+    """Of all four: what a checkpoint has no tensor for (biases, norms of q and k) is not in the model either."""
+    kv_heads, ffn_size = options["num_kv_heads"], options["ffn_size"]
+    head_dim = options["head_dim"] or options["hidden_size"] // options["num_heads"]
+    of_group = (options["num_heads"] // kv_heads * head_dim, head_dim, head_dim)
+    num_blocks = math.gcd(ffn_size, kv_heads)
+    tied = options["tied"]
+    found = [
+        Rule(
+            "embedding.tokens.weight",
+            ("model.embed_tokens.weight",),
+            same_as=("lm_head.weight",) if tied else (),
+        )
+    ]
+    for i in range(options["num_layers"]):
+        ours, theirs = f"block{i}", f"model.layers.{i}"
+
+        def plain(name: str, other: str, ours: str = ours, theirs: str = theirs) -> Rule:
+            return Rule(f"{ours}.{name}", (f"{theirs}.{other}",))
+
+        found.append(plain("attention_norm.weight", "input_layernorm.weight"))
+        for what in ("weight", *(["bias"] if options["qkv_bias"] else [])):
+            names = tuple(f"{theirs}.self_attn.{part}_proj.{what}" for part in "qkv")
+            found.append(Rule(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
+        if options["qk_norm"]:
+            found += [plain(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
+        for what in ("weight", *(["bias"] if options["out_bias"] else [])):
+            found.append(plain(f"attention.out.{what}", f"self_attn.o_proj.{what}"))
+        found.append(plain("mlp_norm.weight", "post_attention_layernorm.weight"))
+        for what in ("weight", *(["bias"] if options["mlp_bias"] else [])):
+            names = tuple(f"{theirs}.mlp.{part}_proj.{what}" for part in ("gate", "up"))
+            size = ffn_size // num_blocks
+            found.append(Rule(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
+            found.append(plain(f"mlp.down.{what}", f"mlp.down_proj.{what}"))
+    found.append(Rule("norm.weight", ("model.norm.weight",)))
+    return found if tied else [*found, Rule("head.weight", ("lm_head.weight",))]
+
+
+def read_rope(settings: Settings) -> dict[str, Any]:
+    """Both ways of writing it: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` with both inside."""
+    theta = settings.get("rope_theta", 10_000.0)
+    outer = settings.get("rope_parameters")
+    rope = settings.get("rope_scaling") or outer or {}
+    if not isinstance(rope, dict):
+        settings.problems.append(f"rope_scaling = {json.dumps(rope)}: an object is needed")
+        return {}
+    named = "rope_scaling" if rope is not outer else "rope_parameters"
+    inside = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    found: dict[str, Any] = {"rope_theta": inside.real("rope_theta", theta, least=LEAST_THETA)}
+    inside.get("rope_type")
+    inside.must_be("partial_rotary_factor", 1.0)
+    if kind == "llama3":
+        found["rope_scaling_factor"] = inside.real("factor", 0.0)
+        found["rope_low_freq_factor"] = inside.real("low_freq_factor", 0.0)
+        found["rope_high_freq_factor"] = inside.real("high_freq_factor", 0.0)
+        outside = settings.get(ORIGINAL_LENGTH)
+        length = settings.get("max_position_embeddings") if outside is None else outside
+        found["rope_original_length"] = inside.number(ORIGINAL_LENGTH, length)
+        if outside not in (None, found["rope_original_length"]):
+            inside.problems.append(
+                f"{ORIGINAL_LENGTH} = {found['rope_original_length']}, and {json.dumps(outside)} outside of it, which "
+                f"is what transformers 5 takes, and 4 does not: leave one of them out"
+            )
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            if rope.get(name) is None:
+                inside.problems.append(f'{name} is missing, which rope_type "llama3" needs')
+    elif kind != "default":
+        inside.problems.append(
+            f'rope_type = {json.dumps(kind)} is not supported, only "default" and "llama3": with it positions would '
+            f"turn at other angles. To go on without it, on sequences as long as the model was first trained on, take "
+            f"it out of config.json"
+        )
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            inside.problems.append(f"{name}: positions of their own for a kind of layers are not supported")
+    settings.problems += [f"{named}: {problem}" for problem in inside.problems]
+    for name in rope.keys() - inside.asked - {"type"} if kind == "llama3" or kind == "default" else ():
+        settings.notes.append(f"{settings.place}: {named}.{name} = {json.dumps(rope[name])} is not known here")
+    return found
+
+
+def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """What all four say; the defaults are those of transformers' classes, as ``length`` and ``kv_heads`` are."""
+    settings.must_be("hidden_act", "silu", "swish")
+    settings.must_be("partial_rotary_factor", 1.0)
+    settings.must_be("is_causal", True)
+    heads = settings.number("num_attention_heads", most=WIDEST)
+    hidden = settings.number("hidden_size", most=WIDEST)
+    if kv_heads is None or "num_key_value_heads" in settings.fields:
+        kv_heads = heads  # also what null means
+    found = {
+        "vocab_size": settings.number("vocab_size", most=MOST_ROWS),
+        "hidden_size": hidden,
+        "num_layers": settings.number("num_hidden_layers", most=MOST_LAYERS),
+        "num_heads": heads,
+        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, most=WIDEST),
+        "ffn_size": settings.number("intermediate_size", most=WIDEST),
+        "max_sequence_length": settings.number("max_position_embeddings", length),
+        "norm_eps": settings.real("rms_norm_eps", 1e-6),
+        "tied": settings.flag("tie_word_embeddings", False),
+        "dropout": 0.0,
+        **read_rope(settings),
+    }
+    if settings.real("attention_dropout", 0.0, most=1.0):
+        settings.notes.append(
+            f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
+            f"drops nothing (model.options.dropout)"
+        )
+    head_dim = settings.number("head_dim", max(1, hidden // heads), most=WIDEST)
+    if head_dim * heads != hidden:
+        found["head_dim"] = head_dim
+    return found
+
+
+def read_llama(settings: Settings) -> dict[str, Any]:
+    """LlamaConfig."""
+    found = read_common(settings, length=2048)
+    if settings.flag("attention_bias", False):
+        found |= {"qkv_bias": True, "out_bias": True}
+    if settings.flag("mlp_bias", False):
+        found["mlp_bias"] = True
+    return found
+
+
+def read_mistral(settings: Settings) -> dict[str, Any]:
+    """MistralConfig. A window that no sequence is longer than is no window."""
+    found = read_common(settings, length=4096 * 32, kv_heads=8)
+    window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
+    if window is not None:
+        found["sliding_window"] = settings.number("sliding_window", 4096)
+    settings.must_be("layer_types", *_layer_types(found["num_layers"], sliding=window is not None))
+    return found
+
+
+def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
+    """All layers alike, and nothing said."""
+    kind = "sliding_attention" if sliding else "full_attention"
+    return [None, [kind] * num_layers]
+
+
+def _read_qwen(settings: Settings) -> dict[str, Any]:
+    """What both say of windows: only the layers from ``max_window_layers`` on have one."""
+    found = read_common(settings, length=32768, kv_heads=32)
+    layers = found["num_layers"]
+    if not settings.flag("use_sliding_window", False):
+        settings.get("sliding_window")
+        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
+        return found
+    if "sliding_window" in settings.fields and settings.get("sliding_window") is None:
+        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
+        return found
+    first = settings.number("max_window_layers", 28, least=0)
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    types = settings.get("layer_types") or types
+    if types == ["sliding_attention"] * layers:
+        found["sliding_window"] = settings.number("sliding_window", 4096)
+    elif types == ["full_attention"] * layers:
+        settings.get("sliding_window")
+    else:
+        settings.problems.append(
+            f"use_sliding_window with max_window_layers = {first}: some layers see a window and others all, which is "
+            f"not supported; set use_sliding_window to false for sequences no longer than sliding_window"
+        )
+    return found
+
+
+def read_qwen2(settings: Settings) -> dict[str, Any]:
+    """Qwen2Config: q, k and v have biases, and nothing says so."""
+    return _read_qwen(settings) | {"qkv_bias": True}
+
+
+def read_qwen3(settings: Settings) -> dict[str, Any]:
+    """Qwen3Config."""
+    found = _read_qwen(settings) | {"qk_norm": True}
+    if settings.fields.get("head_dim") is None:
+        found["head_dim"] = 128
+    if settings.flag("attention_bias", False):
+        found |= {"qkv_bias": True, "out_bias": True}
+    return found
+
+
+def write_common(options: Options) -> dict[str, Any]:
+    """The fields of all four. Positions are said twice: as transformers 4 reads them, and as 5 does."""
+    scaling = None
+    if options["rope_scaling_factor"] != 1:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": options["rope_scaling_factor"],
+            "low_freq_factor": options["rope_low_freq_factor"],
+            "high_freq_factor": options["rope_high_freq_factor"],
+            ORIGINAL_LENGTH: options["rope_original_length"],
+        }
+    return {
+        "vocab_size": options["vocab_size"],
+        "hidden_size": options["hidden_size"],
+        "intermediate_size": options["ffn_size"],
+        "num_hidden_layers": options["num_layers"],
+        "num_attention_heads": options["num_heads"],
+        "num_key_value_heads": options["num_kv_heads"],
+        "head_dim": options["head_dim"] or options["hidden_size"] // options["num_heads"],
+        "hidden_act": "silu",
+        "max_position_embeddings": options["max_sequence_length"],
+        "rms_norm_eps": options["norm_eps"],
+        "rope_theta": options["rope_theta"],
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": options["rope_theta"]},
+        "tie_word_embeddings": options["tied"],
+        "attention_dropout": 0.0,
+    }
+
+
+def write_llama(options: Options) -> dict[str, Any]:
+    """LlamaConfig."""
+    return write_common(options) | {"attention_bias": options["qkv_bias"], "mlp_bias": options["mlp_bias"]}
+
+
+def write_mistral(options: Options) -> dict[str, Any]:
+    """MistralConfig."""
+    return write_common(options) | {"sliding_window": options["sliding_window"]}
+
+
+def _write_qwen(options: Options) -> dict[str, Any]:
+    window = options["sliding_window"]
+    kind = "full_attention" if window is None else "sliding_attention"
+    return write_common(options) | {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": options["num_layers"] if window is None else 0,
+        "layer_types": [kind] * options["num_layers"],
+    }
+
+
+def write_qwen2(options: Options) -> dict[str, Any]:
+    """Qwen2Config, whose head_dim is said only where it is another than hidden_size over heads."""
+    usual = options["head_dim"] in (None, options["hidden_size"] // options["num_heads"])
+    return {name: value for name, value in _write_qwen(options).items() if name != "head_dim" or not usual}
+
+
+def write_qwen3(options: Options) -> dict[str, Any]:
+    """Qwen3Config."""
+    return _write_qwen(options) | {"attention_bias": options["qkv_bias"]}
+
+
+def _misfit(options: Options, **needed: Any) -> str | None:
+    """The first option that is not what a family has."""
+    for name, value in needed.items():
+        if options[name] != value:
+            return f"model.options.{name} = {json.dumps(options[name])}"
+    return None
+
+
+def _other_bias(options: Options) -> str | None:
+    """One of the biases of attention without the other."""
+    if options["qkv_bias"] == options["out_bias"]:
+        return None
+    return (
+        f"model.options.qkv_bias = {json.dumps(options['qkv_bias'])} and out_bias = {json.dumps(options['out_bias'])}"
+    )
+
+
+def _uneven(options: Options) -> str | None:
+    """LlamaConfig wants the heads to divide the hidden size, also where head_dim is said."""
+    hidden, heads = options["hidden_size"], options["num_heads"]
+    return f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
+
+
+LEFT_OUT = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    BUILDER,
+    read_llama,
+    write_llama,
+    lambda options: _misfit(options, qk_norm=False, sliding_window=None) or _other_bias(options) or _uneven(options),
+    rules,
+    LEFT_OUT,
+    "model.",
+)
+MISTRAL = LLAMA._replace(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    read=read_mistral,
+    write=write_mistral,
+    holds=lambda options: _misfit(options, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
+)
+QWEN2 = LLAMA._replace(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=read_qwen2,
+    write=write_qwen2,
+    holds=lambda options: _misfit(options, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
+)
+QWEN3 = LLAMA._replace(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=read_qwen3,
+    write=write_qwen3,
+    holds=lambda options: _misfit(options, qk_norm=True, mlp_bias=False) or _other_bias(options),
+)

@@ -1,0 +1,104 @@
+"""GPT-2 (``meshwright.models.gpt2:build``). In transformers its linears are Conv1D, (inputs, outputs); q, k, v are
+one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.tools.interop.huggingface.convert.family import Family, Options
+from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.tools.interop.huggingface.rules import Rule
+
+
+def rules(options: Options) -> list[Rule]:
+    """Of q, k and v theirs has all heads of q first; ours goes head by head."""
+    heads = options["num_heads"]
+    head_dim = options["hidden_size"] // heads
+    tied = options["tied"]
+    found = [
+        Rule("embedding.tokens.weight", ("transformer.wte.weight",), same_as=("lm_head.weight",) if tied else ()),
+        Rule("embedding.positions.weight", ("transformer.wpe.weight",)),
+    ]
+    for i in range(options["num_layers"]):
+        ours, theirs = f"block{i}", f"transformer.h.{i}"
+        for what in ("weight", "bias"):
+            found.append(Rule(f"{ours}.attention_norm.{what}", (f"{theirs}.ln_1.{what}",)))
+        for what in ("weight", "bias"):
+            name, other = f"{ours}.attention.qkv.{what}", f"{theirs}.attn.c_attn.{what}"
+            found.append(Rule(name, (other,), heads, (head_dim,) * 3, stacked=True, transposed=True))
+        for what in ("weight", "bias"):
+            found.append(Rule(f"{ours}.attention.out.{what}", (f"{theirs}.attn.c_proj.{what}",), transposed=True))
+        for what in ("weight", "bias"):
+            found.append(Rule(f"{ours}.mlp_norm.{what}", (f"{theirs}.ln_2.{what}",)))
+        for name, other in (("up", "c_fc"), ("down", "c_proj")):
+            for what in ("weight", "bias"):
+                found.append(Rule(f"{ours}.mlp.{name}.{what}", (f"{theirs}.mlp.{other}.{what}",), transposed=True))
+    found += [Rule(f"norm.{what}", (f"transformer.ln_f.{what}",)) for what in ("weight", "bias")]
+    return found if tied else [*found, Rule("head.weight", ("lm_head.weight",))]
+
+
+def read(settings: Settings) -> dict[str, Any]:
+    """GPT2Config."""
+    settings.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    settings.must_be("scale_attn_weights", True)
+    settings.must_be("scale_attn_by_inverse_layer_idx", False)
+    settings.must_be("add_cross_attention", False)
+    settings.must_be("is_causal", True)
+    settings.get("reorder_and_upcast_attn")  # the same numbers, rounded otherwise in half precision
+    hidden = settings.number("n_embd", 768, most=WIDEST)
+    dropouts = {name: settings.real(name, 0.1, most=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    if len(set(dropouts.values())) > 1:
+        said = ", ".join(f"{name} = {value}" for name, value in dropouts.items())
+        settings.notes.append(
+            f"{settings.place}: {said}: we have one for all, model.options.dropout = {dropouts['resid_pdrop']}"
+        )
+    return {
+        "vocab_size": settings.number("vocab_size", 50257, most=MOST_ROWS),
+        "hidden_size": hidden,
+        "num_layers": settings.number("n_layer", 12, most=MOST_LAYERS),
+        "num_heads": settings.number("n_head", 12, most=WIDEST),
+        "max_sequence_length": settings.number("n_positions", 1024, most=MOST_ROWS),
+        "dropout": dropouts["resid_pdrop"],
+        "tied": settings.flag("tie_word_embeddings", True),
+        "ffn_size": settings.number("n_inner", 4 * hidden, most=4 * WIDEST),
+        "norm_eps": settings.real("layer_norm_epsilon", 1e-5),
+    }
+
+
+def write(options: Options) -> dict[str, Any]:
+    """GPT2Config; ``n_inner`` is left out where it is the usual one, as in the released files."""
+    ffn_size, hidden = options["ffn_size"], options["hidden_size"]
+    return {
+        "vocab_size": options["vocab_size"],
+        "n_embd": hidden,
+        "n_layer": options["num_layers"],
+        "n_head": options["num_heads"],
+        "n_positions": options["max_sequence_length"],
+        "n_inner": None if ffn_size in (None, 4 * hidden) else ffn_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": options["norm_eps"],
+        "scale_attn_weights": True,
+        "resid_pdrop": options["dropout"],
+        "embd_pdrop": options["dropout"],
+        "attn_pdrop": options["dropout"],
+        "tie_word_embeddings": options["tied"],
+    }
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "meshwright.models.gpt2:build",
+    read,
+    write,
+    lambda options: None,
+    rules,
+    ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+    "transformer.",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+)

@@ -1,0 +1,171 @@
+"""What transformers makes of a directory's config.json, and what its weights have to be; what is refused of both."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.files import CONFIG, read_config
+from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.source import Source, open_source, pickled
+
+TAKEN = ("F32", "BF16", "F16")
+"""Element types of weights whose every value is a float32, which training starts from."""
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""How a configuration may call their number."""
+MOST_LAYERS = 10_000
+LEADING_TO_CODE = frozenset(
+    {"auto_map", "custom_generate"}
+    | {
+        f"{start}{part}_implementation{end}"
+        for start in ("", "_")
+        for part in ("attn", "experts")
+        for end in ("", "_internal")
+    }
+)
+"""Keys with which a configuration can name code outside of transformers: modules of its own, kernels of the hub. They
+count nowhere, in no table of it."""
+
+
+def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
+    """The transformers configuration of ``path``, keys of ``overrides`` (``model.options``) in the place of its own.
+
+    Raises:
+        ModelError: no directory with a configuration of a causal language model that transformers itself knows.
+    """
+    raw = fields_of(path)
+    transformers = library()
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        code = raw.get("auto_map")
+        code = list(code.values()) if isinstance(code, dict) else []
+        own = f", and code of its own ({', '.join(map(str, code))}), which is not run" if code else ""
+        close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1)
+        raise ModelError(
+            f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "
+            f"{transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}. Update transformers, "
+            f"or bring the model as code (docs/huggingface-models.md)"
+        )
+    if raw.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{path / CONFIG}: {kind} is an encoder-decoder; restructured are causal language models, whose plan has "
+            f"one chain of layers. For T5 there is meshwright.models.t5:build"
+        )
+    if raw.get("quantization_config"):
+        quantized = raw["quantization_config"]
+        method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
+        raise ModelError(
+            f"{path / CONFIG}: the weights are quantized ({method}), and training starts from plain ones: take the "
+            f"directory that they were made from, or dequantize them with transformers and save_pretrained"
+        )
+    kind_of_config = transformers.CONFIG_MAPPING[kind]
+    known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ModelError(f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}")
+    merged = _with_floats(raw) | dict(overrides)
+    too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MOST_LAYERS]
+    if too_many:
+        raise ModelError(
+            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MOST_LAYERS} layers"
+        )
+    layers = merged.get("num_hidden_layers")
+    if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
+        merged["layer_types"] = merged["layer_types"][:layers]
+    try:
+        config = kind_of_config.from_dict(_without_code(merged))
+        config.get_text_config().base_model_pp_plan  # noqa: B018 - a part of it that is no configuration
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"{path / CONFIG}: transformers does not take it: {said}") from error
+    return config
+
+
+def _without_code(value: Any) -> Any:
+    """The same tree without the keys that lead to code."""
+    if isinstance(value, dict):
+        return {name: _without_code(inner) for name, inner in value.items() if name not in LEADING_TO_CODE}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _with_floats(value: Any) -> Any:
+    """What transformers writes for numbers that JSON does not know, ``{"__float__": "Infinity"}``, as these numbers."""
+    if isinstance(value, dict):
+        tag = value.get("__float__") if len(value) == 1 else None
+        return (
+            FLOATS[tag]
+            if isinstance(tag, str) and tag in FLOATS
+            else {name: _with_floats(inner) for name, inner in value.items()}
+        )
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    """``config.json`` as it stands there."""
+    return read_config(path, f'model.builder = "hf:{path}": ')
+
+
+def vocabulary(path: str) -> int | None:
+    """``vocab_size`` of the configuration in ``path``; None where it says nothing. Needs no transformers."""
+    found = fields_of(Path(path).expanduser()).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def open_weights(path: Path) -> Source | None:
+    """The weights of a directory; None where there are none.
+
+    Raises:
+        ModelError: they are there in a form that is not read, or damaged.
+    """
+    source = open_source(path)
+    found = [] if source is not None else pickled(path)
+    if found:
+        raise ModelError(
+            f"{path}: its weights are pickled ({found[0]}), and a pickle can run code: load it with transformers and "
+            f"save_pretrained, which writes safetensors; or set model.options.weights = false for fresh ones"
+        )
+    return source
+
+
+def check_weights(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str], overridden: bool
+) -> None:
+    """Compare the files with what the model has. ``ignored``: names that mean nothing to it. ``overridden``: the model
+    is not the one of the files, which may then hold more.
+
+    Raises:
+        ModelError: tensors that are missing, of another shape or element type, or unknown.
+    """
+    there = source.tensors
+    missing = [name for name in shapes if name not in there]
+    if missing:
+        raise ModelError(
+            f"{source.path}: its files have no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); "
+            f"they have {', '.join(list(there)[:3])}, ...: download them again, or set model.options.weights "
+            f"= false to begin with fresh ones"
+        )
+    for name, shape in shapes.items():
+        if there[name].shape != shape:
+            raise ModelError(
+                f"{there[name].file}: {name} has shape {list(there[name].shape)}, and the model "
+                f"{list(shape)}: leave model.options as they are in {CONFIG}, or set model.options.weights = false"
+            )
+        if there[name].dtype not in TAKEN:
+            raise ModelError(
+                f"{there[name].file}: {name} is of {there[name].dtype}, and taken are {', '.join(TAKEN)}: load it with "
+                f"transformers in one of these and save_pretrained it, or set model.options.weights = false"
+            )
+    extra = [name for name in there if name not in shapes and name not in set(ignored)]
+    if extra and not overridden:
+        raise ModelError(
+            f"{there[extra[0]].file}: the model has no parameter for {extra[0]} ({len(extra)} such "
+            f"tensors): the files are of another model than {CONFIG}, or transformers reads them in a way that is "
+            f"not known here. Load and save_pretrained it with transformers, and take that directory"
+        )

@@ -1,0 +1,117 @@
+"""A checkpoint of a model that ``hf:DIRECTORY`` built, of any layout -> a directory that transformers opens.
+
+The names are renamed back, tensor by tensor: one is in memory at a time. ``config.json`` is the directory's own, with
+what ``model.options`` changed; tokenizer files go along.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.checkpoint import Checkpoint, newest_valid, open_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.config import RunConfig, parse
+from meshwright.errors import CheckpointError, ModelError
+from meshwright.model.build import PlainModel, build_model
+from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet, named, published
+from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
+from meshwright.tools.interop.huggingface.restructure.directory import fields_of
+from meshwright.tools.interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
+from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
+
+SCHEME = "hf:"
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    path: Path
+    num_tensors: int
+    files: dict[str, int]
+    """Weights: name -> bytes."""
+    copied: list[str]
+
+
+def is_of_transformers(config: RunConfig) -> bool:
+    """Whether the model is one that ``hf:DIRECTORY`` built."""
+    return config.model.builder.startswith(SCHEME)
+
+
+def export(
+    checkpoint_dir: Path,
+    out_dir: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: OnBytes = keep_quiet,
+) -> Exported:
+    """Write a checkpoint, or the newest one of a run directory, as the directory ``out_dir``, new or empty.
+
+    Args:
+        dtype: of all tensors; None: as they were trained. float32 of a run in bfloat16 are its master weights.
+        shard_bytes: of one file at most, but for a tensor that is larger.
+
+    Raises:
+        CheckpointError, ModelError: the checkpoint is damaged, of another builder, or its directory is gone.
+    """
+    wanted = dtype_of(dtype)
+    out_dir = named(out_dir)
+    with _opened(checkpoint_dir) as checkpoint:
+        config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
+        if not is_of_transformers(config):
+            raise ModelError(
+                f"{checkpoint.path} is of {config.model.builder}, and written back here are models that "
+                f'model.builder = "hf:DIRECTORY" built: only they have names in transformers'
+            )
+        model = build_model(config.model.builder, config.model.options | {"weights": False}, config.run.seed)
+        source = Path(config.model.builder.removeprefix(SCHEME)).expanduser()
+        outgoing = Outgoing(checkpoint, _rules(model), wanted, f"{source / CONFIG} by now")
+        with published(out_dir, outgoing.num_bytes) as temporary:
+            files = outgoing.write(temporary, shard_bytes, on_bytes)
+            write_json(temporary / CONFIG, _config(source, config.model.options, outgoing.dtypes()[0]))
+            copied = _copy_companions(source, temporary, config)
+    return Exported(out_dir, len(outgoing.planned), files, copied)
+
+
+def _opened(path: Path) -> Checkpoint:
+    """A verified checkpoint."""
+    if (path / MANIFEST).is_file():
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+    found = newest_valid(path)
+    if found is None:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory that has one")
+    return found
+
+
+def _rules(model: PlainModel) -> list[Rule]:
+    """Every parameter once, tied ones under the first of their names: the one that transformers saves, too."""
+    names = names_in_transformers(model.layers)
+    ours = {model.canonical(name): names[model.canonical(name)] for name in names}
+    return [Rule(name, (theirs,)) for name, theirs in ours.items()]
+
+
+def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The directory's own, as it was trained."""
+    raw = fields_of(source)
+    changed = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    if "num_hidden_layers" in changed and isinstance(raw.get("layer_types"), list) and "layer_types" not in changed:
+        changed["layer_types"] = raw["layer_types"][: changed["num_hidden_layers"]]
+    return raw | changed | {key: dtype for key in ("dtype", "torch_dtype") if key in raw or key == "dtype"}
+
+
+def _copy_companions(source: Path, target: Path, config: RunConfig) -> list[str]:
+    """The tokenizer that the run was trained with; with it the directory's other files where it is the directory's."""
+    own, theirs = config.data.tokenizer, source / TOKENIZER
+    is_theirs = own is None or (theirs.is_file() and theirs.read_bytes() == Path(own).read_bytes())
+    copied = copy_companions(source, target) if is_theirs else []
+    if not is_theirs and own is not None and Path(own).is_file():
+        shutil.copyfile(own, target / TOKENIZER)
+        copied.append(TOKENIZER)
+    return copied

@@ -1,0 +1,65 @@
+"""The first value of a parameter: out of the directory's files, or drawn by the model's own ``_init_weights``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.source import Source
+
+
+class Initial:
+    """``initialise`` of a restructured model: (name here, whole tensor) -> filled in place.
+
+    Drawing: the planned module that holds the parameter is taken on meta, the one parameter made real, and the model's
+    rules applied to all its parts, inner ones first, as transformers does. All that is on meta costs nothing and draws
+    nothing, so the value depends on the generator's seed, the parameter's name, and the model alone.
+    """
+
+    def __init__(
+        self, model: Any, names: Mapping[str, str], planned: Mapping[str, nn.Module], weights: Source | None
+    ) -> None:
+        self._rules = model._init_weights
+        self._names = names
+        """Parameter here -> in transformers."""
+        self._planned = {name: copy.deepcopy(module).to("meta") for name, module in planned.items()}
+        self._weights = weights
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Initial:
+        return self
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        theirs = self._names[name]
+        if isinstance(tensor, FakeTensor):  # a rehearsal: it has a size and no numbers
+            tensor.zero_()
+        elif self._weights is not None:
+            tensor.copy_(self._weights.read(theirs))
+        else:
+            self.draw(theirs, tensor)
+
+    def draw(self, theirs: str, tensor: Tensor) -> None:
+        """Fill one parameter by the model's rules.
+
+        Raises:
+            ModelError: they leave it out.
+        """
+        place = next(place for place in self._planned if theirs.startswith(place + "."))
+        module = copy.deepcopy(self._planned[place])
+        owner, _, attribute = theirs.removeprefix(place + ".").rpartition(".")
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        module.get_submodule(owner)._parameters[attribute] = parameter
+        before = tensor._version
+        with torch.no_grad():
+            module.apply(self._rules)
+        if module.get_submodule(owner)._parameters[attribute] is not parameter or tensor._version == before:
+            raise ModelError(
+                f"{type(module.get_submodule(owner)).__name__} gives {theirs} its first value in __init__, and "
+                f"_init_weights does not: it cannot be drawn by name. Save a model with its weights into the directory "
+                f"(save_pretrained), and train from those"
+            )

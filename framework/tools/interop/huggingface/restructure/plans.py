@@ -1,0 +1,229 @@
+"""A model's own plan for tensor parallelism, in transformers' words, as a sharding plan of ours; or why there is none.
+
+    transformers                        here
+    colwise                             column
+    rowwise                             row
+    colwise_gather_output, colwise_rep  vocab for the head, whose logits stay split for the loss; else column_whole
+    rowwise_split_input, rowwise_rep    row_whole
+    embedding_rowwise                   vocab
+    replicated_with_grad_allreduce      heads: each rank sees some of them, gradients are summed
+    replicate, sequence_parallel        replicate: all that has no entry
+    moe_*, ep_*, packed_*, mla_*, ...   not known here: the model trains with tp = 1
+
+A weight that is the embedding and the head must be split alike in both places, or in none. Weights that the plan leaves
+out are whole on each rank: where they are seen to work on a part all the same, they are one for all heads, or there is
+no tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from meshwright.tools.interop.huggingface.restructure.probe import Seen
+
+KINDS = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_whole",
+    "colwise_rep": "column_whole",
+    "rowwise_split_input": "row_whole",
+    "rowwise_rep": "row_whole",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "heads",
+    "replicate": "replicate",
+    "sequence_parallel": "replicate",
+}
+OF_LINEARS = ("column", "row", "column_whole", "row_whole")
+
+
+class Sharding(NamedTuple):
+    """What tensor parallelism is told."""
+
+    plan: dict[str, str]
+    divisible: dict[str, int]
+    impossible: dict[str, str]
+
+
+def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Name here -> kind here, and what is not known.
+
+    Args:
+        theirs: pattern of module names in transformers -> kind; ``*`` is the number of a layer.
+        names: name in transformers -> name here, of every module and parameter of the model.
+    """
+    kinds: dict[str, str] = {}
+    problems: list[str] = []
+    for pattern, word in theirs.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
+        found = [name for name in names if expression.match(name)]
+        if found and word not in KINDS:
+            problems.append(f"its plan says {pattern}: {word!r}, which is not known here{_of_experts(word)}")
+        for name in found if word in KINDS else ():
+            kinds[names[name]] = KINDS[word]
+    return kinds, problems
+
+
+def sharding_of(
+    kinds: Mapping[str, str],
+    problems: Sequence[str],
+    layers: nn.Sequential,
+    tied: Sequence[tuple[str, ...]],
+    seen: Seen,
+) -> Sharding:
+    """Translate.
+
+    Args:
+        kinds, problems: of :func:`kinds_of`.
+        layers: the restructured model.
+        tied: the parameters that are one weight, by their names here.
+        seen: who works on what.
+    """
+    if not kinds and not problems:
+        return Sharding({}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"})
+    found = next(iter([*problems, *_misfits(layers, kinds), *seen.unsaid]), None)
+    if found is not None:
+        return Sharding({}, {}, {"tp": found})
+    kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"} | dict.fromkeys(seen.of_heads, "heads")
+    cut = _vocabulary(layers, kinds, tied)
+    impossible = {}
+    unseen = [name for name, is_uncut in seen.uncut.items() if not is_uncut]
+    if not cut:
+        impossible["sequence"] = (
+            "its token embedding is no plain nn.Embedding, or one weight with what is split otherwise, so it is whole "
+            "on each rank and nothing cuts the sequence"
+        )
+    elif unseen:
+        impossible["sequence"] = f"{unseen[0]} lies beside gathered columns, and not seen to work on their output"
+    else:
+        entered, problem = _entered(layers, kinds)
+        kinds |= dict.fromkeys(entered, "gather")
+        if problem is not None:
+            impossible["sequence"] = problem
+    dropping = next(_dropouts_inside(layers, kinds), None)
+    if dropping is not None:
+        return Sharding({}, {}, {"tp": dropping})
+    kinds |= dict.fromkeys((name for name, is_uncut in seen.uncut.items() if is_uncut), "uncut")
+    return Sharding(compressed(kinds), compressed(_units(layers, kinds)), impossible)
+
+
+def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
+    """Modules with weights and without an entry in the plan, beside columns whose output is put together -> those."""
+    found: dict[str, list[str]] = {}
+    for column in (name for name, kind in kinds.items() if kind == "column_whole"):
+        parent = column.rpartition(".")[0]
+        if parent.count(".") < 1:  # the head: nothing but itself
+            continue
+        for name, module in layers.get_submodule(parent).named_children():
+            if f"{parent}.{name}" not in kinds and any(True for _ in module.parameters()):
+                found.setdefault(f"{parent}.{name}", []).append(column)
+    return found
+
+
+def _of_experts(word: str) -> str:
+    return " (a mixture of experts)" if word.startswith(("moe", "ep_", "grouped", "packed")) else ""
+
+
+def _misfits(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
+    modules = dict(layers.named_modules())
+    for name, kind in kinds.items():
+        if name not in modules:
+            yield f"its plan says {kind} of the parameter {name}, and what is split here are linears and embeddings"
+        elif kind in OF_LINEARS and type(modules[name]) is not nn.Linear:
+            yield (
+                f"its plan says {kind} of {name}, a {type(modules[name]).__name__}, and what is split here are plain "
+                f"linears and embeddings"
+            )
+
+
+def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tuple[str, ...]]) -> bool:
+    """Give the embedding and the head the kind ``vocab`` where both can have it; True if the embedding has it."""
+    modules = dict(layers.named_modules())
+    first, *_, last = layers._modules
+    heads = [name for name in kinds if name.startswith(f"{last}.") and kinds[name] == "column_whole"]
+    tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
+    together = {name.rpartition(".")[0] for names in tied for name in names}
+    plain = [name for name in tables if type(modules[name]) is nn.Embedding and name.startswith(f"{first}.")]
+    for name in tables:
+        kinds.pop(name, None)
+    for name in heads:
+        kinds[name] = "vocab"
+    if len(tables) == 1 and plain == tables and (tables[0] not in together or heads):
+        kinds[tables[0]] = "vocab"
+        return bool(heads)
+    for name in heads:
+        if name in together:
+            del kinds[name]
+    return False
+
+
+def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
+    """The modules that begin with columns and end with a row: their code takes the length of the sequence from what
+    they are handed, so it is gathered before them. And why that cannot be, or None."""
+    head = list(layers._modules)[-1]
+    columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
+    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
+    for parent in parents:
+        ends = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
+        if parent.count(".") < 2 or not ends:
+            return [], f"{parent} holds columns, and no row that ends them: there is no place to gather the sequence"
+    for name, layer in layers.named_children():
+        apart = next(_apart(layer, name, parents) if name != head else iter(()), None)
+        if apart is not None:
+            return [], (
+                f"{apart} ({type(layers.get_submodule(apart)).__name__}) may work on several tokens at a time, and has "
+                f"no entry in its plan: nothing gathers the sequence before it"
+            )
+    return parents, None
+
+
+def _apart(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
+    """Modules outside ``parents`` that may mix tokens: those made of several with weights, and convolutions."""
+    for child, inner in module.named_children():
+        place = f"{name}.{child}"
+        if place in parents or not any(True for _ in inner.parameters()):
+            continue
+        if any(parent.startswith(f"{place}.") for parent in parents):
+            yield from _apart(inner, place, parents)
+        elif isinstance(inner, nn.modules.conv._ConvNd) or any(
+            True for part in inner.children() for _ in part.parameters()
+        ):
+            yield place
+
+
+def _dropouts_inside(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
+    """Dropouts between what is split: which dim of their activation would be, no plan says."""
+    parents = {name.rpartition(".")[0] for name, kind in kinds.items() if kind in OF_LINEARS}
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and name.rpartition(".")[0] in parents:
+            yield f"{name} drops (p={module.p}) between linears that are split, and the plan does not say what it sees"
+
+
+def _units(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
+    """How many heads a split projection holds, as far as the module around it says how long one is."""
+    found = {}
+    for name, kind in kinds.items():
+        module = layers.get_submodule(name)
+        if kind not in ("column", "row") or not isinstance(module, nn.Linear):
+            continue
+        around: Any = layers.get_submodule(name.rpartition(".")[0])
+        length = next((getattr(around, key) for key in ("head_dim", "head_size") if hasattr(around, key)), None)
+        total = module.out_features if kind == "column" else module.in_features
+        if isinstance(length, int) and length > 0 and total % length == 0:
+            found[name] = total // length
+    return found
+
+
+def compressed(of_names: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry for what all blocks have alike: ``block0.x``, ``block1.x`` -> ``block*.x``."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in of_names.items():
+        groups.setdefault(re.sub(r"^block\d+\.", "block*.", name), {})[name] = value
+    result: dict[str, Any] = {}
+    for pattern, members in groups.items():
+        values = list(members.values())
+        result |= {pattern: values[0]} if all(value == values[0] for value in values) else members
+    return result

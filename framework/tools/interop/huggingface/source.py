@@ -1,0 +1,140 @@
+"""The weights of a model in Hugging Face's form on the disk, one tensor at a time. Nothing is unpickled.
+
+    model.safetensors                                    all in one file; or
+    model.safetensors.index.json                         {"weight_map": {tensor: file, ...}}
+    model-00001-of-00002.safetensors ...
+
+What is damaged is named by file and tensor before a number is read: the headers alone tell it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
+
+PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies and what the header says of it."""
+
+    file: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Source:
+    """Tensors by name. Each read opens its file anew: what was mapped for the one before is given back."""
+
+    def __init__(self, path: Path, tensors: dict[str, Stored]) -> None:
+        self.path = path
+        self.tensors = tensors
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, mapped from its file: to be copied, not kept."""
+        stored = self.tensors[name]
+        try:
+            with safe_open(stored.file, framework="pt", device="cpu") as file:
+                found = file.get_tensor(stored.key)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
+        assert isinstance(found, Tensor)
+        return found
+
+    def num_bytes(self, name: str) -> int:
+        """Of a tensor whose element type is one that we read."""
+        stored = self.tensors[name]
+        return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+
+    def apart(self, first: str, others: Iterable[str]) -> list[str]:
+        """Of a weight that may be there under several names, what is wrong: which numbers are meant cannot be known."""
+        return [
+            f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they are "
+            f"tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
+            for other in others
+            if first in self.tensors and other in self.tensors and not torch.equal(self.read(first), self.read(other))
+        ]
+
+    def dtypes(self, names: Iterable[str]) -> Counter[str]:
+        """How many of these tensors are of which element type."""
+        return Counter(self.tensors[name].dtype for name in names)
+
+
+def open_source(path: Path) -> Source | None:
+    """The tensors of a directory, headers read and held against the index; None: it has no safetensors files.
+
+    Raises:
+        ModelError: every file that is missing or damaged, and every tensor that is not where the index has it.
+    """
+    if (path / SINGLE).is_file():
+        return Source(path, _header(path / SINGLE))
+    if not (path / INDEX).is_file():
+        return None
+    index = read_json(path / INDEX, "")
+    placed = index.get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+        raise ModelError(f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again')
+    problems: list[str] = []
+    tensors: dict[str, Stored] = {}
+    for file in sorted(set(placed.values())):
+        names = sorted(name for name, where in placed.items() if where == file)
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            problems.append(f"{path / INDEX}: {file!r} is no plain name of a .safetensors file (of {names[0]}, ...)")
+            continue
+        if not (path / file).is_file():
+            problems.append(
+                f"{path / file} is missing: {INDEX} has {len(names)} tensors there ({', '.join(names[:2])}"
+                f"{', ...' if names[2:] else ''}); get the file again"
+            )
+            continue
+        try:
+            found = _header(path / file)
+        except ModelError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{path / file}: has no tensor {name}, which {INDEX} has there; get both files again"
+            for name in names
+            if name not in found
+        ]
+        for name, stored in found.items():
+            if placed.get(name, file) == file:
+                tensors[name] = stored
+    if problems:
+        raise ModelError("\n".join(problems[:20]))
+    return Source(path, tensors)
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """What a file says of its tensors."""
+    try:
+        path.open("rb").close()  # safetensors says of one that may not be read that it is not there
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = {}
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_slice(key)
+                found[key] = Stored(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
+            return found
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path}: not a whole safetensors file ({error}): it is cut short or damaged; get it again"
+        ) from error
+
+
+def pickled(path: Path) -> list[str]:
+    """Files of a directory that may be weights, and may run code when they are opened."""
+    return sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})

@@ -1,0 +1,170 @@
+"""The weights of a checkpoint of ours, of any layout, as safetensors files under the names of theirs.
+
+    model.safetensors                                    all in one file; or
+    model-00001-of-00002.safetensors ...                 as many as they take, and
+    model.safetensors.index.json                         which tensor lies in which
+
+One tensor of ours is in hand at a time, and theirs are written one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import Checkpoint, Kind
+from meshwright.checkpoint.files import explained
+from meshwright.checkpoint.shard import TORCH_DTYPES
+from meshwright.errors import CheckpointError, ModelError
+from meshwright.parameters import ParameterInfo
+from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet
+from meshwright.tools.interop.huggingface.files import DTYPES, INDEX, SINGLE, write_json
+from meshwright.tools.interop.huggingface.rules import Rule
+
+SHARD_BYTES = 5 * 10**9
+BYTES_AT_ONCE = 16 * 2**20
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""As safetensors names them."""
+WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in NAMES}
+"""As config.json does."""
+
+
+def dtype_of(word: str | None) -> torch.dtype | None:
+    """The element type that was asked for; None stays None.
+
+    Raises:
+        ModelError: weights are not written in it.
+    """
+    named = {known: dtype for dtype, known in WORDS.items()}
+    if word is not None and word not in named:
+        raise ModelError(f"dtype {word!r}: choose of {', '.join(named)}")
+    return None if word is None else named[word]
+
+
+class Planned(NamedTuple):
+    """One tensor of theirs, before a number is read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """On the disk."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class Outgoing:
+    """All weights of a checkpoint under the names that ``rules`` give them: planned, and then written.
+
+    ``dtype``: of all tensors; None: each as it was saved. Where master weights are kept and as many bits are asked for,
+    it is those that are taken. ``place``: where it is said what the model is.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, place: str) -> None:
+        _check_names(checkpoint, rules, place)
+        masters = set(checkpoint.parameters(Kind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
+        self.kinds = {rule.ours: Kind.MASTER if rule.ours in masters else Kind.WEIGHTS for rule in rules}
+        self.checkpoint = checkpoint
+        self.rules = rules
+        self.planned: list[Planned] = []
+        """In the order of the rules."""
+        for rule in rules:
+            entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
+            written = TORCH_DTYPES[entry.dtype] if dtype is None else dtype
+            self.planned += [Planned(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
+        self.num_bytes = sum(each.num_bytes for each in self.planned)
+
+    def dtypes(self) -> list[str]:
+        """Element types that occur, the one of most bytes first."""
+        sizes = dict.fromkeys(WORDS, 0)
+        for each in self.planned:
+            sizes[each.dtype] += each.num_bytes
+        return [WORDS[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
+
+    def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = keep_quiet) -> dict[str, int]:
+        """All tensors into files of ``shard_bytes`` at most, but for a tensor that is larger; file name -> bytes."""
+        shards: list[list[Planned]] = [[]]
+        for each in self.planned:
+            if shards[-1] and sum(other.num_bytes for other in shards[-1]) + each.num_bytes > shard_bytes:
+                shards.append([])
+            shards[-1].append(each)
+        names = [SINGLE]
+        if len(shards) > 1:
+            names = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
+            placed = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+            write_json(directory / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": placed})
+        tensors, done = self._tensors(), 0
+
+        def on_tensor(written: Planned) -> None:
+            nonlocal done
+            done += written.num_bytes
+            on_bytes(done, self.num_bytes)
+
+        return {
+            name: _write_in_order(directory / name, shard, tensors, on_tensor)
+            for name, shard in zip(names, shards, strict=True)
+        }
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of theirs in the order of the plan; one of ours is read at a time, from any layout's pieces."""
+        for rule in self.rules:
+            kind = self.kinds[rule.ours]
+            ours = self.checkpoint.read(kind, ParameterInfo(rule.ours, self.checkpoint.shape(kind, rule.ours)))
+            assert ours is not None, rule.ours
+            self.checkpoint.close()  # what was mapped for it
+            yield from rule.split(ours)
+
+
+def _check_names(checkpoint: Checkpoint, rules: Sequence[Rule], place: str) -> None:
+    expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(Kind.WEIGHTS))
+    problems = [f"it has no weights of {name}" for name in sorted(expected - there)]
+    problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} is not of the model that {place} names: {problems[0]}"
+            + (f", and {len(problems) - 1} more" if problems[1:] else "")
+        )
+
+
+def _write_in_order(
+    path: Path,
+    planned: Sequence[Planned],
+    tensors: Iterator[tuple[str, Tensor]],
+    on_tensor: Callable[[Planned], None],
+) -> int:
+    """One safetensors file of the next tensors, each written as it comes; its size in bytes.
+
+    The header stands before the numbers, and says where each of them will be: that is known from the plan.
+    """
+    assert sys.byteorder == "little", "safetensors holds little-endian numbers"
+    # Wide elements first, as the library has it: each tensor is then aligned to its own element size.
+    start, places = 0, {}
+    for each in sorted(planned, key=lambda each: -each.dtype.itemsize):
+        places[each.name] = start
+        start += each.num_bytes
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for each in sorted(planned, key=lambda each: places[each.name]):
+        offsets = [places[each.name], places[each.name] + each.num_bytes]
+        header[each.name] = {"dtype": NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with explained(path), path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in planned:
+            name, tensor = next(tensors)
+            assert (name, tuple(tensor.shape)) == (each.name, each.shape), (name, tuple(tensor.shape), each)
+            file.seek(8 + len(text) + places[name])
+            for part in torch.split(tensor.reshape(-1), BYTES_AT_ONCE // each.dtype.itemsize):
+                file.write(part.to(each.dtype).view(torch.uint8).numpy().data)
+            on_tensor(each)
+    return 8 + len(text) + start

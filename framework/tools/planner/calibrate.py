@@ -1,0 +1,279 @@
+"""The rates of the machine at hand, measured by as many processes at once as will share it, as a hardware file.
+
+products    (n, n) x (n, n), small to large                    FLOPs -> FLOPs a second
+copies      x + y, gelu, softmax, layer norm, of tensors       bytes -> bytes a second
+            that no cache holds
+operations  a small network, forward and backward              what each operation takes besides
+a layer     forward and backward, by these rates and really    the share of them that it reaches
+messages    of each kind, each behind a computation            latency, bytes a second
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.mesh.comm import Group, Transfer
+from meshwright.tools.planner.hardware import Hardware, Link, Message, Rate
+from meshwright.tools.planner.operations import Kind, Tape
+from meshwright.tools.planner.profile import Practice, paper_group, profile_layers
+from meshwright.tools.planner.rates import MEASURED, work_s
+
+SIDES = (16, 32, 64, 128, 256, 512, 1024)
+COPIED = tuple(4**power for power in range(5, 12))
+"""Elements."""
+POOL_BYTES = 2**27
+"""Of tensors that are taken in turns: more than caches hold, as the activations of a model are."""
+MOST_IN_POOL = 2000
+ROW = 256
+"""Elements that are normed together."""
+ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: x + 1.0,
+    torch.nn.functional.gelu,
+    lambda x: x.view(-1, ROW).softmax(-1),
+    lambda x: torch.nn.functional.layer_norm(x.view(-1, ROW), (ROW,)),
+)
+"""Of the operations that read and write once: cores are held up by the memory, or by a function. All count alike."""
+AIM_S = 0.06
+REPEATS = 5
+SUMMED = 2**19
+"""Elements of a message that shows the rate of a link."""
+MESSAGES = 20
+BEFORE_SIDE = 384
+"""Of the product before each message: about a millisecond."""
+
+
+class Measured(NamedTuple):
+    """By one process."""
+
+    products: list[Rate]
+    copies: list[Rate]
+    operation_s: float
+
+
+def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
+    """Seconds of one call: the fastest of several runs of as many as take a while, as whatever else runs only slows."""
+    run()
+    start = time.perf_counter()
+    run()
+    times = max(1, int(aim_s / max(time.perf_counter() - start, 1e-7)))
+    found = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        found.append((time.perf_counter() - start) / times)
+    return min(found)
+
+
+def measure_device(dtype: torch.dtype) -> Measured:
+    """This process, beside whatever else is running."""
+    products = []
+    for side in SIDES:
+        a, b = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
+        products.append(Rate(size=2.0 * side**3, per_s=2.0 * side**3 / fastest_s(lambda a=a, b=b: a @ b)))  # type: ignore[misc]
+    copies = []
+    for elements in COPIED:
+        of_each = elements * dtype.itemsize
+        number = min(MOST_IN_POOL, max(2, POOL_BYTES // of_each))
+        turns = cycle(torch.ones(number, elements, dtype=dtype))
+        seconds = [fastest_s(partial(_on_next, kind, turns), AIM_S / 4) for kind in ELEMENTWISE]
+        moved = 2.0 * of_each
+        copies.append(Rate(size=moved, per_s=moved * len(ELEMENTWISE) / sum(seconds)))
+    return Measured(products, copies, _operation_s(dtype, products, copies))
+
+
+def _on_next(kind: Callable[[torch.Tensor], torch.Tensor], turns: Iterator[torch.Tensor]) -> torch.Tensor:
+    return kind(next(turns))
+
+
+class _Block(nn.Module):
+    """A transformer's layer of common proportions, (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def measure_block(hardware: Hardware) -> float:
+    """Of the rates in ``hardware``, what a layer reaches in which everything comes together, 0..1."""
+    block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
+    meta = torch.empty_like(x, device="meta").requires_grad_()
+    practice = Practice(takes_everything=False)
+    (profile,) = profile_layers([("block", block)], meta, None, tp=paper_group(1), loss=_no_loss, practice=practice)
+    seconds = sum(
+        work.times * work_s(work, hardware, "float32", MEASURED, backward=False)
+        for work in (*profile.forward, *profile.backward)
+    )
+    gradient = torch.ones_like(x)
+    return min(1.0, seconds / fastest_s(lambda: block(x).backward(gradient), 4 * AIM_S))
+
+
+def _no_loss(output: object, labels: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[Rate]) -> float:
+    """Of a network so small that its operations are nothing but started: time over operations, less what they take."""
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(8))
+    ).to(dtype)
+    x = torch.randn(4, 16).to(dtype)
+
+    def step() -> None:
+        layers(x).sum().backward()
+
+    step()
+    with Tape(paper_group(1)) as tape:
+        step()
+    spent = fastest_s(step)
+    computed = sum(
+        (products[0].size / products[0].per_s if op.kind is Kind.PRODUCT else copies[0].size / copies[0].per_s)
+        for op in tape.ops
+    )
+    return max(0.0, (spent - computed) / len(tape.ops))
+
+
+def measure_links(group: Group) -> dict[Message, Link]:
+    """Each kind of message between the processes of a group, which all call it.
+
+    A collective comes behind a product, as in a run: the cores that compute carry it, and the last to be ready is
+    waited for. What the products take alone is not counted. What is sent on is waited for by nobody else.
+    """
+    before, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
+    ahead, behind = (group.rank + 1) % n, (group.rank - 1) % n
+
+    def passed_on(whole: torch.Tensor) -> None:
+        sent, received = group.exchange(
+            [Transfer(whole, ahead, True), Transfer(torch.empty_like(whole), behind, False)], lambda: "a message"
+        )
+        for handle in (sent, received):
+            if handle is not None:
+                handle.wait()
+
+    messages: dict[Message, tuple[Callable[[torch.Tensor], object], float, int]] = {  # what, share on the wire, hops
+        "all_reduce": (lambda whole: group.all_reduce(whole).wait(), 2 * (n - 1) / n, 2 * (n - 1)),
+        "all_gather": (
+            lambda whole: group.all_gather(whole, whole[: len(whole) // n].clone()).wait(),
+            (n - 1) / n,
+            n - 1,
+        ),
+        "reduce_scatter": (
+            lambda whole: group.reduce_scatter(torch.empty(len(whole) // n), whole).wait(),
+            (n - 1) / n,
+            n - 1,
+        ),
+        "send": (passed_on, 1.0, 1),
+    }
+
+    def timed(say: Callable[[torch.Tensor], object] | None, elements: int, *, computes: bool = True) -> float:
+        found = []
+        for _ in range(REPEATS):
+            whole = torch.zeros(elements)
+            group.barrier()
+            start = time.perf_counter()
+            for _ in range(MESSAGES):
+                if computes:
+                    before @ before
+                if say is not None:
+                    say(whole)
+            found.append((time.perf_counter() - start) / MESSAGES)
+        return sorted(found)[REPEATS // 2]
+
+    links: dict[Message, Link] = {}
+    products_s = timed(None, n)
+    for name, (say, on_wire, hops) in messages.items():
+        computes = name != "send"
+        small_s, large_s = (
+            timed(say, elements, computes=computes) - computes * products_s for elements in (n, SUMMED // n * n)
+        )
+        rate = SUMMED // n * n * 4 * on_wire / max(large_s - small_s, 1e-6)
+        links[name] = Link(bytes_per_s=rate, latency_s=max(small_s, 1e-7) / hops)
+    return links
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def put_together(
+    measured: Sequence[dict[str, Measured]], links: dict[Message, Link], memory_bytes: int, ranks: int
+) -> Hardware:
+    """The file's content: the median process. ``ranks``: that a node of this kind is to have."""
+
+    def middle(rates: Sequence[list[Rate]]) -> list[Rate]:
+        return [
+            Rate(size=same[0].size, per_s=sorted(rate.per_s for rate in same)[len(same) // 2])
+            for same in zip(*rates, strict=True)
+        ]
+
+    first = next(iter(measured[0]))
+    products = middle([each[first].products for each in measured])
+    copies = middle([each[first].copies for each in measured])
+    operation_s = sorted(each[first].operation_s for each in measured)[len(measured) // 2]
+    flops = {
+        dtype: max(rate.per_s for rate in middle([each[dtype].products for each in measured])) for dtype in measured[0]
+    }
+    return Hardware(
+        name=f"this machine, {cores()} cores",
+        kind="cpu",
+        devices_per_node=ranks,
+        memory_bytes=memory_bytes // ranks,
+        processors=cores(),
+        memory_bytes_per_s=copies[-1].per_s,
+        flops_per_s=flops,
+        node_link=links["all_reduce"],
+        cluster_link=links["all_reduce"],
+        host_link=Link(bytes_per_s=copies[-1].per_s, latency_s=0.0),
+        operation_s=operation_s,
+        products=products,
+        copies=copies,
+        messages=links,
+    )
+
+
+def to_toml(hardware: Hardware) -> str:
+    """The file."""
+    lines = [
+        f'name = "{hardware.name}"',
+        f'kind = "{hardware.kind}"',
+        f"devices_per_node = {hardware.devices_per_node} # ranks",
+        f"memory_bytes = {hardware.memory_bytes} # of a rank",
+        f"processors = {hardware.processors} # cores, which the ranks of a node share",
+        f"memory_bytes_per_s = {hardware.memory_bytes_per_s:.4g}",
+        f"operation_s = {hardware.operation_s:.4g}",
+        f"whole_share = {hardware.whole_share:.4g}",
+        "",
+        "[flops_per_s]",
+        *(f"{dtype} = {rate:.4g}" for dtype, rate in hardware.flops_per_s.items()),
+    ]
+    for name in ("node_link", "cluster_link", "host_link"):
+        link = getattr(hardware, name)
+        lines += ["", f"[{name}]", f"bytes_per_s = {link.bytes_per_s:.4g}", f"latency_s = {link.latency_s:.4g}"]
+    for name, link in hardware.messages.items():
+        lines += [
+            "",
+            f"[messages.{name}]",
+            f"bytes_per_s = {link.bytes_per_s:.4g}",
+            f"latency_s = {link.latency_s:.4g}",
+        ]
+    for name in ("products", "copies"):
+        for rate in getattr(hardware, name):
+            lines += ["", f"[[{name}]]", f"size = {rate.size:.6g}", f"per_s = {rate.per_s:.4g}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,223 @@
+"""Every layout that a cluster and the rules allow, one after the other; and the rules that the others break."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.tensor_parallel.check import check_sequence_length
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Workbench
+
+SCHEDULES = (
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 3),
+    ("interleaved_1f1b", 4),
+    ("interleaved_1f1b", 8),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("v_half", 2),
+    ("v_min", 2),
+)
+"""With the stages of a rank. GPipe is never better than 1f1b."""
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+MOST_CHUNKS = 1024
+
+
+class Choice(NamedTuple):
+    """A layout."""
+
+    pp: int
+    dp: int
+    tp: int
+    schedule: str
+    interleave: int
+    micro_batch_size: int
+    chunks: int
+    zero: int
+    shard_factor: int
+    sequence: bool
+    recompute: str
+    offload: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, str, int, int]:
+        """All but what is sharded and what is recomputed."""
+        return self.pp, self.dp, self.tp, self.schedule, self.interleave, self.micro_batch_size
+
+    @property
+    def effort(self) -> int:
+        """How much is computed again."""
+        return ("none", "selective", "full").index(self.recompute)
+
+    def __str__(self) -> str:
+        pipeline = f", {self.schedule}" if self.pp > 1 else ""
+        pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
+        sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.dp else ""
+        return (
+            f"pp {self.pp} x dp {self.dp} x tp {self.tp}{pipeline}, {self.micro_batch_size} x {self.chunks}, "
+            f"ZeRO-{self.zero}{sharded}"
+            + (", sequence" if self.sequence else "")
+            + (f", recompute {self.recompute}" if self.recompute != "none" else "")
+            + (", offload" if self.offload else "")
+        )
+
+
+class Rejection(NamedTuple):
+    """Layouts that cannot be run, or do not fit."""
+
+    rule: str
+    """With the number that breaks it."""
+    example: str
+    times: int
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
+    """The configuration that runs it; resolved."""
+    parallel = {
+        "pp": choice.pp,
+        "dp": choice.dp,
+        "tp": choice.tp,
+        "zero": choice.zero,
+        "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.dp else None,
+        "sequence": choice.sequence,
+        "offload": choice.offload,
+        "reduce": None,
+        "tp_across_nodes": False,
+    }
+    pipeline = {
+        "schedule": choice.schedule,
+        "schedule_file": None,
+        "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" else None,
+        "recompute": choice.recompute,
+        "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
+    }
+    batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}
+    batch["global_batch"] = choice.micro_batch_size * choice.chunks * choice.dp
+    return base.model_copy(
+        update={
+            "parallel": base.parallel.model_copy(update=parallel),
+            "pipeline": base.pipeline.model_copy(update=pipeline),
+            "batch": base.batch.model_copy(update=batch),
+            "launch": base.launch.model_copy(update={"processes": choice.pp * choice.dp * choice.tp}),
+        }
+    )
+
+
+def choice_of(config: RunConfig) -> Choice:
+    """The layout that a resolved configuration names."""
+    parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
+    assert isinstance(parallel.dp, int)
+    return Choice(
+        parallel.pp,
+        parallel.dp,
+        parallel.tp,
+        pipeline.schedule,
+        pipeline.stages_per_rank,
+        batch.micro_batch_size,
+        batch.chunks,
+        parallel.zero,
+        (parallel.shard_factor or parallel.dp) if parallel.zero else 1,
+        parallel.sequence,
+        pipeline.recompute,
+        parallel.offload,
+    )
+
+
+def choices(
+    workbench: Workbench, hardware: Hardware, nodes: int, *, offload: bool = False
+) -> Iterator[Choice | Rejection]:
+    """All of them. ``offload``: with the optimizer on the host."""
+    size, global_batch = nodes * hardware.devices_per_node, batch_numbers(workbench.config).global_batch
+    num_layers = len(workbench.names)
+    recomputes = ["none", *(["selective"] if workbench.model.selective_recompute else []), "full"]
+    for tp in divisors(size):
+        if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
+            if tp <= 2 * hardware.devices_per_node:
+                rule = f"tp across nodes: tp {tp} does not divide the {hardware.devices_per_node} devices of a node"
+                yield Rejection(rule, f"tp {tp}", 1)
+            continue
+        sequence = tp > 1
+        try:
+            if sequence:
+                check_sequence_length(workbench.config.data.sequence_length, tp)
+            workbench.split(tp, sequence)
+        except UserError as error:
+            try:
+                sequence = False
+                workbench.split(tp, sequence)
+            except UserError:
+                yield Rejection(str(error).splitlines()[0], f"tp {tp}", 1)
+                continue
+        for pp in divisors(size // tp):
+            dp = size // tp // pp
+            if pp > num_layers:
+                yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
+                continue
+            if global_batch % dp:
+                near = [each for each in divisors(global_batch) if each <= dp]
+                rule = f"global batch {global_batch} is not a multiple of dp {dp} (of {near[-1]}, for one)"
+                yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
+                continue
+            yield from _of_degrees(pp, dp, tp, sequence, global_batch // dp, num_layers, recomputes, hardware, offload)
+
+
+def _of_degrees(
+    pp: int,
+    dp: int,
+    tp: int,
+    sequence: bool,
+    per_replica: int,
+    num_layers: int,
+    recomputes: list[str],
+    hardware: Hardware,
+    offload: bool,
+) -> Iterator[Choice | Rejection]:
+    """Batch, schedule, ZeRO stage and recompute."""
+    in_node = max(1, hardware.devices_per_node // tp)
+    for size in MICRO_BATCH_SIZES:
+        if per_replica % size:
+            continue
+        chunks = per_replica // size
+        if chunks > MOST_CHUNKS:
+            yield Rejection(f"{chunks} micro-batches in a step (most looked at: {MOST_CHUNKS})", f"dp {dp}", 1)
+            continue
+        for schedule, interleave in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+            if pp * interleave > num_layers:
+                rule = f"{pp} x {interleave} stages, but {num_layers} layers"
+                yield Rejection(rule, f"pp {pp}, {schedule}", 1)
+                continue
+            for zero in (1, 2, 3) if dp > 1 else (0,):
+                factors = [dp]
+                if zero == 3 and in_node < dp and dp % in_node == 0 and in_node > 1:
+                    factors.append(in_node)
+                if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
+                    continue
+                for factor in factors:
+                    for recompute in recomputes:
+                        yield Choice(
+                            pp,
+                            dp,
+                            tp,
+                            schedule,
+                            interleave,
+                            size,
+                            chunks,
+                            zero,
+                            factor if zero else 1,
+                            sequence,
+                            recompute,
+                            offload,
+                        )

@@ -1,0 +1,149 @@
+"""What a layout takes, without drawing it whole: good enough to choose what to look at.
+
+    computed, drawn   its schedule, or one of fewer micro-batches that stands for it
+    in_flight         micro-batches that each pipeline rank holds; of a long pipeline as shorter ones say
+    quick_s           seconds by formula, quick_bytes the highest point of its fullest rank
+
+What has been found of a workbench's model is kept in ``Workbench.seen``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from meshwright.run.summary import held_at_rest
+from meshwright.schedule.action import Placement, Schedule
+from meshwright.schedule.analysis.simulate import peak_activations
+from meshwright.schedule.build import build
+from meshwright.schedule.lower import lower
+from meshwright.tools.planner.choices import Choice, with_choice
+from meshwright.tools.planner.cost import stages_by_rank, step_time
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.rates import Habits, Reached
+
+SHORT = 8
+"""Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""
+ENOUGH = 3
+"""Micro-batches for each pipeline rank, of a schedule that is looked at."""
+
+
+def hollow(choice: Choice) -> Schedule:
+    """A schedule of which only the numbers are there."""
+    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
+    rows: tuple[tuple[()], ...] = ((),) * choice.pp
+    return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
+
+
+def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
+    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage. Of a long pipeline
+    the first, the middle and the last as two shorter ones say."""
+    chunks = _in_full_swing(choice)
+    key = ("in flight", choice.schedule, choice.pp, chunks, choice.interleave)
+    if key not in workbench.seen:
+        shortens = 2 * SHORT < choice.pp <= chunks
+        peaks = [
+            peak_activations(build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave))
+            for pp in ((SHORT, 2 * SHORT) if shortens else (choice.pp,))
+        ]
+        if shortens:
+            more = (choice.pp - 2 * SHORT) / SHORT
+            first, middle, last = (
+                math.ceil(peaks[1][at] + more * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT else -1]))
+                for at in (0, SHORT, 2 * SHORT - 1)
+            )
+            half = choice.pp // 2
+            peaks = [(first, *(middle,) * half, *(last,) * (choice.pp - half - 1))]
+        workbench.seen[key] = peaks[0]
+    found: tuple[int, ...] = workbench.seen[key]
+    return found
+
+
+def _in_full_swing(choice: Choice) -> int:
+    """So many micro-batches that the others add one more each, and no memory. Interleaved ones go in groups of pp, and
+    what is over makes groups larger: it stays."""
+    pp, chunks = choice.pp, choice.chunks
+    return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
+
+
+def computed(workbench: Workbench, choice: Choice) -> Schedule:
+    """Its computations, or those of one of fewer micro-batches that stands for it."""
+    chunks = _in_full_swing(choice)
+    key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
+    if key not in workbench.seen:
+        workbench.seen[key] = build(choice.schedule, choice.pp, chunks, choice.interleave)
+    schedule: Schedule = workbench.seen[key]
+    return schedule
+
+
+def drawn(workbench: Workbench, choice: Choice) -> Schedule:
+    """Its schedule, or one of fewer micro-batches that stands for it."""
+    key = ("schedule", id(computed(workbench, choice)))
+    if key not in workbench.seen:
+        workbench.seen[key] = lower(computed(workbench, choice))
+    schedule: Schedule = workbench.seen[key]
+    return schedule
+
+
+def _rough(workbench: Workbench, choice: Choice) -> Sketch:
+    return workbench.sketch(with_choice(workbench.config, choice), hollow(choice), roughly=True)
+
+
+def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
+    """Of large micro-batches, drawn straight through those of one and of two samples."""
+    if choice.micro_batch_size <= 2:
+        return value(choice)
+    one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
+    return one + (two - one) * (choice.micro_batch_size - 1)
+
+
+def quick_s(
+    workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
+) -> float:
+    """Seconds of a step."""
+
+    def seconds(of: Choice) -> float:
+        sketch = _rough(workbench, of)
+        return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
+
+    return _by_few(choice, seconds)
+
+
+def quick_bytes(workbench: Workbench, choice: Choice) -> int:
+    """At rest and besides, of the fullest of the first, the middle and the last pipeline rank."""
+    flying = in_flight(workbench, choice)
+    ranks = sorted({0, choice.pp // 2, choice.pp - 1})
+
+    def needed(of: Choice) -> float:
+        key = ("needed", of._replace(chunks=0), tuple(flying[rank] for rank in ranks))
+        if key not in workbench.seen:
+            sketch, most = _rough(workbench, of), 0.0
+            by_rank = stages_by_rank(sketch.schedule)
+            for rank in ranks:
+                stages = by_rank[rank]
+                held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
+                kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
+                besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
+                most = max(most, held + kept * flying[rank] + max(besides, 0))
+            workbench.seen[key] = most
+        found: float = workbench.seen[key]
+        return found
+
+    return int(_by_few(choice, needed))
+
+
+def least_bytes(workbench: Workbench, choice: Choice) -> int:
+    """What a rank holds at rest if all pipeline ranks hold alike."""
+    config = with_choice(workbench.config, choice)
+    total = workbench.total_elements(choice.tp, choice.sequence)
+    share = type(total)(*(number // choice.pp for number in total))
+    return sum(held_at_rest(config, share)[:3])
+
+
+def least_host_bytes(workbench: Workbench, alike: Sequence[Choice]) -> int:
+    """The same in the host's memory, of the choice that shards most."""
+    most = max(alike, key=lambda each: (each.zero, each.shard_factor))
+    total = workbench.total_elements(most.tp, most.sequence)
+    share = type(total)(*(number // most.pp for number in total))
+    return held_at_rest(with_choice(workbench.config, most), share)[3]

@@ -1,0 +1,133 @@
+"""What a plan says in the field's own words: what fits where, what that calls for, the simple formulas beside it."""
+
+from __future__ import annotations
+
+from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.run.summary import memory
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.search import Found, Plan, usable_bytes
+
+ALIKE_SHARE = 1e-4
+"""Of a step's time."""
+
+
+def strategy(workbench: Workbench, plan: Plan) -> list[str]:
+    """Sentences, the simplest way that would do first."""
+    hardware, room = plan.hardware, usable_bytes(plan.hardware)
+    elements = workbench.total_elements(1, False).trained
+    width = DTYPES[workbench.config.train.dtype].itemsize
+    states = elements * (width + 4 + (12 if width == 2 else 8))
+    largest = max(sum(numel for _, numel, _, _ in each) for each in workbench.split(1, False)[2].values())
+    lines = [
+        f"weights, gradients and AdamW of {elements:,} parameters are {memory(states)}; a device has room for "
+        f"{memory(room)}, a node for {memory(room * hardware.devices_per_node)}"
+    ]
+    if states <= 0.7 * room:
+        lines.append("fits one device: plain replicas (DDP) or ZeRO-1; tensor and pipeline parallelism are not needed")
+    elif states <= 0.7 * room * hardware.devices_per_node:
+        lines.append("fits one node, not one device: ZeRO-1 to -3 inside the node, or tensor parallelism there")
+    else:
+        lines.append("fits no node: pipeline stages across nodes, or ZeRO-3 over many of them")
+    if largest * (width + 4) > room:
+        lines.append(
+            f"the largest layer, {memory(largest * (width + 4))} alone, fits no device: tensor parallelism needed"
+        )
+    elif largest * (width + 4) > room / 2:
+        lines.append(f"the largest layer takes {memory(largest * (width + 4))}: tensor parallelism makes room")
+    if plan.nodes > 1:
+        ratio = hardware.node_link.bytes_per_s / hardware.cluster_link.bytes_per_s
+        lines.append(
+            f"links inside a node are {ratio:.0f} times as fast as those between: tensor parallelism stays inside "
+            f"(tp <= {hardware.devices_per_node}), pipeline stages go across"
+        )
+    return lines
+
+
+def why(first: Found, other: Found) -> str:
+    """What the first has that the second lacks, in seconds."""
+    parts = {
+        "in its bubble and messages between stages": _idle(other) - _idle(first),
+        "in computing": _busy(other) - _busy(first),
+        "in messages of tensor parallelism": _tp(other) - _tp(first),
+        "in sums and gathering over replicas": _replicas(other) - _replicas(first),
+        "in the optimizer": other.time.optimizer - first.time.optimizer,
+    }
+    lost = other.time.total - first.time.total
+    if lost < ALIKE_SHARE * first.time.total:
+        return f"the first and the second take alike, {duration(first.time.total)} of a step"
+    what, most = max(parts.items(), key=lambda each: each[1])
+    gain, least = min(parts.items(), key=lambda each: each[1])
+    text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} {what}"
+    return text + (f", {_signed(least)} {gain}" if least < -0.05 * abs(most) else "")
+
+
+def duration(seconds: float, digits: int = 4) -> str:
+    """In the unit that is nearest."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1:
+            return f"{seconds * factor:,.{digits}g} {unit}"
+    return f"{seconds * 1e6:,.{digits}g} us"
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "") + duration(seconds, 3)
+
+
+def _tp(found: Found) -> float:
+    return max(_of_rank(found, "tp")) * found.choice.chunks
+
+
+def _busy(found: Found) -> float:
+    whole = [sum(each) for each in zip(_of_rank(found, "forward"), _of_rank(found, "backward"), strict=True)]
+    halves = _of_rank(found, "weight_half")
+    return max(a + b for a, b in zip(whole, halves, strict=True)) * found.choice.chunks - _tp(found)
+
+
+def _of_rank(found: Found, field: str) -> list[float]:
+    schedule = found.sketch.schedule
+    return [
+        sum(getattr(found.time.stages[stage], field) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.pp)
+    ]
+
+
+def _idle(found: Found) -> float:
+    return found.time.pipeline - _busy(found) - _tp(found)
+
+
+def _replicas(found: Found) -> float:
+    return found.time.reduce + found.time.gather
+
+
+def sanity(workbench: Workbench, found: Found) -> list[str]:
+    """The field's simple formulas, where the model's options are those of a transformer, beside what was counted."""
+    options, config = workbench.config.model.options, found.config
+    elements = max(sum(found.sketch.elements[s].trained for s in stages) for stages in _stages(found))
+    fullest = max(found.memory, key=lambda each: each.at_rest + each.host)
+    held, hosted = fullest.at_rest + fullest.host, fullest.host
+    zero = f"by ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
+    lines = [
+        f"16 bytes a parameter: {memory(16 * elements)} on the rank with most; here {memory(held)}, "
+        f"{held / elements:.3g} bytes a parameter {zero}"
+        + (f", {memory(hosted)} of it in the host's memory" if hosted else "")
+    ]
+    parts = {name: getattr(fullest, name) / elements for name in ("weights", "gradients", "optimizer", "host")}
+    lines.append("of these bytes: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
+    needed = ("hidden_size", "num_heads", "num_layers")
+    if all(isinstance(options.get(name), int) for name in needed):
+        s, b = config.data.sequence_length, batch_numbers(config).micro_batch_size
+        h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
+        wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
+        low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t
+        kept = sum(each.kept for each in found.sketch.footprints)
+        between = "within" if low <= kept <= high else "outside"
+        lines.append(
+            f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {memory(round(low))} .. "
+            f"{memory(round(high))}; counted, with the logits, {memory(kept)} for one micro-batch through all stages: "
+            f"{between}"
+        )
+    return lines
+
+
+def _stages(found: Found) -> list[tuple[int, ...]]:
+    return [found.sketch.schedule.stages_of(rank) for rank in range(found.sketch.schedule.pp)]

@@ -1,0 +1,171 @@
+"""What a plan shows as pictures, SVG text for a page or a file: memory of each rank, time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.schedule.analysis.draw import Panel, Unit
+from meshwright.schedule.analysis.picture.figure import figure
+from meshwright.schedule.analysis.simulate import Timeline
+from meshwright.tools.planner.explanation import duration
+from meshwright.tools.planner.memory import RankMemory
+from meshwright.tools.planner.search import Plan, usable_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CATEGORIES = {
+    "weights": "#4c78a8",
+    "gradients": "#9ecae9",
+    "optimizer": "#54a24b",
+    "activations": "#f2a33c",
+    "messages": "#b279a2",
+    "temporaries": "#bab0ac",
+}
+COLOURS = ["#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f"]
+"""Of dots: neither pale nor dark, so that they stand out on paper and, turned round, in the dark."""
+MOST_BARS = 64
+LEAST_BARS = 8
+"""Room for so many: one bar alone is no wall."""
+NEAR = 24
+"""Pixels: points whose numbers would lie on each other."""
+FAR = 6
+"""Times as much room as the fullest rank takes: it is told and not drawn, or the rest would be a line."""
+
+
+def _unit(most: int) -> tuple[str, int]:
+    """In which so many bytes are readable."""
+    return next(((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size), ("KiB", 2**10))
+
+
+def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure:
+    """A stacked bar for each pipeline rank; a line at what a device has room for."""
+    from matplotlib.figure import Figure as Drawn
+
+    shown = list(enumerate(memory))
+    if len(shown) > MOST_BARS:
+        shown = [*shown[: MOST_BARS // 2], *shown[-MOST_BARS // 2 :]]
+    drawn = Drawn(figsize=(8, 3.2), layout="constrained")
+    axes = drawn.subplots()
+    fullest = max(each.total for each in memory)
+    unit, size = _unit(fullest)
+    below = [0.0] * len(shown)
+    labels = [str(rank) for rank, _ in shown]
+    for category, colour in CATEGORIES.items():
+        parts = [getattr(each, category) / size for _, each in shown]
+        axes.bar(labels, parts, bottom=below, color=colour, label=category, width=0.8)
+        below = [a + b for a, b in zip(below, parts, strict=True)]
+    if room is not None and room > FAR * fullest:
+        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
+    elif room is not None:
+        axes.axhline(room / size, color="#c44e52", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            f"room {room / size:.3g} {unit}",
+            (1, room / size),
+            xycoords=("axes fraction", "data"),
+            color="#c44e52",
+            va="bottom",
+            ha="right",
+            fontsize=9,
+        )
+        axes.set_ylim(top=1.1 * max(room / size, *below))
+    axes.set_xlabel("pipeline rank")
+    axes.set_ylabel(f"{unit} at the highest point")
+    axes.set_xlim(-0.6, max(len(shown), LEAST_BARS) - 0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(shown) > 20:
+        axes.set_xticks(range(0, len(shown), max(1, len(shown) // 16)))
+    drawn.legend(loc="outside upper center", ncols=7, frameon=False, fontsize=9)
+    return drawn
+
+
+def trade_off(plan: Plan) -> Figure:
+    """Time of a step against memory, a point for each layout that fits; the best ones are numbered."""
+    from matplotlib.figure import Figure as Drawn
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    drawn = Drawn(figsize=(8, 4.2), layout="constrained")
+    axes = drawn.subplots()
+    fullest = max([*(needed for _, needed, _ in plan.trade_off), *(found.peak_bytes for found in plan.best)])
+    unit, size = _unit(fullest)
+    tps = sorted({choice.tp for _, _, choice in plan.trade_off})
+    for index, tp in enumerate(tps):
+        points = [(needed / size, seconds) for seconds, needed, choice in plan.trade_off if choice.tp == tp]
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        axes.scatter(x, y, s=9, color=COLOURS[index % len(COLOURS)], label=f"tp {tp}", alpha=0.8)
+    if (room := usable_bytes(plan.hardware)) > FAR * fullest:
+        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
+    else:
+        axes.axvline(room / size, color="#c44e52", linewidth=1, linestyle="--")
+        axes.annotate(
+            f"room {room / size:.3g} {unit}",
+            (room / size, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            color="#c44e52",
+            va="top",
+            ha="right",
+            rotation=90,
+            fontsize=9,
+        )
+    axes.margins(y=0.12)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    _number(drawn, axes, [(found.peak_bytes / size, found.time.total) for found in plan.best])
+    axes.set_xlabel(f"{unit} of the fullest rank")
+    axes.set_ylabel("time of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    drawn.legend(loc="outside upper center", ncols=7, frameon=False, fontsize=9)
+    return drawn
+
+
+def _far(room: int) -> str:
+    """What is said where it cannot be seen."""
+    unit, size = _unit(room)
+    return f"room {room / size:.3g} {unit}, far beyond"
+
+
+def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """A ring and a number for each point; those of points that lie together stand in one line below the lowest."""
+    x, y = zip(*points, strict=True)
+    axes.scatter(x, y, s=42, facecolor="none", edgecolor="#c44e52", linewidth=1.2)
+    drawn.draw_without_rendering()
+    placed: list[tuple[float, float, list[int]]] = []
+    for number, point in enumerate(points, start=1):
+        a, b = axes.transData.transform(point)
+        near = next((each for each in placed if abs(each[0] - a) < NEAR and abs(each[1] - b) < NEAR), None)
+        if near is None:
+            placed.append((a, b, [number]))
+        else:
+            near[2].append(number)
+    for *_, numbers in placed:
+        axes.annotate(
+            _ranges(numbers),
+            min((points[number - 1] for number in numbers), key=lambda point: point[1]),
+            xytext=(0, -14),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color="#c44e52",
+        )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1 2 3 5 -> ``1-3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def schedule_picture(timeline: Timeline) -> Figure:
+    """The simulated step."""
+    return figure([Panel(timeline)], Unit.SECONDS)

@@ -1,0 +1,170 @@
+"""What a cluster is made of: rates of a device and of its links, from a small TOML file.
+
+configs/clusters/{a100,h100,h200,b200}.toml     data sheets, and what large products are seen to reach
+meshwright calibrate --out FILE                           measured on the machine at hand, with curves by size
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+
+from meshwright.config.schema import Section
+from meshwright.errors import ConfigError
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
+
+Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+"""A kind of messages that ``calibrate`` measures."""
+
+
+class Link(Section):
+    """One way, of one device."""
+
+    bytes_per_s: PositiveFloat
+    latency_s: float = Field(ge=0)
+
+
+class Rate(Section):
+    """How fast operations of one size go; between sizes, the time is read off a line."""
+
+    size: PositiveFloat
+    """FLOPs of a product, bytes of another operation."""
+    per_s: PositiveFloat
+
+
+class Hardware(Section):
+    """A cluster of equal nodes of equal devices."""
+
+    name: str
+    kind: str = Field(default="cuda", pattern="^(cuda|cpu)$")
+    devices_per_node: PositiveInt
+    memory_bytes: PositiveInt
+    """Of a device."""
+    reserved_bytes: int = Field(default=0, ge=0)
+    """Of it, what is gone before the first tensor."""
+    host_memory_bytes: PositiveInt = 2 * 2**40
+    """Of a node, for what ``parallel.offload`` puts there."""
+    processors: PositiveInt
+    """Of a device: products are cut into tiles that so many work on at once. CPU: cores of a node, which its ranks
+    share."""
+    memory_bytes_per_s: PositiveFloat
+    flops_per_s: dict[str, PositiveFloat]
+    """By dtype, dense."""
+    product_share: float = Field(default=1.0, gt=0, le=1)
+    """Of that, what the largest products are seen to reach."""
+    attention_share: float = Field(default=0.4, gt=0, le=1)
+    """Of that peak, what the usual fused attention kernel reaches in forward, causal work counted half."""
+    attention_backward_share: float | None = Field(default=None, gt=0, le=1)
+    """Likewise in backward, where both were measured on the device; left out: said by others, and constants fit."""
+    node_link: Link
+    cluster_link: Link
+    host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
+    """To the host's memory and back."""
+    operation_s: float = Field(default=0.0, ge=0)
+    """What each operation takes to be started, if nothing hides that (CPU)."""
+    whole_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the measured rates below, what a layer reaches in which all of them come together."""
+    products: list[Rate] = []
+    """Measured, smallest first; left out: by the formula for tiles."""
+    copies: list[Rate] = []
+    """Measured, of elementwise operations, smallest first; left out: ``memory_bytes_per_s``."""
+
+    messages: dict[Message, Link] = {}
+    """Measured, by kind, among processes whose cores carry them; the latency of a hop. Left out: the links."""
+
+    @field_validator("products", "copies")
+    @classmethod
+    def _smallest_first(cls, curve: list[Rate]) -> list[Rate]:
+        sizes = [rate.size for rate in curve]
+        if any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError(f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}")
+        return curve
+
+    @property
+    def usable_bytes(self) -> int:
+        """For tensors."""
+        return self.memory_bytes - self.reserved_bytes
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raises ConfigError where nobody has said how fast it computes in ``dtype``."""
+        if dtype not in self.flops_per_s:
+            told = ", ".join(self.flops_per_s) or "none"
+            raise ConfigError(
+                f'hardware {self.name}: [flops_per_s] has no {dtype}, which train.dtype = "{dtype}" asks for; it has '
+                f"{told}: add the rate, or take --train.dtype={next(iter(self.flops_per_s), 'float32')}"
+            )
+
+
+def time_on(curve: list[Rate], size: float) -> float:
+    """Seconds of an operation of this size: between two measured ones on a line, beyond at the rate of the last."""
+    times = [rate.size / rate.per_s for rate in curve]
+    if size >= curve[-1].size:
+        return size / curve[-1].per_s
+    at = bisect.bisect_left([rate.size for rate in curve], size)
+    if at == 0:
+        return times[0]  # of so small ones the time is to be started, and the same for all
+    share = (size - curve[at - 1].size) / (curve[at].size - curve[at - 1].size)
+    return times[at - 1] + share * (times[at] - times[at - 1])
+
+
+def known() -> list[str]:
+    """Names that ``--cluster`` takes besides paths."""
+    folder = resources.files("meshwright.configs") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_hardware(name: str) -> Hardware:
+    """By name, or from a file.
+
+    Raises:
+        ConfigError: no such name or file, or what is wrong in it.
+    """
+    if name.lower() in known():
+        text = (resources.files("meshwright.configs") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
+        return _parse(text, name)
+    path = Path(name)
+    if not path.is_file():
+        close = difflib.get_close_matches(path.stem.lower(), known(), 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        there = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
+        raise ConfigError(
+            f"--cluster {name or repr(name)}: {there}; {hint}known are {', '.join(known())}; or name a TOML file, "
+            f"such as `meshwright calibrate --out FILE.toml` writes"
+        )
+    try:
+        return _parse(read_text(path, MAX_TOML_BYTES), name)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--cluster {name}: cannot be read ({reason})") from None
+
+
+def _parse(text: str, name: str) -> Hardware:
+    try:
+        values = parse_toml(text)
+        return Hardware.model_validate(values, strict=False)
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{name}: {_said(each['loc'], each['type'], each['msg'])}" for each in error.errors()]
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: not TOML: {error}") from None
+
+
+def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:
+    """What is wrong at one key."""
+    if place[-1:] == ("[key]",):
+        place, kind = place[:-1], "extra_forbidden"
+    key, last = ".".join(map(str, place)), str(place[-1]) if place else ""
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "extra_forbidden":
+        names = {*Hardware.model_fields, *Link.model_fields, *Rate.model_fields, *get_args(Message)}
+        close = difflib.get_close_matches(last, sorted(names), 1)
+        return f"{key}: there is no such key" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{key}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,194 @@
+"""What comes nearest to a request that nothing serves, as options of the command; none is named that was not tried.
+
+no layout keeps the rules   --global-batch below and above, fewer --nodes, fewer --devices-per-node
+none has room               more --nodes, shorter sequences; else a known device with more memory, or how much it takes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import islice
+
+from meshwright.errors import UserError
+from meshwright.tools.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices
+from meshwright.tools.planner.hardware import Hardware, known, read_hardware
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.search import BEST, Plan, search
+
+DOUBLINGS = 6
+"""Of nodes, and of sequences halved."""
+HALVINGS = 3
+"""Of what lies between a number of nodes that is too small and one that does."""
+TRIED = 2
+"""Candidates of one kind that keep the rules and may yet have no room."""
+
+
+def search_hard(workbench: Workbench, hardware: Hardware, nodes: int, best: int = BEST) -> Plan:
+    """Search, and where nothing has room once more with the optimizer on the host."""
+    found = search(workbench, hardware, nodes, best=best)
+    if found.best or found.closest is None:
+        return found
+    offloaded = search(workbench, hardware, nodes, best=best, offload=True)
+    return offloaded if offloaded.best or offloaded.closest is not None else found
+
+
+def nearest(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
+    """Options, such as ``--nodes 4``: with each line of them something is found. ``found``: the search that found
+    nothing."""
+    if found.closest is None:
+        ways = [
+            _other_batch(workbench, hardware, nodes, -1),
+            _other_batch(workbench, hardware, nodes, 1),
+            _fewer(workbench, hardware, nodes),
+        ]
+        both = None if any(ways) else _more_with_other_batch(workbench, hardware, nodes)
+        return [each for each in (*ways, both) if each]
+    more = _more_nodes(workbench, hardware, nodes)
+    ways = [f"--nodes {more}" if more else None, _shorter(workbench, hardware, nodes)]
+    if any(ways):
+        return [each for each in ways if each]
+    larger = _larger(workbench, hardware, nodes) or _roomier(workbench, hardware, nodes)
+    return [larger] if larger else []
+
+
+def _samples(workbench: Workbench) -> int:
+    samples = workbench.config.batch.global_batch
+    assert samples is not None
+    return samples
+
+
+def _serves(workbench: Workbench, hardware: Hardware, nodes: int, samples: int) -> bool:
+    """Whether a plan for so many samples of a step finds something."""
+    return bool(search_hard(_with_samples(workbench, samples), hardware, nodes, best=1).best)
+
+
+def _with_samples(workbench: Workbench, samples: int) -> Workbench:
+    batch = workbench.config.batch.model_copy(update={"chunks": samples, "global_batch": samples})
+    other = dataclasses.replace(workbench, config=workbench.config.model_copy(update={"batch": batch}))
+    other.__dict__["model"] = workbench.model
+    return other
+
+
+def _tps(workbench: Workbench, hardware: Hardware) -> list[int]:
+    """Degrees of tensor parallelism that the model and a node allow."""
+    offered = choices(_with_samples(workbench, hardware.devices_per_node), hardware, 1)
+    return sorted({each.tp for each in offered if isinstance(each, Choice)})
+
+
+def _width(per_replica: int) -> int | None:
+    """The smallest micro-batch by which so many samples become few enough micro-batches."""
+    return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MOST_CHUNKS), None)
+
+
+def _batches(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> list[int]:
+    """Numbers of samples that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
+    samples, size, found = _samples(workbench), nodes * hardware.devices_per_node, set()
+    pipelines = {tp * pp for tp in _tps(workbench, hardware) for pp in range(1, len(workbench.names) + 1)}
+    for dp in {size // ranks for ranks in pipelines if size % ranks == 0}:
+        per_replica = samples // dp + 1 if way > 0 else min((samples - 1) // dp, MOST_CHUNKS * MICRO_BATCH_SIZES[-1])
+        width = _width(per_replica)
+        if width is not None and per_replica:
+            found.add(dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width))))
+    return sorted(found, reverse=way < 0)
+
+
+def _other_batch(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> str | None:
+    """The nearest below or above; the rules are kept, and room is tried."""
+    near = islice(_batches(workbench, hardware, nodes, way), TRIED)
+    return next((f"--global-batch {each}" for each in near if _serves(workbench, hardware, nodes, each)), None)
+
+
+def _fewer(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+    """Of devices that take these samples, the most below."""
+    samples = _samples(workbench)
+    for fewer in islice(_sizes_below(workbench, hardware, nodes), TRIED):
+        if _serves(workbench, hardware, fewer, samples):
+            return f"--nodes {fewer}"
+    for devices in range(hardware.devices_per_node - 1, 0, -1):
+        part = hardware.model_copy(update={"devices_per_node": devices})
+        if hardware.devices_per_node % devices == 0 and 1 in _sizes_below(workbench, part, 2):
+            return f"--nodes 1 --devices-per-node {devices}" if _serves(workbench, part, 1, samples) else None
+    return None
+
+
+def _sizes_below(workbench: Workbench, hardware: Hardware, nodes: int) -> list[int]:
+    """Numbers of nodes below, on which some layout keeps the rules; the largest first."""
+    samples, per_node = _samples(workbench), hardware.devices_per_node
+    small = [each for each in range(1, math.isqrt(samples) + 1) if samples % each == 0]
+    replicas = [dp for dp in {*small, *(samples // each for each in small)} if _fills(samples // dp)]
+    pipelines = {tp * pp for tp in _tps(workbench, hardware) for pp in range(1, len(workbench.names) + 1)}
+    sizes = {ranks * dp for ranks in pipelines for dp in replicas if ranks * dp % per_node == 0}
+    return sorted((size // per_node for size in sizes if size < nodes * per_node), reverse=True)
+
+
+def _fills(per_replica: int) -> bool:
+    width = _width(per_replica)
+    return width is not None and per_replica % width == 0
+
+
+def _more_nodes(workbench: Workbench, hardware: Hardware, nodes: int) -> int | None:
+    """The fewest that are found, by doubling and then by halving what lies between."""
+    samples = _samples(workbench)
+    doubled = (nodes << doublings for doublings in range(1, DOUBLINGS + 1))
+    enough = next((each for each in doubled if _serves(workbench, hardware, each, samples)), None)
+    if enough is None:
+        return None
+    too_few = enough // 2
+    for _ in range(HALVINGS):
+        between = (too_few + enough) // 2
+        if between == too_few:
+            break
+        if _serves(workbench, hardware, between, samples):
+            enough = between
+        else:
+            too_few = between
+    return enough
+
+
+def _more_with_other_batch(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+    """Where no number of samples alone is enough."""
+    for more in (nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
+        if (way := _other_batch(workbench, hardware, more, 1)) is not None:
+            return f"--nodes {more} {way}"
+    return None
+
+
+def _shorter(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+    """Half of the tokens of a sample, a quarter ..."""
+    data = workbench.config.data
+    if data.builder is not None:
+        return None
+    for halvings in range(1, DOUBLINGS + 1):
+        length = data.sequence_length // 2**halvings
+        config = workbench.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
+        try:
+            if length and _serves(Workbench(config, workbench.practice), hardware, nodes, _samples(workbench)):
+                return f"--data.sequence_length={length}"
+        except UserError:  # too short for its task, or for what a layer does with it
+            return None
+    return None
+
+
+def _larger(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+    """Known hardware with more memory, the smallest of it."""
+    others = [
+        (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
+    ]
+    for memory_bytes, name, other in sorted(others, key=lambda each: each[:2]):
+        if memory_bytes > hardware.memory_bytes and workbench.config.train.dtype in other.flops_per_s:
+            box = other.model_copy(update={"devices_per_node": hardware.devices_per_node})
+            if _serves(workbench, box, nodes, _samples(workbench)):
+                alike = other.devices_per_node == hardware.devices_per_node
+                return f"--cluster {name}" + ("" if alike else f" --devices-per-node {hardware.devices_per_node}")
+    return None
+
+
+def _roomier(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+    """Devices that there may not be: so many times the memory."""
+    for doublings in range(1, 2 * DOUBLINGS + 1):
+        memory_bytes = hardware.memory_bytes << doublings
+        box = hardware.model_copy(update={"memory_bytes": memory_bytes})
+        if _serves(workbench, box, nodes, _samples(workbench)):
+            return f"memory_bytes = {memory_bytes} in the file of --cluster, which is {2**doublings} times as much"
+    return None

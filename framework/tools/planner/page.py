@@ -1,0 +1,74 @@
+"""A plan as one HTML file that needs nothing else: no network, readable on a phone and in the dark."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.view import draw
+from meshwright.run.summary import memory
+from meshwright.tools.page.render import render, svg_of
+from meshwright.tools.planner.explanation import duration, sanity, strategy, why
+from meshwright.tools.planner.figures import memory_bars, schedule_picture, trade_off
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.search import Plan, tokens_per_second, usable_bytes
+from meshwright.tools.planner.text import CATEGORIES
+
+TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
+MOST_DRAWN = 4096
+"""Actions of a schedule that is drawn."""
+
+
+def page(workbench: Workbench, plan: Plan) -> str:
+    """The text of the file. There is at least one layout that fits."""
+    first, room = plan.best[0], usable_bytes(plan.hardware)
+    grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
+    spans = len(first.time.timeline.spans)
+    rejected: dict[str, int] = {}
+    for each in plan.rejected:
+        rejected[each.rule] = rejected.get(each.rule, 0) + each.times
+    return render(
+        TEMPLATE,
+        title=f"{plan.base.run.name} on {plan.size:,} x {plan.hardware.name}",
+        plan=plan,
+        first=first,
+        facts=[
+            ("model", f"{plan.base.model.builder}, {len(workbench.names)} layers, {plan.base.train.dtype}"),
+            ("step", f"{duration(first.time.total)} predicted, {first.mfu:.1%} MFU"),
+            ("rate", f"{tokens_per_second(first, workbench):,.0f} {workbench.example(1).unit} a second"),
+            ("memory", f"{memory(first.peak_bytes)} of {memory(room)} on the fullest rank"),
+        ],
+        layout=str(first.choice),
+        strategy=strategy(workbench, plan),
+        rows=_rows(workbench, plan),
+        why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
+        sanity=sanity(workbench, first),
+        categories=CATEGORIES,
+        memory=[
+            (rank, [memory(getattr(each, name)) for name in CATEGORIES], memory(each.total), each.at)
+            for rank, each in enumerate(first.memory)
+        ],
+        memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),
+        trade_off_svg=svg_of(trade_off(plan), "time of a step against memory"),
+        schedule_svg=svg_of(schedule_picture(first.time.timeline), "the schedule, simulated")
+        if first.choice.pp > 1 and spans <= MOST_DRAWN
+        else "",
+        shades=first.choice.interleave > 1,
+        placement=html.unescape(draw(grid, nodes_of(plan.nodes, plan.hardware.devices_per_node))),
+        rejected=sorted(rejected.items(), key=lambda each: -each[1]),
+    )
+
+
+def _rows(workbench: Workbench, plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(number),
+            duration(each.time.total),
+            f"{each.mfu:.1%}",
+            memory(each.peak_bytes),
+            f"{each.time.bubble_share:.1%}",
+            str(each.choice),
+        )
+        for number, each in enumerate(plan.best, start=1)
+    ]

@@ -1,0 +1,312 @@
+"""All layouts of a model on a cluster: those that cannot be run with the rule and the number, the others by time.
+
+degrees, batch, schedule, ZeRO stage, recompute        every combination that the rules allow     choices.py
+  -> quick time and memory by formula                   all of them
+  -> schedule drawn and simulated, memory walked        in that order, until the best are known
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import NamedTuple, TypeAlias
+
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.run.summary import memory as text_of_bytes
+from meshwright.schedule.action import Schedule
+from meshwright.tools.planner.choices import Choice, Rejection, choices, with_choice
+from meshwright.tools.planner.cost import StepTime, step_time
+from meshwright.tools.planner.estimates import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.memory import GLOO, NCCL, RankMemory, Transport
+from meshwright.tools.planner.rates import Habits, Reached
+
+HEADROOM_SHARE = 0.08
+"""Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""
+BEST = 10
+MOST_LOOKED_AT = 40
+UNKNOWN_BYTES = 2**62
+Shape: TypeAlias = tuple[int, int, int, str, int, int]
+"""Of a choice."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    choice: Choice
+    config: RunConfig
+    sketch: Sketch
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank; of a layout that was not drawn whole, of those that may be the fullest."""
+    mfu: float
+    """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(each.total for each in self.memory)
+
+
+@dataclass
+class Plan:
+    """What a search has found."""
+
+    base: RunConfig
+    hardware: Hardware
+    nodes: int
+    best: list[Found]
+    """By predicted time."""
+    rejected: list[Rejection]
+    num_choices: int
+    """Layouts that the rules allow."""
+    num_fitting: int
+    """Of them those that fit into memory by formula."""
+    trade_off: list[tuple[float, int, Choice]] = field(default_factory=list)
+    """Of all of those: (seconds, bytes, choice), by formula."""
+    closest: tuple[int, Choice] | None = None
+    """Where nothing fits: what needs least memory, and how much."""
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.nodes * self.hardware.devices_per_node
+
+
+class _Quick(NamedTuple):
+    """By formula; what goes first is looked at first."""
+
+    seconds: float
+    zero: int
+    bytes: int
+    choice: Choice
+
+
+def transport_of(hardware: Hardware) -> Transport:
+    """How messages are sent there."""
+    return GLOO if hardware.kind == "cpu" else NCCL
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """Of a device, what a layout may take."""
+    return int(hardware.usable_bytes * (1 - HEADROOM_SHARE))
+
+
+def search(
+    workbench: Workbench,
+    hardware: Hardware,
+    nodes: int,
+    *,
+    best: int = BEST,
+    offload: bool = False,
+    reached: Reached | None = None,
+    habits: Habits | None = None,
+) -> Plan:
+    """Look at every layout of the workbench's model and batch on so many nodes."""
+    base = workbench.config
+    hardware.check_dtype(base.train.dtype)
+    plan = Plan(base, hardware, nodes, [], [], 0, 0)
+    quick: list[_Quick] = []
+    room = usable_bytes(hardware)
+    too_large: dict[str, list[tuple[int, Choice]]] = defaultdict(list)
+    tried: set[tuple[int, int, int, int]] = set()
+    fits: set[tuple[int, int, int, int]] = set()
+    spared: dict[Shape, list[Choice]] = defaultdict(list)
+    """Not looked at: one that shards or recomputes less, and so is never slower, fits by formula."""
+    all_of_them = choices(workbench, hardware, nodes, offload=offload)
+    for rejected, group in groupby(all_of_them, key=lambda each: each if isinstance(each, Rejection) else each.shape):
+        if isinstance(rejected, Rejection):
+            plan.rejected += [each for each in group if isinstance(each, Rejection)]
+            continue
+        alike = [each for each in group if isinstance(each, Choice)]
+        plan.num_choices += len(alike)
+        first = alike[0]
+        if offload and (hosted := least_host_bytes(workbench, alike) * hardware.devices_per_node) > (
+            hardware.host_memory_bytes
+        ):
+            needs = f"{text_of_bytes(hosted)} of a node's host, which has {text_of_bytes(hardware.host_memory_bytes)}"
+            plan.rejected.append(Rejection(f"memory, the optimizer on the host: {needs}", str(first), len(alike)))
+            continue
+        smaller = (first.pp, first.dp, first.tp, first.micro_batch_size // 2)
+        tried.add((first.pp, first.dp, first.tp, first.micro_batch_size))
+        if smaller in tried and smaller not in fits:
+            too_large["with half the samples in a micro-batch already"] += [(UNKNOWN_BYTES, each) for each in alike]
+            continue
+        for each, needed in _that_fit(workbench, alike, room, too_large):
+            fits.add((each.pp, each.dp, each.tp, each.micro_batch_size))
+            plan.num_fitting += 1
+            if needed is None:
+                spared[each.shape].append(each)
+                continue
+            seconds = quick_s(workbench, hardware, each, reached, habits)
+            quick.append(_Quick(seconds, each.zero, needed, each))
+    contest = _Contest(workbench, hardware, room, quick, spared, too_large, reached, habits)
+    plan.best = contest.best(best)
+    plan.num_fitting -= len(contest.failed)
+    plan.trade_off = [(each.seconds, each.bytes, each.choice) for each in quick if each.choice not in contest.failed]
+    plan.rejected += _too_large(too_large, room)
+    if not plan.best and too_large:
+        plan.closest = min(chain.from_iterable(too_large.values()), key=lambda each: each[0])
+    return plan
+
+
+@dataclass
+class _Contest:
+    """Of layouts that fit by formula the quickest: timed by their schedules, and the first drawn as it will run."""
+
+    workbench: Workbench
+    hardware: Hardware
+    room: int
+    estimates: list[_Quick]
+    """By formula; those that were spared come to it when they take part."""
+    spared: dict[Shape, list[Choice]]
+    too_large: dict[str, list[tuple[int, Choice]]]
+    reached: Reached | None
+    habits: Habits | None
+    failed: set[Choice] = field(default_factory=set)
+
+    def best(self, number: int) -> list[Found]:
+        """So many, or as many as there are; by time."""
+        waiting = sorted(self.estimates)
+        found: list[Found] = []
+        fitting: dict[Shape, list[Choice]] = defaultdict(list)
+        looked_at = 0
+        while True:
+            slowest = found[number - 1].time.total if len(found) >= number else math.inf
+            if waiting and waiting[0].seconds <= slowest and (looked_at < MOST_LOOKED_AT or not found):
+                choice = heapq.heappop(waiting).choice
+                if _is_spared(choice, fitting[choice.shape]):
+                    self.spared[choice.shape].append(choice)
+                elif each := self._look(choice):
+                    looked_at += 1
+                    fitting[choice.shape].append(choice)
+                    insort(found, each, key=lambda each: each.time.total)
+                else:
+                    self._give_way(choice, waiting)
+            elif not found or self._first_fits(found):
+                break
+            else:
+                first = found.pop(0).choice
+                fitting[first.shape].remove(first)
+                self._give_way(first, waiting)
+        return found[:number]
+
+    def _look(self, choice: Choice) -> Found | None:
+        """Timed by its schedule's computations; its memory walked, messages about where they are."""
+        config = with_choice(self.workbench.config, choice)
+        sketch = self.workbench.sketch(config, computed(self.workbench, choice))
+        memory = tuple(sketch.memory(rank, transport_of(self.hardware)) for rank in sketch.unlike_ranks())
+        needed = max(each.total for each in memory)
+        if needed > self.room:
+            self.too_large["at the highest point of a step"].append((needed, choice))
+            return None
+        time = step_time(sketch, self.hardware, self.reached, self.habits)
+        return _found(self.workbench, self.hardware, choice, sketch, time, memory)
+
+    def _first_fits(self, found: list[Found]) -> bool:
+        """Draw the first as it will run: it takes its place, if it still fits."""
+        choice, config = found[0].choice, found[0].config
+        if found[0].sketch.schedule.is_lowered:
+            return True
+        schedule = drawn(self.workbench, choice)
+        whole = examine(self.workbench, self.hardware, config, choice, schedule, self.reached, self.habits)
+        if whole.peak_bytes > self.room:
+            self.too_large["at the highest point of a step"].append((whole.peak_bytes, choice))
+            return False
+        found[0] = whole
+        return True
+
+    def _give_way(self, choice: Choice, waiting: list[_Quick]) -> None:
+        """It does not fit: those take part that it has spared, which shard or recompute more."""
+        self.failed.add(choice)
+        known = {each.choice for each in self.estimates}
+        for each in self.spared.pop(choice.shape, ()):
+            seconds = quick_s(self.workbench, self.hardware, each, self.reached, self.habits)
+            estimate = _Quick(seconds, each.zero, quick_bytes(self.workbench, each), each)
+            heapq.heappush(waiting, estimate)
+            if each not in known:
+                self.estimates.append(estimate)
+
+
+def _is_spared(choice: Choice, fitting: Sequence[Choice]) -> bool:
+    """One that shards or recomputes less, and so is never slower, fits."""
+    return any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting)
+
+
+def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterator[Rejection]:
+    for why, large in found.items():
+        least, choice = min(large, key=lambda each: each[0])
+        closest = f" (the closest by {text_of_bytes(least - room)})" if least < UNKNOWN_BYTES else ""
+        rule = f"memory, {why}: more than the {text_of_bytes(room)} of a device that may be used{closest}"
+        yield Rejection(rule, str(choice), len(large))
+
+
+def _that_fit(
+    workbench: Workbench, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
+) -> Iterator[tuple[Choice, int | None]]:
+    """Of choices that differ in what is sharded and recomputed only: those that fit, with their bytes; without, where
+    one fits that shards and recomputes less, and so is never slower."""
+    least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
+    at_rest = least_bytes(workbench, least)
+    if at_rest > room:
+        too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(alike)
+        return
+    needed = quick_bytes(workbench, least)
+    if needed > room:
+        too_large["activations besides"] += [(needed, least)] * len(alike)
+        return
+    fitting: list[Choice] = []
+    for each in alike:
+        if _is_spared(each, fitting):
+            yield each, None
+            continue
+        needed = quick_bytes(workbench, each)
+        if needed > room:
+            too_large["activations besides"].append((needed, each))
+            continue
+        fitting.append(each)
+        yield each, needed
+
+
+def examine(
+    workbench: Workbench,
+    hardware: Hardware,
+    config: RunConfig,
+    choice: Choice,
+    schedule: Schedule | None = None,
+    reached: Reached | None = None,
+    habits: Habits | None = None,
+) -> Found:
+    """A configuration as it stands."""
+    hardware.check_dtype(config.train.dtype)
+    sketch = workbench.sketch(config, schedule)
+    memory = tuple(sketch.memory(rank, transport_of(hardware)) for rank in range(sketch.schedule.pp))
+    return _found(workbench, hardware, choice, sketch, step_time(sketch, hardware, reached, habits), memory)
+
+
+def _found(
+    workbench: Workbench,
+    hardware: Hardware,
+    choice: Choice,
+    sketch: Sketch,
+    time: StepTime,
+    memory: tuple[RankMemory, ...],
+) -> Found:
+    flops = workbench.flops_per_step(sketch.config)
+    size = choice.tp * choice.pp * choice.dp
+    mfu = flops / time.total / (size * hardware.flops_per_s[sketch.config.train.dtype])
+    return Found(choice, sketch.config, sketch, time, memory, mfu)
+
+
+def tokens_per_second(found: Found, workbench: Workbench) -> float:
+    """Of all devices together."""
+    batch = batch_numbers(found.config)
+    return batch.global_batch * workbench.example(1).tokens_per_sample / found.time.total

@@ -1,0 +1,123 @@
+"""A plan as text: the ten best layouts, why the first beats the next, its memory rank by rank, what was rejected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshwright.config import RunConfig
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.view import draw
+from meshwright.run.summary import columns, memory
+from meshwright.schedule.analysis.draw import text as schedule_text
+from meshwright.tools.planner.explanation import sanity, strategy, why
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.search import HEADROOM_SHARE, Found, Plan, tokens_per_second, usable_bytes
+
+MOST_RULES = 14
+WIDTH = 110
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "temporaries")
+
+
+def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
+    """The whole text."""
+    config, hardware = plan.base, plan.hardware
+    lines = [
+        f"model      {config.model.builder}, {len(workbench.names)} layers, {config.train.dtype}",
+        f"cluster    {plan.nodes:,} x {hardware.devices_per_node} = {plan.size:,} x {hardware.name}, "
+        f"{memory(hardware.memory_bytes)} each, of which {memory(usable_bytes(hardware))} may be used "
+        f"({HEADROOM_SHARE:.0%} left free)",
+        f"batch      {config.batch.global_batch:,} samples of {workbench.example(1).tokens_per_sample:,} "
+        f"{workbench.example(1).unit}",
+        *(f"{'strategy' if i == 0 else '':10} {line}" for i, line in enumerate(strategy(workbench, plan))),
+        f"search     {plan.num_choices:,} layouts keep the rules, {plan.num_fitting:,} of them fit",
+        "",
+        *rejections(plan),
+    ]
+    if not plan.best:
+        return "\n".join([*lines, "", "no layout fits"])
+    first = plan.best[0]
+    lines += ["", *table(workbench, plan.best), ""]
+    if len(plan.best) > 1:
+        lines += [why(first, plan.best[1]), ""]
+    grid = Grid(first.config.parallel.pp, first.choice.dp, first.config.parallel.tp)
+    lines += [draw(grid, nodes_of(plan.nodes, hardware.devices_per_node)), ""]
+    lines += [
+        "memory of a rank, the first layout, at its highest point",
+        *memory_table(first),
+        *sanity(workbench, first),
+    ]
+    if first.config.parallel.pp > 1 and first.config.parallel.pp <= 16:
+        rows = schedule_text(first.time.timeline, width).splitlines()
+        lines += ["", *rows]
+    return "\n".join(lines)
+
+
+def table(workbench: Workbench, found: Sequence[Found]) -> list[str]:
+    """A line for each layout."""
+    rows: list[tuple[str, ...]] = [
+        ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
+    ]
+    for number, each in enumerate(found, start=1):
+        c = each.choice
+        schedule = "-" if c.pp == 1 else c.schedule + (f" x{c.interleave}" if c.schedule == "interleaved_1f1b" else "")
+        zero = str(c.zero) + (f"/{c.shard_factor}" if c.zero and c.shard_factor < c.dp else "")
+        rows.append(
+            (
+                str(number),
+                f"{each.time.total:.4g}",
+                f"{each.mfu:.1%}",
+                f"{tokens_per_second(each, workbench):,.0f}",
+                memory(each.peak_bytes),
+                str(c.pp),
+                str(c.dp),
+                str(c.tp),
+                schedule,
+                f"{c.micro_batch_size} x {c.chunks}",
+                zero + (" offload" if c.offload else ""),
+                "yes" if c.sequence else "-",
+                c.recompute if c.recompute != "none" else "-",
+            )
+        )
+    return columns(rows, ">>>>>>>><><<<")
+
+
+def memory_table(found: Found) -> list[str]:
+    """A line for each pipeline rank; neighbours that hold alike as one."""
+    rows: list[tuple[str, ...]] = [("pp_rank", *CATEGORIES, "in all", "at")]
+    ranks = list(enumerate(found.memory))
+    shown = ranks if len(ranks) <= 9 else [*ranks[:4], *ranks[-4:]]
+    for rank, each in shown:
+        parts = [memory(getattr(each, category)) for category in CATEGORIES]
+        rows.append((str(rank), *parts, memory(each.total), each.at))
+    lines = columns(rows, ">>>>>>>><")
+    if len(ranks) > len(shown):
+        lines.insert(5, f"... {len(ranks) - len(shown)} more between")
+    hosted = max(each.host for each in found.memory)
+    return [*lines, f"and {memory(hosted)} in the host's memory"] if hosted else lines
+
+
+def rejections(plan: Plan) -> list[str]:
+    """The rules that were broken, the commonest first."""
+    times: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for each in plan.rejected:
+        times[each.rule] += each.times
+        examples.setdefault(each.rule, each.example)
+    if not times:
+        return []
+    rows = [(f"{number:,} x", rule, f"such as {examples[rule]}") for rule, number in times.most_common(MOST_RULES)]
+    left = len(times) - len(rows)
+    lines = [f"  {number:>8}  {rule}; {example}" for number, rule, example in rows]
+    return ["rejected", *lines, *([f"  and by {left} more rules"] if left > 0 else [])]
+
+
+def chosen_config(plan: Plan, name: str) -> RunConfig:
+    """The first layout as a configuration that `meshwright train` runs."""
+    first = plan.best[0].config
+    return first.model_copy(
+        update={
+            "run": first.run.model_copy(update={"name": name}),
+            "launch": first.launch.model_copy(update={"processes": "auto"}),
+        }
+    )

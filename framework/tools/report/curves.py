@@ -1,0 +1,213 @@
+"""The curves of a run, and of several runs over each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from meshwright.tools.page.chart import Curve, Mark, Point, chart
+from meshwright.tools.report.run import RunSeen
+from meshwright.tracking.console import duration
+from meshwright.tracking.plot import SMOOTHED_FROM, running_mean
+from meshwright.tracking.record import GIB, StepRecord
+
+MOST_BAD = 200
+"""Marks of steps that were not finite."""
+
+
+class Quantity(NamedTuple):
+    """A number of each step, as it is drawn."""
+
+    title: str
+    unit: str
+    of: Callable[[StepRecord], float | None]
+    from_zero: bool = True
+    may_be_log: bool = False
+
+
+LOSS = Quantity("Loss", "nats per token", lambda record: record.loss, from_zero=False)
+VALIDATION = Quantity("Validation loss", "nats per token", lambda record: record.validation_loss, from_zero=False)
+NORM = Quantity("Gradient norm", "L2, before clipping", lambda record: record.grad_norm, may_be_log=True)
+THROUGHPUT = Quantity("Throughput", "tokens/s", lambda record: record.tokens_per_s)
+QUANTITIES = (
+    Quantity("Learning rate", "", lambda record: record.learning_rate),
+    NORM,
+    THROUGHPUT,
+    Quantity("Time of a step", "s", lambda record: record.step_s, may_be_log=True),
+    Quantity("Memory", "GiB at the peak, rank 0", lambda record: record.memory_bytes / GIB),
+    Quantity("Bubble", "share of a step in which pipeline ranks waited", lambda record: record.bubble_share),
+)
+
+
+def steps_of(record: StepRecord) -> float:
+    return record.step
+
+
+def tokens_of(record: StepRecord) -> float:
+    return record.tokens
+
+
+def of_run(run: RunSeen) -> list[Markup]:
+    """Loss first, then all else that was measured."""
+    marks = list(marks_of(run))
+    levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
+    charts = [chart(LOSS.title, loss_curves(run), unit=LOSS.unit, marks=marks, levels=levels)]
+    for each in QUANTITIES:
+        curves = [Curve(each.title.lower(), points(run.records, each), 0), *lost_curves(run, each)]
+        drawn = chart(
+            each.title,
+            curves,
+            unit=each.unit,
+            from_zero=each.from_zero,
+            may_be_log=each.may_be_log,
+            marks=marks,
+            legend=False,
+        )
+        charts.append(drawn)
+    return [drawn for drawn in charts if drawn]
+
+
+def loss_curves(run: RunSeen) -> list[Curve]:
+    """Training, smoothed where there are many steps; validation; what was lost and taken again."""
+    training = points(run.records, LOSS)
+    curves = []
+    if len(training) >= SMOOTHED_FROM:
+        reach = len(training) // 60
+        smooth = running_mean([y for _, y in training], reach)
+        curves.append(Curve("training", training, 0, "pale"))
+        mean = [(x, y) for (x, _), y in zip(training, smooth, strict=True)]
+        curves.append(Curve(f"mean of {2 * reach + 1} steps", mean, 0))
+    else:
+        curves.append(Curve("training", training, 0))
+    curves.append(Curve("validation", points(run.records, VALIDATION), 1, "dots"))
+    return [*curves, *lost_curves(run, LOSS)]
+
+
+def lost_curves(run: RunSeen, quantity: Quantity) -> list[Curve]:
+    """Of each start the steps that a later one took again."""
+    lost = [attempt.again for attempt in run.attempts if attempt.again]
+    return [Curve("taken again", points(each, quantity), 0, "lost") for each in lost]
+
+
+def points(
+    records: Sequence[StepRecord], quantity: Quantity, x: Callable[[StepRecord], float] = steps_of
+) -> list[Point]:
+    """Where it was measured; what is not finite leaves a gap."""
+    found = ((x(record), quantity.of(record)) for record in records)
+    return [(at, y if math.isfinite(y) else math.nan) for at, y in found if y is not None]
+
+
+def marks_of(run: RunSeen) -> list[Mark]:
+    """Restarts, and steps that were not taken."""
+    marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
+    bad = [record.step for record in run.records if record.skipped or not math.isfinite(record.loss)]
+    return marks + [Mark(step, "not finite", bad=True) for step in bad[:MOST_BAD]]
+
+
+def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
+    """Of several runs: losses by step and by tokens, and how fast they were."""
+    charts = []
+    for quantity, x, x_name in (
+        (LOSS, steps_of, "step"),
+        (LOSS, tokens_of, "tokens"),
+        (VALIDATION, steps_of, "step"),
+        (VALIDATION, tokens_of, "tokens"),
+        (NORM, steps_of, "step"),
+        (THROUGHPUT, steps_of, "step"),
+    ):
+        look = "dots" if quantity is VALIDATION else ""
+        curves = []
+        for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+            found = points(run.records, quantity, x)
+            if quantity is LOSS and len(found) >= SMOOTHED_FROM:
+                smooth = running_mean([y for _, y in found], len(found) // 60)
+                found = [(at, y) for (at, _), y in zip(found, smooth, strict=True)]
+            curves.append(Curve(name, found, index, look))
+        is_smooth = quantity is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
+        drawn = chart(
+            f"{quantity.title} by {x_name}",
+            curves,
+            x_name=x_name,
+            unit=quantity.unit + (", running mean" if is_smooth else ""),
+            from_zero=quantity.from_zero,
+            may_be_log=quantity.may_be_log,
+        )
+        if drawn:
+            charts.append(drawn)
+    return charts
+
+
+class Final(NamedTuple):
+    """The figures that a run is compared by."""
+
+    steps: str
+    tokens: str
+    loss: str
+    validation: str
+    best: str
+    speed: str
+    step_s: str
+    memory: str
+    bubble: str
+    time: str
+    starts: str
+    layout: str
+
+
+FINAL_NAMES = Final(
+    "steps", "tokens", "training loss, mean of the last 10 steps", "validation loss, last", "validation loss, best",
+    "tokens/s, median", "seconds a step, median", "memory at the peak", "bubble, median", "time in steps",
+    "starts", "layout",
+)  # fmt: skip
+
+
+def final(run: RunSeen) -> Final:
+    """Of a run that has taken a step or more; otherwise dashes."""
+    records = run.records
+    layout = layout_of(run)
+    if not records:
+        nothing = dict.fromkeys(Final._fields, "–")
+        return Final(**nothing | {"steps": "0", "starts": str(len(run.attempts)), "layout": layout})
+    validated = [(record.validation_loss, record.step) for record in records if record.validation_loss is not None]
+    best = min((each for each in validated if math.isfinite(each[0])), default=None)
+    last = [record.loss for record in records[-10:]]
+    bubbles = [record.bubble_share for record in records if record.bubble_share is not None]
+    return Final(
+        f"{records[-1].step:,}" + (f" of {run.steps:,}" if run.steps else ""),
+        f"{records[-1].tokens:,}",
+        f"{sum(last) / len(last):.4f}",
+        f"{validated[-1][0]:.4f} at step {validated[-1][1]:,}" if validated else "–",
+        f"{best[0]:.4f} at step {best[1]:,}" if best else "–",
+        _rate(median(record.tokens_per_s for record in records)),
+        f"{median(record.step_s for record in records):.3g}",
+        _memory(run),
+        f"{median(bubbles):.1%}" if bubbles else "–",
+        duration(sum(record.step_s for record in records)),
+        str(len(run.attempts)),
+        layout,
+    )
+
+
+def _memory(run: RunSeen) -> str:
+    """Of the rank that has the most, as far as that is known."""
+    peaks = (max(record.memory_bytes for record in run.records), *(run.peaks.peaks[1:] if run.peaks else ()))
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    return f"{peaks[rank] / GIB:.3g} GiB, rank {rank}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
+
+
+def layout_of(run: RunSeen) -> str:
+    """Of its last start: degrees, and what else of the configuration says how it is laid out."""
+    parallel, pipeline = run.config.get("parallel", {}), run.config.get("pipeline", {})
+    degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp") if axis in parallel)
+    said = [degrees, str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))]
+    if parallel.get("zero"):
+        said.append(f"ZeRO-{parallel['zero']}")
+    return ", ".join(filter(None, said)) or "?"

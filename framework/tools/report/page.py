@@ -1,0 +1,299 @@
+"""The page: one HTML file that needs nothing else, of one run or of several side by side."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from meshwright.config import RunConfig, default_world_size, resolve, to_toml
+from meshwright.errors import UserError
+from meshwright.mesh.grid import Axis, Grid
+from meshwright.schedule.analysis.account import Account, account, measured_costs, without_early_steps
+from meshwright.schedule.analysis.draw import Panel, Unit, text, timeline_of
+from meshwright.schedule.analysis.picture.axis import unit_of_seconds
+from meshwright.schedule.analysis.picture.figure import figure
+from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
+from meshwright.schedule.load import draw_schedule
+from meshwright.tools.page.chart import SIDE
+from meshwright.tools.page.render import render, svg_of
+from meshwright.tools.report.curves import FINAL_NAMES, final, layout_of, of_run, together
+from meshwright.tools.report.run import Attempt, RunSeen, clock
+from meshwright.tracking.console import duration, memory
+
+TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
+MOST_DRAWN = 2000
+"""Actions of the panels of a picture: of more, the page would be large and the boxes hair-thin; then it is text."""
+TEXT_WIDTH = 100
+MOST_STRAGGLERS = 8
+MOST_ROWS = 60
+"""Of attempts and of checkpoints: those of the middle are left out."""
+PARTS = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other")
+"""Of a rank's time, in the order of their colours."""
+
+
+class Drawn(NamedTuple):
+    """A schedule: a picture, or text where there is too much for one."""
+
+    title: str
+    picture: Markup
+    text: str
+    said: str
+
+
+class TimeRow(NamedTuple):
+    """Where the time of one rank went: (name, share, words) of each part."""
+
+    rank: str
+    parts: tuple[tuple[str, float, str], ...]
+
+
+class Memory(NamedTuple):
+    """Where the memory went."""
+
+    said: str
+    stages: tuple[tuple[str, float, str], ...]
+    """(pipeline rank, its largest peak as a share of the largest of all, words)."""
+    axes: tuple[str, ...]
+    ranks: list[tuple[str, ...]]
+    """(rank, its places on the axes, words)."""
+
+
+def page(runs: Sequence[RunSeen]) -> str:
+    """The text of the file."""
+    names = names_of(runs)
+    return render(
+        TEMPLATE,
+        title=f"meshwright: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else ""),
+        at=clock(time.time()),
+        side=SIDE,
+        runs=[view(run, name) for run, name in zip(runs, names, strict=True)],
+        names=names,
+        together=together(runs, names) if runs[1:] else [],
+        final=list(zip(FINAL_NAMES, *(final(run) for run in runs), strict=True)),
+        differences=differences(runs) if runs[1:] else [],
+    )
+
+
+def names_of(runs: Sequence[RunSeen]) -> list[str]:
+    """What to call them: by their directory, whole where two have one name."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run.directory) for run, name in zip(runs, names, strict=True)]
+
+
+def view(run: RunSeen, name: str) -> dict[str, Any]:
+    """What the template shows of a run."""
+    before = (*run.attempts[:1], *run.attempts)
+    attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
+    has_jobs = any("slurm_job" in attempt.start for attempt in run.attempts)
+    return {
+        "name": name,
+        "directory": str(run.directory),
+        "state": run.state,
+        "is_live": run.is_live,
+        "facts": list(facts(run)),
+        "remarks": run.remarks,
+        "charts": of_run(run),
+        "placement": run.placement,
+        "schedule": schedule_of(run),
+        "memory": memory_of(run),
+        "time": time_rows(run),
+        "parts": PARTS,
+        "whole": list(whole(run)),
+        "stragglers": stragglers(run),
+        "attempts": shortened([row if has_jobs else row[:-1] for row in attempts]),
+        "has_jobs": has_jobs,
+        "checkpoints": shortened(
+            [
+                (f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", memory(saved.size))
+                for saved in run.checkpoints
+            ]
+        ),
+        "hang": run.hang,
+        "config": config_text(run),
+    }
+
+
+def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
+    """The figures at the top."""
+    found, model = final(run), run.config.get("model", {})
+    size = f", {run.checkpoints[-1].parameters:,} parameters" if run.checkpoints else ""
+    yield "model", f"{model.get('builder', '?')}{size}"
+    yield "layout", layout_of(run)
+    yield "step", found.steps if run.records else f"none yet of {run.steps or '?'}"
+    if run.records:
+        yield "training loss", found.loss
+        yield "validation loss", found.validation
+        yield "tokens", found.tokens
+        yield "throughput", f"{found.speed} tokens/s, {found.step_s} s a step"
+        used = [record.mfu for record in run.records if record.mfu is not None]
+        if used:
+            yield "MFU", f"{sorted(used)[len(used) // 2]:.1%}, median"
+        yield "memory", f"{found.memory}, at the peak"
+        yield "time in steps", found.time
+    yield "starts", f"{len(run.attempts)}"
+    yield "checkpoints", f"{len(run.checkpoints)}"
+
+
+def memory_of(run: RunSeen) -> Memory | None:
+    """The peaks of all ranks: of each pipeline rank the least and the most, since its stages are its own; and all."""
+    if run.peaks is None:
+        return None
+    peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
+    most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
+    stages = []
+    for pp_rank in range(grid.pp):
+        own = [peak for peak, at in zip(peaks, places, strict=True) if at.pp_rank == pp_rank]
+        low, high = memory(min(own)), memory(max(own))
+        stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
+    rows = [(str(rank), *map(str, at), memory(peak)) for rank, (peak, at) in enumerate(zip(peaks, places, strict=True))]
+    kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
+    said = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
+    return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
+
+
+def schedule_of(run: RunSeen) -> Drawn | None:
+    """Measured above simulated where a step was traced; otherwise simulated, in ticks. None: nothing to draw."""
+    if run.trace is not None:
+        trace, schedule, timeline, readings = run.trace
+        simulated = simulate(schedule, measured_costs(schedule, timeline))
+        simulated = simulated._replace(name=f"simulated: {timeline.name}")
+        measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
+        shares = [100 * bubble_share(each) for each in (measured, simulated)]
+        said = (
+            f"Step {trace.step} as it was, above the same schedule simulated with the measured medians of each kind "
+            f"and stage. Bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %."
+        )
+        if trace.clock_error_s:
+            said += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
+        return drawn("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], said)
+    if run.resolved is None:
+        return None
+    try:
+        schedule = draw_schedule(resolve(run.resolved, default_world_size(run.resolved, 0)))
+    except UserError:
+        return None
+    if schedule.pp == 1:
+        return None
+    said = "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as two forwards."
+    return drawn("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], said, Unit.TICKS)
+
+
+def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECONDS) -> Drawn:
+    """As a picture, if it is not too much and matplotlib is there."""
+    if sum(len(panel.timeline.spans) for panel in panels) <= MOST_DRAWN:
+        try:
+            return Drawn(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
+        except UserError as error:
+            said = f"{said} {error}."
+    return Drawn(title, Markup(""), "\n\n".join(text(panel.timeline, TEXT_WIDTH) for panel in panels), said)
+
+
+def time_rows(run: RunSeen) -> list[TimeRow]:
+    """Of the traced step, for each pipeline rank of the first replica, and their mean."""
+    if run.trace is None:
+        return []
+    accounts = account(run.trace.timeline, run.trace.readings)
+    size, unit = unit_of_seconds(accounts[0].total)
+    means = Account(-1, *(sum(column) / len(accounts) for column in list(zip(*accounts, strict=True))[1:]))
+    return [
+        TimeRow(
+            "mean" if each is means else str(each.rank),
+            tuple(
+                (part, max(0.0, getattr(each, part)) / each.total, f"{getattr(each, part) / size:.3g} {unit}")
+                for part in PARTS
+            ),
+        )
+        for each in ([*accounts, means] if accounts[1:] else accounts)
+    ]
+
+
+def whole(run: RunSeen) -> Iterator[tuple[str, str]]:
+    """Where the time of all steps went, as far as metrics.jsonl tells."""
+    kept = sum(record.step_s for record in run.records)
+    if not kept:
+        return
+    again = [record for attempt in run.attempts for record in attempt.again]
+    yield "steps that count", f"{len(run.records):,}, {duration(kept)}"
+    if again:
+        lost = sum(record.step_s for record in again)
+        share = lost / (kept + lost)
+        yield "steps taken again after a restart", f"{len(again):,}, {duration(lost)}: {share:.1%} of the time"
+    skipped = sum(record.skipped for record in run.records)
+    if skipped:
+        yield "steps left out, not finite", f"{skipped:,}"
+    waits = sum(record.data_s for record in run.records)
+    yield "waiting for data", f"{duration(waits)}, {waits / kept:.1%} of it"
+    bubbles = [record.bubble_share * record.step_s for record in run.records if record.bubble_share is not None]
+    if bubbles:
+        yield "pipeline ranks waiting for each other", f"{sum(bubbles) / kept:.1%} of it"
+    saves = [record.save_s for record in run.records if record.save_s is not None]
+    if saves:
+        yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"
+
+
+def stragglers(run: RunSeen) -> list[tuple[str, str, str]]:
+    """Who made the others wait: (who, how often, the largest share of a step); the worst first."""
+    found: dict[str, list[float]] = {}
+    for record in run.records:
+        if record.straggler:
+            found.setdefault(record.straggler, []).append(record.straggler_share or 0.0)
+    rows = sorted(found.items(), key=lambda each: -sum(each[1]))[:MOST_STRAGGLERS]
+    return [(who, f"{len(shares):,}", f"{max(shares):.0%}") for who, shares in rows]
+
+
+def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
+    """Number, when, layout, where, from which step, what it has taken, what of it was lost. ``before``: the layout of
+    the start before it."""
+    start, kept, again = attempt.start, attempt.kept, attempt.again
+    nodes = start.get("nodes")
+    where = f"{start.get('host', '?')}" + (f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else "")
+    return (
+        str(attempt.number + 1),
+        str(start.get("at", "?"))[:19],
+        attempt.layout + (" (changed)" if attempt.layout != before else ""),
+        where,
+        f"{attempt.from_step:,}",
+        f"{kept[0].step:,} – {kept[-1].step:,}" if kept else "none",
+        f"{again[0].step:,} – {again[-1].step:,}" if again else "",
+        str(start.get("slurm_job", "")),
+    )
+
+
+def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Those of the middle left out."""
+    if len(rows) <= MOST_ROWS:
+        return rows
+    half = MOST_ROWS // 2
+    return [*rows[:half], ("…", *[""] * (len(rows[0]) - 1)), *rows[-half:]]
+
+
+def config_text(run: RunSeen) -> str:
+    """The resolved configuration as a file that `meshwright train` takes; as JSON where it is not understood."""
+    config: RunConfig | None = run.resolved
+    return to_toml(config) if config is not None else json.dumps(run.config, indent=2)
+
+
+def differences(runs: Sequence[RunSeen]) -> list[tuple[str, ...]]:
+    """Keys that are not the same in all of these configurations, with each one's value; not where they are kept."""
+    flat = [dict(_leaves(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for each in flat for key in each))
+    rows = []
+    for key in keys:
+        values = [json.dumps(each[key], ensure_ascii=False) if key in each else "–" for each in flat]
+        if len(set(values)) > 1 and key not in ("run.name", "run.directory"):
+            rows.append((key, *values))
+    return rows
+
+
+def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{above}.{key}".lstrip(".")
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, name)
+        else:
+            yield name, value

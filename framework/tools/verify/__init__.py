@@ -1,0 +1,32 @@
+"""Proof that a layout gives the numbers of one process: the plain run, the layouts, the comparison."""
+
+from meshwright.tools.verify.compare import compare
+from meshwright.tools.verify.defaults import default_layouts, run_twice
+from meshwright.tools.verify.layouts import Layout, layout_config, parse_layout
+from meshwright.tools.verify.rank import open_feed
+from meshwright.tools.verify.reference import run_reference
+from meshwright.tools.verify.report import Report, Row
+from meshwright.tools.verify.run import run_layout, verify
+from meshwright.tools.verify.smaller import make_small, shrink, turn_dropout_on
+from meshwright.tools.verify.traits import Traits, probed, traits_of
+
+__all__ = [
+    "Layout",
+    "Report",
+    "Row",
+    "Traits",
+    "compare",
+    "default_layouts",
+    "layout_config",
+    "make_small",
+    "open_feed",
+    "parse_layout",
+    "probed",
+    "run_layout",
+    "run_reference",
+    "run_twice",
+    "shrink",
+    "traits_of",
+    "turn_dropout_on",
+    "verify",
+]

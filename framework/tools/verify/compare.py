@@ -1,0 +1,257 @@
+"""Comparison of a layout's run with the plain run: distances, bars, and the problems in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.tools.verify.layouts import Layout
+from meshwright.tools.verify.reference import Findings, validated_after
+from meshwright.tools.verify.report import Row
+
+
+class Bar(NamedTuple):
+    """The largest differences that count as the same numbers, relative. None: reported only."""
+
+    loss: float
+    """Of step 1."""
+    gradient: float
+    """Of step 1: each parameter's, and the norm."""
+    weights: float | None
+    """After the last step: weights, or master weights."""
+    later: float
+    """Losses of later steps, and in validation."""
+    later_norm: float
+    """Gradient norms of later steps."""
+
+
+BARS = {
+    "float64": Bar(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
+    "float32": Bar(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
+    "bfloat16": Bar(1e-2, 2e-2, None, 1e-2, 2e-2),
+}
+SAME_ROUNDING = Bar(1e-6, 1e-5, None, 1e-2, 2e-2)
+"""bfloat16, in layouts in which every activation is rounded as in the plain run (tp = 1, one sample at a time).
+Gradients are summed in float32 on both sides, so that a sum in bfloat16 (a percent) stands out."""
+
+
+def bar_of(dtype: str, layout: Layout) -> Bar:
+    """Return the bars of a precision, for a layout."""
+    if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
+        return SAME_ROUNDING
+    return BARS[dtype]
+
+
+def relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; NaN counts as infinitely far."""
+    if math.isnan(found) or math.isnan(expected):
+        return math.inf
+    return abs(found - expected) / max(abs(expected), 1e-300)
+
+
+def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per parameter: norm of the difference over the reference's norm.
+
+    A parameter whose reference is all but zero beside the whole (below 1e-6 of the norm of everything, per element)
+    is measured against that floor: its own norm is rounding noise.
+    """
+    total = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
+    elements = sum(tensor.numel() for tensor in expected.values())
+    distances = {}
+    for name, tensor in expected.items():
+        if name not in found or found[name].shape != tensor.shape:
+            distances[name] = math.inf
+            continue
+        floor = 1e-6 * total * math.sqrt(tensor.numel() / elements)
+        distance = float((found[name].double() - tensor.double()).norm())
+        distances[name] = math.inf if math.isnan(distance) else distance / max(float(tensor.double().norm()), floor)
+    return distances
+
+
+ROUNDING_MARGIN = 4.0
+"""A layout may be this many times as far from the reference as the reference is from exact arithmetic."""
+
+
+def compare(
+    layout: str,
+    found: Findings,
+    again: Findings | None,
+    expected: Findings,
+    bar: Bar,
+    rounding: Mapping[str, float] | None = None,
+    noise: Mapping[str, float] | None = None,
+) -> Row:
+    """Return the row of one layout against the reference. ``again``: a second run of it.
+
+    ``rounding``: how far the reference's own weights are from those of a float64 run, per parameter. Some parameters
+    have no gradient but rounding (the bias of attention's keys: softmax does not see it), which AdamW blows up to whole
+    steps; no two orders of summation agree on them, and the bar is raised to ``ROUNDING_MARGIN`` times that distance.
+    ``noise``: per parameter, how far apart rounding alone may bring two gradients; the bar is raised to it.
+    """
+    unequal = [name for name, tensor in expected.initial.items() if not _equal(found.initial.get(name), tensor)]
+    extra = sorted(found.initial.keys() - expected.initial.keys())
+    moments = moments_of(len(expected.losses))
+    wrong = [
+        moment for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True) if ours != theirs
+    ]
+    gradients, weights = worst(found.gradients, expected.gradients), worst(found.weights, expected.weights)
+    if expected.masters:
+        weights |= worst(found.masters, expected.masters)
+    problems = []
+    if unequal:
+        problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
+    if extra:
+        problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
+    if wrong:
+        problems.append(f"samples differ, first in {wrong[0]}")
+    problems += _in_numbers(found, expected, bar, gradients, noise or {})
+    problems += _in_weights(found, expected, bar, weights, rounding or {})
+    problems += _in_masters(found, expected)
+    repeats = None if again is None else _bits(found) == _bits(again)
+    if again is not None and not repeats:
+        step = next(
+            (i for i, pair in enumerate(zip(found.losses, again.losses, strict=True)) if pair[0] != pair[1]), -1
+        )
+        where = f"the loss differs from step {step + 1} on" if step >= 0 else "norms or validation differ"
+        problems.append(f"run twice, {where}")
+    losses = [relative(*pair) for pair in zip(found.losses, expected.losses, strict=True)]
+    gradient_name = max(gradients, key=lambda name: gradients[name], default="")
+    weights_name = max(weights, key=lambda name: weights[name], default="")
+    return Row(
+        layout,
+        initial_equal=not unequal and not extra,
+        samples_equal=not wrong,
+        loss=losses[0],
+        losses=max(losses),
+        norms=max(relative(*pair) for pair in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        gradient=gradients.get(gradient_name, 0.0),
+        gradient_name=gradient_name,
+        weights=weights.get(weights_name, 0.0),
+        weights_name=weights_name,
+        validation=max(relative(*pair) for pair in zip(found.validation, expected.validation, strict=True)),
+        repeats=repeats,
+        problems=problems,
+    )
+
+
+def moments_of(steps: int) -> list[str]:
+    """Return names for the entries of ``Findings.tokens``."""
+    found = []
+    for step in range(1, steps + 1):
+        found.append(f"step {step}")
+        if step in validated_after(steps):
+            found.append(f"validation after step {step}")
+    return found
+
+
+def _bits(findings: Findings) -> list[str]:
+    return [value.hex() for value in (*findings.losses, *findings.grad_norms, *findings.validation)]
+
+
+def _in_numbers(
+    found: Findings, expected: Findings, bar: Bar, gradients: Mapping[str, float], noise: Mapping[str, float]
+) -> list[str]:
+    """Compare losses, gradients and gradient norms of all steps, and the validation losses."""
+    problems = []
+    for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
+        limit, off = bar.loss if step == 1 else max(bar.later, bar.loss), relative(ours, theirs)
+        if not off <= limit:
+            problems.append(_apart(f"loss of step {step}", ours, theirs, limit))
+            break
+    limits = {name: max(bar.gradient, noise.get(name, 0.0)) for name in gradients}
+    missed = [name for name, distance in gradients.items() if not distance <= limits[name]]
+    if missed:
+        first = missed[0]
+        problems.append(
+            f"gradients of step 1 differ in {len(missed)} of {len(gradients)} parameters, first {first}: "
+            f"{gradients[first]:.1e} of its norm, the bar is {limits[first]:.0e}{_ratio(found, expected, first)}"
+        )
+    for step, (ours, theirs) in enumerate(zip(found.grad_norms, expected.grad_norms, strict=True), start=1):
+        limit = max(limits.values(), default=bar.gradient) if step == 1 else max(bar.later_norm, bar.gradient)
+        if not relative(ours, theirs) <= limit:
+            problems.append(_apart(f"gradient norm of step {step}", ours, theirs, limit))
+            break
+    steps = validated_after(len(expected.losses))
+    for step, ours, theirs in zip(steps, found.validation, expected.validation, strict=True):
+        if not relative(ours, theirs) <= max(bar.later, bar.loss):
+            problems.append(_apart(f"validation loss after step {step}", ours, theirs, max(bar.later, bar.loss)))
+            break
+    return problems
+
+
+def _apart(what: str, ours: float, theirs: float, limit: float) -> str:
+    return f"{what} is {ours!r}, the reference's {theirs!r}: {relative(ours, theirs):.1e} apart, the bar is {limit:.0e}"
+
+
+def _in_weights(
+    found: Findings, expected: Findings, bar: Bar, weights: Mapping[str, float], rounding: Mapping[str, float]
+) -> list[str]:
+    """Compare the weights after the last step."""
+    if bar.weights is None:
+        return []
+    limits = {name: max(bar.weights, ROUNDING_MARGIN * rounding.get(name, 0.0)) for name in weights}
+    missed = [name for name, distance in weights.items() if not distance <= limits[name]]
+    if not missed:
+        return []
+    return [
+        f"weights after {len(expected.losses)} steps differ in {len(missed)} of {len(weights)} parameters, first "
+        f"{missed[0]}: {weights[missed[0]]:.1e} of its norm, the bar is {limits[missed[0]]:.0e}"
+        f"{_first_step(found, expected, bar.weights)}"
+    ]
+
+
+MOST_ROUND = 0.5
+"""Share of a parameter's float32 master weights that may have no bits beyond bfloat16's: by chance 2**-16 do."""
+
+
+def _in_masters(found: Findings, expected: Findings) -> list[str]:
+    """Check that master weights have more bits than the weights, and that the weights are the masters rounded."""
+    problems = []
+    moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
+    lacking = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
+    if lacking:
+        problems.append(
+            f"master weights of {lacking[0]} ({len(lacking)} of {len(expected.masters)} parameters) have no bits "
+            f"beyond bfloat16 after {len(expected.losses)} steps: the optimizer must step float32 weights"
+        )
+    stale = [
+        name
+        for name, master in found.masters.items()
+        if expected.masters and not _equal(found.weights.get(name), master.to(expected.weights[name].dtype))
+    ]
+    if stale:
+        problems.append(f"weights are not the master weights rounded, first {stale[0]} ({len(stale)} parameters)")
+    return problems
+
+
+def _round_share(master: Tensor) -> float:
+    """Return the share of elements that bfloat16 holds exactly; zeros do not count."""
+    nonzero = master[master != 0]
+    return float((nonzero.bfloat16().to(nonzero.dtype) == nonzero).double().mean()) if nonzero.numel() else 1.0
+
+
+def _equal(found: Tensor | None, expected: Tensor) -> bool:
+    return found is not None and found.shape == expected.shape and bool(torch.equal(found, expected))
+
+
+def _ratio(found: Findings, expected: Findings, name: str) -> str:
+    """A constant factor between two gradients is the trace of a sum or a mean in the wrong place: say it."""
+    if name not in found.gradients or found.gradients[name].shape != expected.gradients[name].shape:
+        return "; it is missing, or of another shape"
+    a, b = found.gradients[name].double().flatten(), expected.gradients[name].double().flatten()
+    factor = float(torch.dot(a, b) / torch.dot(b, b).clamp_min(1e-300))
+    if float((a - factor * b).norm()) < 1e-6 * float(b.norm()) and abs(factor - 1) > 1e-9:
+        return f"; it is {factor:.6g} times the reference's"
+    return ""
+
+
+def _first_step(found: Findings, expected: Findings, bar: float) -> str:
+    """The first step whose loss is off, in words."""
+    for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
+        if not relative(ours, theirs) <= bar:
+            return f"; the loss first differs in step {step}"
+    return "; every step's loss is within it"

@@ -1,0 +1,54 @@
+"""The layouts that verify proves when none are given: the configuration's own, and those that cover the pair table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.tools.verify.layouts import Layout, is_possible, layout_config, own_layout
+from meshwright.tools.verify.pairs import Choice, choose
+from meshwright.tools.verify.traits import Traits
+
+
+def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> Choice:
+    """Return the configuration's own layout, if it fits, one plain rank, and layouts that cover every legal pair."""
+    first = [own_layout(config, global_batch), Layout()]
+    micro_batch_sizes: tuple[int, ...] = (1, 2)
+    if traits.couples_samples:  # their number is part of the model: one for all layouts
+        own = config.batch.micro_batch_size or 1
+        micro_batch_sizes = (own,) if 1 < own <= global_batch // 4 and global_batch % own == 0 else (2,)
+        first = [layout._replace(micro_batch_size=micro_batch_sizes[0]) for layout in first]
+    length = config.data.sequence_length
+    first = [
+        layout for layout in first if layout.size <= max_ranks and is_possible(layout, traits, global_batch, length)
+    ]
+
+    def refusal(layout: Layout) -> str | None:
+        try:
+            draw_blueprint(layout_config(config, layout, global_batch, "float64"))
+        except UserError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal)
+
+
+def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
+    """Return few layouts that together have every schedule, ZeRO stage and switch: those that must repeat bit for bit.
+
+    A run could differ from itself by the order in which messages arrive, which depends on these.
+    """
+
+    def choices(layout: Layout) -> set[tuple[object, object]]:
+        switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0)
+        return {*enumerate(switches), ("zero", layout.zero if layout.dp > 1 else None), ("once", layout.reduces_once)}
+
+    left = set[tuple[object, object]]().union(*map(choices, layouts))
+    found: list[Layout] = []
+    while left:
+        best = max(layouts, key=lambda layout: (len(choices(layout) & left), -layout.size))
+        found.append(best)
+        left -= choices(best)
+    return found

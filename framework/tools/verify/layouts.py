@@ -1,0 +1,185 @@
+"""Which layouts to prove, as words: ``dp2,pp2,tp2,sequence,gpipe,zero0``; and a config cut down to laptop size."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, get_args
+
+from meshwright.config import Pipeline, RunConfig
+from meshwright.errors import ConfigError
+from meshwright.schedule.action import read_schedule
+from meshwright.tools.verify.traits import Traits
+
+SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
+WORDS = (
+    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
+    "step (parallel.reduce), offload, sequence, selective or full (recompute), "
+    + ", ".join(SCHEDULES)
+    + ", file (pipeline.schedule_file)"
+)
+OWN = "file"
+"""In place of a schedule's name: the one in the configuration's ``pipeline.schedule_file``."""
+
+
+class Layout(NamedTuple):
+    """One way to lay a model out over ranks."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    schedule: str = "1f1b"
+    zero: int = 1
+    sequence: bool = False
+    micro_batch_size: int = 1
+    interleave: int = 0
+    """Stages of a pipeline rank; 0: what the schedule takes by itself."""
+    recompute: str = "none"
+    shard: int = 0
+    """parallel.shard_factor; 0: all of dp."""
+    reduces_once: bool = False
+    """parallel.reduce = "step"."""
+    offload: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Pieces of the model, as far as the schedule's name tells."""
+        if self.schedule == OWN:
+            return self.pp
+        return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
+        words += ["sequence"] if self.sequence else []
+        words += [f"interleave{self.interleave}"] if self.interleave else []
+        words += [self.recompute] if self.recompute != "none" else []
+        words += [f"shard{self.shard}"] if self.shard else []
+        words += ["step"] if self.reduces_once else []
+        words += ["offload"] if self.offload else []
+        return ",".join([*words, f"mbs{self.micro_batch_size}"])
+
+
+def parse_layout(text: str) -> Layout:
+    """``dp2,pp2`` -> Layout(dp=2, pp=2). Raises ConfigError with the word that it does not know."""
+    layout = Layout()
+    for word in filter(None, re.split(r"[,\s]+", text)):
+        found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
+        if found:
+            key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
+            value = int(found[2])
+            if (value < 1 and key != "zero") or (key == "zero" and value > 3):
+                raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
+            layout = Layout(**{**layout._asdict(), key: value})
+        elif word in ("selective", "full"):
+            layout = layout._replace(recompute=word)
+        elif word in (*SCHEDULES, OWN):
+            layout = layout._replace(schedule=word)
+        elif word == "step":
+            layout = layout._replace(reduces_once=True)
+        elif word in ("sequence", "offload"):
+            layout = Layout(**{**layout._asdict(), word: True})
+        else:
+            raise ConfigError(f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
+    return layout
+
+
+def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
+    """The config laid out so, on the same global batch, in the given precision, with nothing that saves or prints."""
+    replicas = layout.dp * layout.micro_batch_size
+    if global_batch % replicas:
+        raise ConfigError(
+            f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
+            f"{layout.micro_batch_size} x dp {layout.dp}"
+        )
+    if layout.shard and layout.dp % layout.shard:
+        divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
+        raise ConfigError(f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}")
+    balance = config.pipeline.balance
+    pipeline = config.pipeline.model_copy(
+        update={
+            "schedule": layout.schedule,
+            "schedule_file": None,
+            "interleave": layout.interleave or None,
+            "recompute": layout.recompute,
+        }
+    )
+    if layout.schedule == OWN:
+        if config.pipeline.schedule_file is None:
+            raise ConfigError(f"layout {layout}: the configuration has no pipeline.schedule_file")
+        pipeline = config.pipeline.model_copy(update={"recompute": layout.recompute})
+    elif isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
+        balance = "time"  # an explicit balance is for one number of stages; other layouts are cut by time
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(
+                update={
+                    "dp": layout.dp,
+                    "pp": layout.pp,
+                    "tp": layout.tp,
+                    "zero": layout.zero,
+                    "shard_factor": layout.shard or None,
+                    "reduce": "step" if layout.reduces_once else None,
+                    "sequence": layout.sequence,
+                    "offload": layout.offload,
+                    "offload_directory": config.parallel.offload_directory if layout.offload else None,
+                }
+            ),
+            "pipeline": pipeline.model_copy(update={"balance": balance}),
+            "batch": config.batch.model_copy(
+                update={
+                    "micro_batch_size": layout.micro_batch_size,
+                    "chunks": global_batch // replicas,
+                    "global_batch": global_batch,
+                }
+            ),
+            "train": config.train.model_copy(update={"dtype": dtype, "device": device, "compile": False}),
+        }
+    )
+
+
+def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_length: int) -> bool:
+    """Return whether a layout fits the model, its samples and the batch, as far as their traits tell."""
+    return (
+        layout.num_stages <= traits.num_layers
+        and global_batch % (layout.dp * layout.micro_batch_size) == 0
+        and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
+        and (layout.tp == 1 or traits.is_sharded)
+        and (layout.recompute != "selective" or traits.has_selective)
+        and not (traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute != "none"))
+    )
+
+
+def own_layout(config: RunConfig, global_batch: int) -> Layout:
+    """Return the layout of a configuration, with micro-batches so small that a step has two at least."""
+    own = config.parallel
+    dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
+    micro = max(1, min(config.batch.micro_batch_size or 1, global_batch // (2 * dp)))
+    while global_batch % (dp * micro) and micro > 1:
+        micro -= 1
+    schedule: str = config.pipeline.schedule
+    if config.pipeline.schedule_file is not None:
+        schedule, chunks = OWN, read_schedule(config.pipeline.schedule_file).chunks
+        micro = max(1, global_batch // (dp * chunks))
+        if micro * dp * chunks != global_batch:
+            raise ConfigError(
+                f"{config.pipeline.schedule_file} is for chunks={chunks}, which with dp {dp} does not divide the "
+                f"{global_batch} samples of a step here: give verify its --layouts"
+            )
+    return Layout(
+        dp,
+        own.pp,
+        own.tp,
+        schedule,
+        own.zero,
+        own.sequence,
+        micro,
+        config.pipeline.interleave or 0,
+        config.pipeline.recompute,
+        own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
+        own.reduce == "step",
+        own.offload,
+    )

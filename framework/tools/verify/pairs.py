@@ -1,0 +1,234 @@
+"""Pairs of features that share code, each with the reason, and the layouts that cover all of them.
+
+A fault hides in what two features do together: dropout of a stage in the middle needs the dp rank, ZeRO-3 sums over tp.
+So the default layouts are chosen such that each pair of this table occurs in one of them, as far as the model allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from meshwright.tools.verify.layouts import Layout, is_possible
+from meshwright.tools.verify.traits import Traits
+
+ZEROS = ("zero1", "zero2", "zero3")
+"""As they are by themselves: what offload and reduce = "step" make of them are features of their own."""
+OFFLOADS = tuple(f"zero{zero}, offload" for zero in range(4))
+ONCE = ("zero2, reduce = step", "zero3, reduce = step")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "split backward", "V")
+RECOMPUTES = ("selective", "full")
+TIES = ("tie across ranks", "tie inside a rank")
+
+
+def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
+    """Return the features that a layout of this model uses."""
+    has_v = layout.schedule in ("zb_v", "v_half", "v_min")
+    once = layout.zero > 1 and layout.dp > 1 and layout.reduces_once
+
+    def of_dp(zero: int) -> bool:
+        return layout.dp > 1 and layout.zero == zero
+
+    found = {
+        "dp": layout.dp > 1,
+        "dp > 2": layout.dp > 2,
+        "pp > 2": layout.pp > 2,
+        "tp": layout.tp > 1,
+        "tp > 2": layout.tp > 2,
+        "sequence": layout.sequence,
+        "padded vocabulary": any(size % layout.tp for size in traits.vocab_sizes),
+        "middle stage": layout.pp > 1 and layout.num_stages > 2,
+        "middle rank": layout.pp > 2 or (layout.pp > 1 and has_v),
+        "micro-batch > 1": layout.micro_batch_size > 1,
+        "tie across ranks": traits.is_tied and layout.pp > 1 and not has_v,
+        "tie inside a rank": traits.is_tied and layout.pp > 1 and has_v,
+        "offload": layout.offload,
+        "shard factor": layout.zero > 0 and 1 < layout.shard < layout.dp,
+        "reduce = step": once,
+        "selective": layout.recompute == "selective",
+        "full": layout.recompute == "full",
+        "dropout": traits.has_dropout,
+        **{f"zero{zero}": of_dp(zero) and not layout.offload and not once for zero in range(4)},
+        **{f"zero{zero}, offload": of_dp(zero) and layout.offload for zero in range(4)},
+        **{f"zero{zero}, reduce = step": of_dp(zero) and once and not layout.offload for zero in (2, 3)},
+        **{name: layout.pp > 1 and layout.schedule == name for name in ("1f1b", "gpipe")},
+        "interleaved": layout.pp > 1 and layout.schedule == "interleaved_1f1b",
+        "split backward": layout.pp > 1 and layout.schedule in ("zb_h1", "zb_h2"),
+        "V": layout.pp > 1 and has_v,
+    }
+    return frozenset(name for name, is_there in found.items() if is_there)
+
+
+class Shared(NamedTuple):
+    """Code that each feature of ``some`` shares with each of ``others``."""
+
+    some: tuple[str, ...]
+    others: tuple[str, ...]
+    why: str
+
+
+SHARED = (
+    Shared(
+        ("dp",),
+        ("middle stage", "middle rank", "micro-batch > 1"),
+        "a stage that does not read its samples numbers them from the dp rank; dropout draws by those numbers",
+    ),
+    Shared(("dropout",), ("dp", "tp", "sequence", "micro-batch > 1", "middle rank"), "masks by sample and position"),
+    Shared(("dropout",), ("split backward", *RECOMPUTES), "a forward that runs again must draw the same masks"),
+    Shared(
+        ("zero0", *ZEROS),
+        ("tp", "sequence"),
+        "gradients of weights that tp replicates are summed over tp on the replica's shard",
+    ),
+    Shared(("zero0", *ZEROS, "offload"), ("padded vocabulary",), "padded rows lie in flat shards, and count nowhere"),
+    Shared(ZEROS, SCHEDULES, "a stage's gradients are reduced when its last backward, or weight backward, is done"),
+    Shared(("zero0", *ZEROS), TIES, "copies of a tied weight sum their gradients, whole or in shards"),
+    Shared(
+        ("shard factor",), (*ZEROS, "tp", "sequence", "middle stage", TIES[0]), "sums within and across shard groups"
+    ),
+    Shared(ONCE, ("gpipe", "split backward", "tp", TIES[0]), "gradients stay whole on the replica until the step"),
+    Shared(("offload",), (*OFFLOADS, "shard factor", "reduce = step", "tp", "sequence", TIES[0]), "shards on the host"),
+    Shared(RECOMPUTES, ("tp", "sequence"), "collectives of tp run again in backward, in the same order on all ranks"),
+    Shared(RECOMPUTES, SCHEDULES, "which micro-batch is recomputed, and whether weight gradients come apart"),
+    Shared(RECOMPUTES, ("zero3", "micro-batch > 1", "dp", "middle rank"), "weights and samples of the second forward"),
+    Shared(("tp", "sequence"), SCHEDULES, "shapes between stages, and weight gradients of sharded linears"),
+    Shared(("sequence",), ("middle rank", "micro-batch > 1", "tp > 2"), "dims of activations that are cut"),
+    Shared(("padded vocabulary",), ("sequence", "tp > 2", *TIES), "rows of the last rank, ranks without rows"),
+    Shared(("micro-batch > 1",), ("pp > 2", "tp", "V"), "batch dim of what is sent"),
+    Shared(("split backward",), TIES[:1], "weight gradients of both uses of a tied weight"),
+)
+"""Each feature stands by itself, too: see :func:`wanted_pairs`."""
+
+FEATURES = tuple(dict.fromkeys([*(name for shared in SHARED for name in (*shared.some, *shared.others)), "dp > 2"]))
+
+Pair = tuple[str, str]
+
+
+def wanted_pairs() -> dict[Pair, str]:
+    """Return each pair with its reason; a feature paired with itself stands alone."""
+    found: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
+    for shared in SHARED:
+        found |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
+    return found
+
+
+def pairs_of(features: Iterable[str]) -> frozenset[Pair]:
+    """Return the pairs of the table that lie in a set of features."""
+    there = set(features)
+    return frozenset(pair for pair in wanted_pairs() if there.issuperset(pair))
+
+
+def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
+    """Return all layouts that the choice is made from, small ones first."""
+    degrees = [d for d in itertools.product((1, 2, 4), repeat=3) if d[0] * d[1] * d[2] <= max_ranks]
+    found = []
+    for (dp, pp, tp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
+        sorted(degrees, key=lambda d: d[0] * d[1] * d[2]),
+        ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
+        (0, 1, 2, 3),
+        (False, True),
+        micro_batch_sizes,
+        ("none", *RECOMPUTES),
+        (0, 2),
+        (False, True),
+        (False, True),
+    ):
+        has_no_effect = (
+            (pp == 1 and schedule != "1f1b")
+            or (dp == 1 and zero != 1)
+            or (shard and (dp <= shard or zero == 0))
+            or (once and (zero < 2 or dp == 1))
+            or (sequence and tp == 1)
+        )
+        if not has_no_effect:
+            found.append(Layout(dp, pp, tp, schedule, zero, sequence, size, 0, recompute, shard, once, offload))
+    return found
+
+
+def is_full(layout: Layout, global_batch: int) -> bool:
+    """Return whether a step has micro-batches enough to show what accumulates, and a pipeline in full swing."""
+    return global_batch // (layout.dp * layout.micro_batch_size) >= max(2, layout.pp)
+
+
+class Choice(NamedTuple):
+    """Layouts that cover the table, and what they leave."""
+
+    layouts: list[Layout]
+    missing: list[str]
+    """Sentences: features that this model has not, pairs that no layout of it has."""
+
+
+def choose(
+    first: Sequence[Layout],
+    traits: Traits,
+    global_batch: int,
+    sequence_length: int,
+    max_ranks: int,
+    micro_batch_sizes: Sequence[int],
+    refusal: Callable[[Layout], str | None],
+) -> Choice:
+    """Choose layouts that cover every pair that some possible layout has: greedily, the same ones each time.
+
+    Again and again the candidate with most pairs still missing, of those the one with fewest ranks, of those the first.
+    ``first`` are taken in any case. ``refusal``: why a layout cannot be, of which only this model decides.
+    """
+    possible = [
+        layout
+        for layout in candidates(max_ranks, micro_batch_sizes)
+        if is_possible(layout, traits, global_batch, sequence_length) and is_full(layout, global_batch)
+    ]
+    numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs())}
+    masks = {layout: _mask(layout, traits, numbers) for layout in possible}
+    masks |= {layout: _mask(layout, traits, numbers) * is_full(layout, global_batch) for layout in first}
+    layouts = list(dict.fromkeys(first))
+    covered = 0
+    for layout in layouts:
+        covered |= masks[layout]
+    refused: dict[Layout, str] = {}
+    while True:
+        gains = {layout: (masks[layout] & ~covered).bit_count() for layout in possible}
+        best = max(possible, key=lambda layout: (gains[layout], -layout.size), default=None)
+        if best is None or not gains[best]:
+            break
+        possible.remove(best)
+        why = refusal(best)
+        if why is None:
+            layouts.append(best)
+            covered |= masks[best]
+        else:
+            refused[best] = why
+    missing = {pair for pair, number in numbers.items() if not covered & number}
+    return Choice(_needed(layouts, len(first), masks), _told(missing, masks, numbers, refused))
+
+
+def _mask(layout: Layout, traits: Traits, numbers: dict[Pair, int]) -> int:
+    features = features_of(layout, traits)
+    return sum(number for (a, b), number in numbers.items() if a in features and b in features)
+
+
+def _needed(layouts: list[Layout], num_first: int, masks: dict[Layout, int]) -> list[Layout]:
+    """Leave out what later choices have made superfluous; the first ones stay."""
+    kept = list(layouts)
+    for layout in reversed(layouts[num_first:]):
+        others = 0
+        for other in kept:
+            others |= masks[other] if other != layout else 0
+        if not masks[layout] & ~others:
+            kept.remove(layout)
+    return kept
+
+
+def _told(
+    missing: set[Pair], masks: dict[Layout, int], numbers: dict[Pair, int], refused: dict[Layout, str]
+) -> list[str]:
+    """Say what is not covered: whole features in one line, pairs of covered features one by one with the reason."""
+    alone = {a for a, b in missing if a == b}
+    said = [f"not covered, in no layout of this model: {', '.join(sorted(alone))}"] if alone else []
+    for pair in sorted(missing):
+        if alone & set(pair):
+            continue
+        reasons = [why for layout, why in refused.items() if masks[layout] & numbers[pair]]
+        because = f"refused: {reasons[0]}" if reasons else "no possible layout has both"
+        said.append(f"not covered: {pair[0]} with {pair[1]} ({because})")
+    return said

@@ -1,0 +1,118 @@
+"""The plain model run twice and in parts: layers that remember, and layers in which samples see each other.
+
+A layer that gives other numbers for the same samples draws or counts by itself: no layout could repeat it. A layer that
+gives other numbers for a sample when others are beside it makes the micro-batch size a part of the model: every layout
+must then have the size that the run has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.config import RunConfig
+from meshwright.data.feeds import Source
+from meshwright.errors import ModelError, UserError
+from meshwright.pipeline.values import cast_floats
+from meshwright.tools.verify.reference import PlainRun
+
+SAMPLES = 4
+"""That are run at once."""
+PARTS = (2, 1)
+"""Then so many at a time: by chance one cut may leave a capacity as it was."""
+BAR = 1e-9
+"""Relative distance, in float64, beyond which outputs differ; rounding in other orders of sums stays below."""
+
+
+class Output(NamedTuple):
+    """The tensors that one call of a layer returned."""
+
+    where: str
+    leaves: list[Tensor]
+
+
+def find_coupling(config: RunConfig, feed: Source) -> str:
+    """Return the first layer whose output for a sample depends on the others of its micro-batch; "" where none does.
+
+    A model that does not run in plain torch is left to the reference, which has the message for it.
+
+    Raises:
+        ModelError: a layer gives other numbers when it is given the same samples again.
+    """
+    try:
+        run = PlainRun(config, feed, torch.float64, SAMPLES)
+        inputs, _, indices = feed.microbatch(0, 0, 1, SAMPLES, 1, 0)
+        whole = outputs(run, inputs, indices)
+        again = outputs(run, inputs, indices)
+    except UserError:
+        raise
+    except Exception:
+        return ""
+    for first, second in zip(whole, again, strict=True):
+        if any(map(_differ, first.leaves, second.leaves)):
+            raise ModelError(
+                f"{first.where} gives other numbers when it is given the same samples again: it draws random numbers, "
+                f"or counts or keeps something, outside of parameters and buffers. Use nn.Dropout for noise; keep what "
+                f"changes in a buffer (register_buffer)"
+            )
+    for size in PARTS:
+        for start in range(0, SAMPLES, size):
+            found = _first_that_differs(run, whole, inputs, indices, slice(start, start + size))
+            if found:
+                return found
+    return ""
+
+
+def _first_that_differs(run: PlainRun, whole: list[Output], inputs: Any, indices: Tensor, rows: slice) -> str:
+    try:
+        alone = outputs(run, tree_map(lambda leaf: leaf[rows], inputs), indices[rows])
+    except Exception:  # it needs as many samples as it was given: they see each other
+        return whole[-1].where
+    for among, single in zip(whole, alone, strict=False):
+        if any(_differ(_rows(a, b, rows), b) for a, b in zip(among.leaves, single.leaves, strict=True)):
+            return among.where
+    return ""
+
+
+def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
+    """Run one training forward; return what each layer gave, in order. Running buffers are afterwards as before."""
+    found: list[Output] = []
+    names = {layer: f"layer {name} ({type(layer).__name__})" for name, layer in run.layers.named_children()}
+
+    def keep(layer: nn.Module, _: Any, value: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        found.append(Output(names[layer], [leaf.detach().clone() for leaf in leaves]))
+
+    hooks = [layer.register_forward_hook(keep) for layer in names]
+    before = {name: run.layers.get_buffer(name).clone() for name in run.running}
+    try:
+        with run.dropout.installed(), torch.no_grad():
+            run.dropout.begin(sample_indices)
+            run.layers(cast_floats(inputs, run.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, buffer in before.items():
+            run.layers.get_buffer(name).copy_(buffer)
+    return found
+
+
+def _rows(whole: Tensor, part: Tensor, rows: slice) -> Tensor:
+    """Return the rows of an output that belong to a part of the samples; the whole where it has no rows by sample."""
+    if whole.dim() == 0 or part.dim() == 0 or whole.shape == part.shape or whole.shape[0] % SAMPLES:
+        return whole
+    each = whole.shape[0] // SAMPLES
+    return whole[rows.start * each : rows.stop * each]
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """True where two outputs are farther apart than rounding takes them. NaN equals NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    scale = float(torch.nan_to_num(b).abs().max()) if b.numel() else 0.0
+    return not torch.allclose(a, b, rtol=0.0, atol=BAR * max(scale, 1e-300), equal_nan=True)

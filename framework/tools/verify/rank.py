@@ -1,0 +1,199 @@
+"""One rank of one layout: trained through the same parts and steps as a run, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from meshwright.build import build
+from meshwright.checkpoint import Kind
+from meshwright.config import RunConfig, parse
+from meshwright.data.example import example
+from meshwright.data.feeds import Source, open_feeds
+from meshwright.data_parallel.sharding import Sharded, kind_of
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.model.build import build_model
+from meshwright.parameters import ParameterInfo
+from meshwright.parts import Parts
+from meshwright.run.tensors import flat_pieces
+from meshwright.step import take_step, total_loss
+from meshwright.tools.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
+from meshwright.tools.verify.reference import Findings, checksum, validated_after, widened
+
+Part = tuple[ParameterInfo, Any]
+
+
+class RankFindings(NamedTuple):
+    """The report of one rank: numbers, and the parts of tensors that it stands for."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    tokens: list[dict[int, int]]
+    initial: list[Part]
+    gradients: list[Part]
+    weights: list[Part]
+    masters: list[Part]
+    validation: list[float]
+
+
+def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
+    """The run's own samples, or random ones."""
+    length = config.data.sequence_length
+    if random_tokens and config.data.builder is None:
+        vocab_size = config.model.options.get("vocab_size") or count_logits(config)
+        draw: Callable[[int, int, int], Callable[[int], tuple[Any, Tensor]]] = random_sample
+        if config.data.task == "span_corruption":
+            draw = random_corruption
+        elif config.data.document_boundaries:
+            draw = random_documents
+        return VerifyFeed(draw(config.run.seed, int(vocab_size), length))
+    return VerifyFeed(own_sample(open_feeds(config)[0]))
+
+
+def count_logits(config: RunConfig) -> int:
+    """The vocabulary of a model that calls it otherwise, or has a default: the length of its logits, found on meta."""
+    layers = build_model(config.model.builder, config.model.options, config.run.seed).layers.to("meta")
+    with torch.no_grad():
+        logits = layers(example(config, 1)[0])
+    return int(logits.shape[-1])
+
+
+@dataclass
+class Recorder:
+    """A source that remembers what it was asked for: what this rank has trained on, not what it should have."""
+
+    source: Source
+    seen: dict[int, int] = field(default_factory=dict)
+    """Global sample index -> checksum of its token ids and labels."""
+
+    def microbatch(
+        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    ) -> tuple[Any, Tensor, Tensor]:
+        """As the source gives it."""
+        inputs, labels, indices = self.source.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
+        for row, index in enumerate(indices.tolist()):
+            self.seen[index] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
+        return inputs, labels, indices
+
+
+def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
+    """One rank of one layout, through the same parts and steps as a training run."""
+    config = parse(config_json)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    recorder = Recorder(open_feed(config, random_tokens))
+    parts = build(config, mesh, (recorder, None))
+    findings = RankFindings([], [], [], [], [], [], [], [])
+    findings.initial.extend(_weights(parts))
+
+    def keep(parts: Parts, factor: float) -> None:
+        if parts.state.step == 0:
+            findings.gradients.extend(_gradients(parts, factor))
+
+    parts.on_gradients = keep
+    for step in range(1, steps + 1):
+        recorder.seen = {}
+        stats = take_step(parts)
+        findings.tokens.append(recorder.seen)
+        findings.losses.append(stats.loss)
+        findings.grad_norms.append(stats.grad_norm)
+        if step in validated_after(steps):
+            recorder.seen = {}
+            found = total_loss(parts, recorder, [steps])
+            findings.tokens.append(recorder.seen)
+            findings.validation.append(found.loss_sum / max(found.num_tokens, 1))
+    findings.weights.extend(_weights(parts))
+    findings.masters.extend(_masters(parts))
+    return findings
+
+
+def _stands_for(parts: Parts, bucket: Sharded) -> bool:
+    return bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0
+
+
+def _parts_of(bucket: Sharded, flat: Tensor) -> list[Part]:
+    return [(piece.info, _copy(piece.tensor)) for piece in flat_pieces(Kind.WEIGHTS, bucket, flat)]
+
+
+def _weights(parts: Parts) -> list[Part]:
+    """The weights and running buffers that this rank stands for, frozen ones too; gathers over dp."""
+    found: list[Part] = []
+    for replica in parts.replicas.values():
+        replica.ready_all()
+        for bucket in replica.buckets:
+            weights = bucket.whole_weights()
+            if _stands_for(parts, bucket):
+                found += _parts_of(bucket, weights)
+        for member in replica.frozen:
+            if parts.mesh.at.dp_rank == 0 and kind_of(member).owns(parts.mesh.at.tp_rank):
+                found.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
+    if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
+        buffers = widened(parts.running())
+        found += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
+    return found
+
+
+def _masters(parts: Parts) -> list[Part]:
+    """The master weights that this rank stands for, where training is in fewer bits; gathers over dp."""
+    found: list[Part] = []
+    if parts.config.train.dtype != "bfloat16":
+        return found
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            flat = bucket.whole(bucket.master)
+            if _stands_for(parts, bucket):
+                found += _parts_of(bucket, flat)
+    return found
+
+
+def _gradients(parts: Parts, factor: float) -> list[Part]:
+    """The gradients that this rank stands for; gathers over dp."""
+    found: list[Part] = []
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            flat = bucket.whole(bucket.shard_gradient) * factor
+            if _stands_for(parts, bucket):
+                found += _parts_of(bucket, flat)
+    return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On CPU; what trains on goes on changing."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
+
+
+def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors out of the ranks' slices; elements that nobody gave are NaN, so that they cannot pass."""
+    whole_tensors: dict[str, Tensor] = {}
+    for info, tensor in parts:
+        full = whole_tensors.setdefault(info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype))
+        if info.slice is None:
+            full.copy_(tensor)
+        else:
+            full.narrow(info.slice.dim, info.slice.start, info.slice.stop - info.slice.start).copy_(tensor)
+    return whole_tensors
+
+
+def merge(ranks: Sequence[RankFindings]) -> Findings:
+    """One layout's findings out of its ranks'."""
+    tokens: list[dict[int, int]] = [{} for _ in ranks[0].tokens]
+    for rank in ranks:
+        for step, checksums in enumerate(rank.tokens):
+            tokens[step].update(checksums)
+    return Findings(
+        ranks[0].losses,
+        ranks[0].grad_norms,
+        tokens,
+        assemble([part for rank in ranks for part in rank.initial]),
+        assemble([part for rank in ranks for part in rank.gradients]),
+        assemble([part for rank in ranks for part in rank.weights]),
+        assemble([part for rank in ranks for part in rank.masters]),
+        ranks[0].validation,
+    )

@@ -1,0 +1,270 @@
+"""The plain run: the user's untouched ``builder()`` module, one process, a Python loop over the samples, torch's own
+loss, clipping and optimizer.
+
+Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks,
+parametrizations, buffers and ``nn.Dropout`` modules are the user's own. Put in from outside are the initial values, by
+name, and the dropout masks, by their published definition (:mod:`meshwright.tools.verify.dropout`). Shared with the
+layouts are the definitions of what is to be the same: initial values, the samples, the learning rate of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.config import Optimizer, RunConfig
+from meshwright.config.functions import place
+from meshwright.data.example import example
+from meshwright.data.feeds import Source
+from meshwright.errors import ModelError, UserError
+from meshwright.model.build import PlainModel, build_model, find_builder
+from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.pipeline.running_stats import cast_running, cast_statistics, running_buffers, running_values
+from meshwright.pipeline.values import IGNORED_LABEL, Example, cast_floats
+from meshwright.seeding import seeded
+from meshwright.tools.verify.dropout import KeyedDropout
+
+
+class Findings(NamedTuple):
+    """The numbers of a run: per step, and per parameter under its canonical name, whole and unpadded, on CPU.
+
+    Running buffers are among the initial values and the weights.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    tokens: list[dict[int, int]]
+    """Per step, then per validation: global sample index -> checksum of its token ids and labels."""
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    """Of step 1, before clipping."""
+    weights: dict[str, Tensor]
+    """After the last step."""
+    masters: dict[str, Tensor]
+    """After the last step, the master weights that the optimizer steps; empty where it steps the weights."""
+    validation: list[float]
+    """Loss in eval mode on one global batch, after the first step and after the last."""
+
+
+def checksum(inputs: Any, labels: Tensor) -> int:
+    """A number that changes when any token, pixel, label or their order does. All of one sample, on CPU."""
+    parts = [leaf.reshape(-1).contiguous() for leaf in (*tree_leaves(inputs), labels)]
+    whole = [p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts]
+    both = torch.cat(whole)
+    return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
+
+
+def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
+    """Return the module that the user's builder returns, with the framework's initial values, in ``dtype``.
+
+    Parameters stay the builder's own objects. Declared ties that the builder does not share become one parameter.
+    Constant buffers stay as they are. ``model``: gives initial values and ties, by name.
+    """
+    with seeded(config.run.seed, "verify plain run"):
+        layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
+    for name, parameter in list(layers.named_parameters(remove_duplicate=False)):
+        canonical, (owner_name, _, attribute) = model.canonical(name), name.rpartition(".")
+        owner = layers.get_submodule(owner_name)
+        if canonical != name and layers.get_parameter(canonical) is not parameter:
+            owner._parameters[attribute] = layers.get_parameter(canonical)
+        elif parameter.is_meta:  # a builder that leaves them there for the framework to fill
+            shared = [n for n, p in layers.named_parameters(remove_duplicate=False) if p is parameter]
+            real = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+            for other in shared:
+                layers.get_submodule(other.rpartition(".")[0])._parameters[other.rpartition(".")[2]] = real
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            parameter.copy_(model.initial(name))
+    return layers
+
+
+def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of running buffers on CPU as they are compared: counts in float64."""
+    copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+    return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
+
+
+def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
+    """torch's own, on whole parameters; of the one that it does not have, ours on whole parameters."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
+    if config.name == "adamw8bit":
+        narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
+        wide = [p for p in groups[0]["params"] if p[0].numel() % config.block_size]
+        both = [{**groups[0], "params": narrow, "eight_bit": True}, {**groups[0], "params": wide}]
+        return AdamW8bit([*both, groups[1]], config.block_size, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+class PlainRun:
+    """One plain process in training. See :func:`run_reference`."""
+
+    def __init__(self, config: RunConfig, feed: Source, dtype: torch.dtype, micro_batch_size: int) -> None:
+        assert config.batch.global_batch is not None
+        self.config, self.feed, self.dtype, self.micro_batch_size = config, feed, dtype, micro_batch_size
+        self.global_batch = config.batch.global_batch
+        model = build_model(config.model.builder, config.model.options, config.run.seed)
+        outline = Example(*example(config, micro_batch_size))
+        self.running = running_buffers(model.layers, outline.cast(torch.float32).inputs)
+        self.layers = untouched_layers(config, model, dtype)
+        cast_running(self.layers, self.running, dtype)
+        cast_statistics(self.layers, dtype)
+        self.dropout = KeyedDropout(self.layers, config.run.seed)
+        self.loss = getattr(self.layers, "loss", None)
+        self.parameters = {model.canonical(n): p for n, p in self.layers.named_parameters() if p.requires_grad}
+        self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
+        self.labels_per_step = self.global_batch * outline.labels_per_sample
+        self.masters = self.parameters
+        """What is stepped: of bfloat16 weights float32 copies, whose gradients are sums in float32."""
+        if dtype == torch.bfloat16:
+            self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
+        self.optimizer = _optimizer(list(self.masters.values()), config.optimizer)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return copies of weights and running buffers, by canonical name."""
+        found = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
+        return found | widened(running_values(self.layers, self.running))
+
+    def microbatches(self, step: int) -> list[tuple[Any, Tensor, Tensor]]:
+        """Return (inputs, labels, sample indices (B,)) of the micro-batches of a global batch, in order."""
+        first = step * self.global_batch
+        starts = range(first, first + self.global_batch, self.micro_batch_size)
+        return [self.feed.microbatch(start, 0, 1, self.micro_batch_size, 1, 0) for start in starts]
+
+    def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor) -> Tensor:
+        """Return the sum over the labels that count: of the model's own loss, or of the cross-entropy."""
+        self.dropout.begin(sample_indices)
+        output = self.layers(cast_floats(inputs, self.dtype))
+        labels = cast_floats(labels, self.dtype)
+        if self.loss is not None:
+            found: Tensor = self.loss(output, labels)
+            return found[labels != IGNORED_LABEL].sum()
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+    def step(self, step: int, findings: Findings) -> None:
+        """One optimizer step on global batch ``step``, counted from 0."""
+        batch = self.microbatches(step)
+        num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
+        # in bfloat16 gradients are rounded as the layouts' are: scaled by the labels that a step could have
+        divisor = self.labels_per_step if self.dtype == torch.bfloat16 else num_tokens
+        total = 0.0
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)  # one that nothing uses has a gradient of zero: it is decayed
+        for inputs, labels, sample_indices in batch:
+            loss_sum = self.loss_sum(inputs, labels, sample_indices)
+            total += float(loss_sum.detach())
+            (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+            if self.dtype == torch.bfloat16:  # a long sum would lose most of itself
+                self._add_up()
+        if divisor != num_tokens:
+            for master in self.masters.values():
+                assert master.grad is not None
+                master.grad *= divisor / num_tokens
+        if step == 0:
+            findings.gradients.update({n: _gradient(p) for n, p in self.masters.items()})  # clipping is in place
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.optimizer.clip_norm or float("inf"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        self.optimizer.step()
+        if self.masters is not self.parameters:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self.masters[name])
+        findings.losses.append(total / num_tokens)
+        findings.grad_norms.append(float(norm))
+        findings.tokens.append(checksums(batch))
+
+    def _add_up(self) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = self.masters[name].grad
+            assert gradient is not None
+            if parameter.grad is not None:
+                gradient += parameter.grad
+                parameter.grad = None
+
+    def validate(self, batch_index: int, findings: Findings) -> None:
+        """Add the loss of a global batch in eval mode."""
+        modes = {module: module.training for module in self.layers.modules()}
+        self.layers.eval()
+        batch = self.microbatches(batch_index)
+        with torch.no_grad():
+            total = sum(float(self.loss_sum(*microbatch)) for microbatch in batch)
+        for module, training in modes.items():  # what the builder has put into eval mode stays there
+            module.training = training
+        num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)
+        findings.validation.append(total / max(num_tokens, 1))
+        findings.tokens.append(checksums(batch))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach().clone()
+
+
+def checksums(batch: list[tuple[Any, Tensor, Tensor]]) -> dict[int, int]:
+    """Return global sample index -> checksum of the sample."""
+    return {
+        index: checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
+        for inputs, labels, indices in batch
+        for row, index in enumerate(indices.tolist())
+    }
+
+
+def validated_after(steps: int) -> list[int]:
+    """Return the numbers of steps after which a run validates: on the way, so that it must return to train mode."""
+    return sorted({1, steps})
+
+
+@contextmanager
+def _explained(config: RunConfig) -> Iterator[None]:
+    """Turn an error of the user's model in plain torch into one message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the plain run of {config.model.builder} failed{place(error)}: {type(error).__name__}: {error}. verify "
+            f"holds layouts against the model in plain torch: call the builder and train its module in a loop of one "
+            f"sample at a time, until that works"
+        ) from error
+
+
+def run_reference(
+    config: RunConfig, feed: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
+) -> Findings:
+    """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is.
+
+    ``micro_batch_size``: samples that go through the model at once. It changes nothing but where samples see each other
+    (BatchNorm).
+
+    Raises:
+        ModelError: the model does not run in plain torch.
+    """
+    with _explained(config):
+        run = PlainRun(config, feed, dtype, micro_batch_size)
+        findings = Findings([], [], [], run.values(), {}, {}, {}, [])
+        with run.dropout.installed():
+            for step in range(steps):
+                run.step(step, findings)
+                if step + 1 in validated_after(steps):
+                    run.validate(steps, findings)
+    findings.weights.update(run.values())
+    if run.masters is not run.parameters:
+        findings.masters.update({name: p.detach().clone() for name, p in run.masters.items()})
+    return findings

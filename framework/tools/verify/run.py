@@ -1,0 +1,179 @@
+"""Run the layouts on a pool of ranks, the plain run here, and compare."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from meshwright.blueprint import DTYPES, draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.model.build import build_model
+from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, worst
+from meshwright.tools.verify.feed import VerifyFeed
+from meshwright.tools.verify.initial import initial_problems
+from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.rank import RankFindings, merge, open_feed, run_layout
+from meshwright.tools.verify.reference import Findings, run_reference
+from meshwright.tools.verify.report import Report, Row
+from meshwright.tools.verify.traits import probed, traits_of
+
+__all__ = ["Pool", "RankFindings", "groupings", "merge", "open_feed", "rounding_of", "run_layout", "verify"]
+
+LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
+"""A layout may take this many times as long as the plain run, and two minutes at least."""
+
+
+class Pool(Protocol):
+    """Ranks that wait for work; ``meshwright.launch.pool.RankPool`` is one."""
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = ...) -> list[Any]:
+        """``function(rank, world_size, *args)`` on each rank; the results by rank."""
+
+
+def groupings(global_batch: int) -> list[int]:
+    """Some ways to take the samples of a batch several at a time."""
+    return [size for size in range(2, global_batch + 1) if global_batch % size == 0][:4]
+
+
+def rounding_of(
+    expected: Findings, plain: RunConfig, feed: VerifyFeed, steps: int, micro_batch_size: int, others: Sequence[int]
+) -> dict[str, float]:
+    """How far float32 alone carries each parameter from where exact arithmetic would: the farthest of several runs.
+
+    AdamW divides an element's gradient by its own size, so that one that is nearly zero moves by its rounding, and a
+    single run may have been lucky in it. ``others``: micro-batch sizes in which the same samples are taken again: other
+    orders of the same sums, as those of a layout are.
+    """
+    exact = run_reference(plain, feed, steps, torch.float64, micro_batch_size)
+    runs = [expected, *(run_reference(plain, feed, steps, torch.float32, size) for size in others)]
+    distances = [worst(found.weights, exact.weights) for found in runs]
+    return {name: max(distance[name] for distance in distances) for name in distances[0]}
+
+
+def noise_of(
+    expected: Findings, plain: RunConfig, feed: VerifyFeed, micro_batch_size: int, others: Sequence[int]
+) -> dict[str, float]:
+    """Return, per parameter, how far apart two bfloat16 gradients of step 1 may be by rounding alone.
+
+    That is twice the distance from a float64 run, the farthest of several orders of the same sums (``others``, as for
+    :func:`rounding_of`).
+    """
+    exact = run_reference(plain, feed, 1, torch.float64, micro_batch_size)
+    runs = [expected, *(run_reference(plain, feed, 1, torch.bfloat16, size) for size in others)]
+    distances = [worst(found.gradients, exact.gradients) for found in runs]
+    return {name: 2.0 * max(distance[name] for distance in distances) for name in distances[0]}
+
+
+class Reference(NamedTuple):
+    """The plain run, and how far rounding alone carries it."""
+
+    findings: Findings
+    rounding: dict[str, float]
+    """Of weights, per parameter; float32 only."""
+    noise: dict[str, float]
+    """Of gradients, per parameter; bfloat16 only."""
+    passed_s: float
+
+    def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
+        """Return the noise of a layout: where all activations are rounded alike, only that of ``tied`` weights, whose
+        gradients torch sums in bfloat16 and stages in float32."""
+        alike = bar_of("bfloat16", layout) is SAME_ROUNDING
+        return {name: value for name, value in self.noise.items() if not alike or name in tied}
+
+
+def reference_of(
+    plain: RunConfig, feed: VerifyFeed, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
+) -> Reference:
+    """Run the plain model, and what its rounding is measured by (``others``, as for :func:`rounding_of`)."""
+    start_s = time.monotonic()
+    found = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
+    passed_s = time.monotonic() - start_s
+    rounding, noise = {}, {}
+    if dtype == "float32":
+        rounding = rounding_of(found, plain, feed, steps, micro_batch_size, others)
+    if dtype == "bfloat16":
+        noise = noise_of(found, plain, feed, micro_batch_size, others)
+    return Reference(found, rounding, noise, passed_s)
+
+
+def failure_of(error: Exception) -> str:
+    """Return ``refused: reason`` for what a user can change, ``cannot run: reason`` with its place for the rest."""
+    cause = error if isinstance(error, UserError) else error.__cause__
+    if isinstance(cause, UserError):
+        return f"{'refused' if cause.exit_code == 2 else 'cannot run'}: {cause}"
+    lines = str(error).splitlines() or [type(error).__name__]
+    ranks = getattr(error, "ranks", None)
+    if ranks is not None:  # a timeout: each silent rank's stack, innermost frame first
+        stacks = re.findall(r"^rank (\d+):\n(?:(?!rank |  File).*\n)*  (File .*)", str(error), re.MULTILINE)
+        return f"cannot run: {lines[0]} {'; '.join(f'rank {rank}: {frame}' for rank, frame in stacks)}".rstrip()
+    frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
+    frames = [frame for frame in frames if "site-packages" not in frame[0]] or frames
+    where = f" (at {frames[-1][0]}:{frames[-1][1]})" if frames else ""
+    return f"cannot run: {lines[0]}{where}"
+
+
+def verify(
+    config: RunConfig,
+    layouts: Sequence[Layout],
+    pool: Pool,
+    *,
+    global_batch: int,
+    steps: int = 10,
+    dtype: str = "float64",
+    random_tokens: bool = False,
+    twice: Collection[Layout] | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Run the reference once and each layout; compare by the bars of the precision.
+
+    A layout that is refused, raises, hangs or loses a rank is a row with the reason, and the others are run. ``twice``:
+    the layouts that are run again and must repeat bit for bit; None: all.
+
+    Raises:
+        UserError: the model or its samples cannot be had, or the model does not train in plain torch.
+    """
+    plain = layout_config(config, Layout(), global_batch, dtype)
+    draw_blueprint(plain)  # a model that no layout takes is one message
+    feed = open_feed(plain, random_tokens)
+    traits = probed(traits_of(plain), plain, feed)
+    model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
+    problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
+
+    @functools.cache
+    def reference(micro_batch_size: int) -> Reference:
+        others = () if traits.couples_samples else groupings(global_batch)
+        return reference_of(plain, feed, steps, dtype, micro_batch_size, others)
+
+    rows = []
+    for layout in layouts:
+        # samples that see each other in their micro-batch must have the same company in the plain run
+        expected = reference(layout.micro_batch_size if traits.couples_samples else 1)
+        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.passed_s)
+        try:
+            laid_out = layout_config(config, layout, global_batch, dtype)
+            draw_blueprint(laid_out)  # what cannot be is said here, before anything runs
+            text, runs = laid_out.model_dump_json(), []
+            for _ in range(2 if twice is None or layout in twice else 1):
+                runs.append(pool.run(run_layout, layout.size, text, steps, random_tokens, timeout_s=timeout_s))
+        except Exception as error:  # a defect of one layout, in whatever form
+            row = Row(str(layout), failure=failure_of(error))
+        else:
+            found = [merge(each) for each in runs]
+            again = found[1] if len(found) > 1 else None
+            bar, noise = bar_of(dtype, layout), expected.noise_in(layout, tied)
+            row = compare(str(layout), found[0], again, expected.findings, bar, expected.rounding, noise)
+        rows.append(row)
+        on_row(row)
+    of_tokens = "" if config.data.builder is not None else f" of {config.data.sequence_length} tokens"
+    return Report(
+        f"{config.model.builder}, {traits.num_parameters:,} parameters, {dtype}, {steps} steps of "
+        f"{global_batch} samples{of_tokens}, against one plain process",
+        rows,
+        problems,
+    )

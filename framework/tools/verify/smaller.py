@@ -1,0 +1,156 @@
+"""The model that verify trains by default: laptop size, an odd vocabulary, dropout on."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.model.build import find_builder
+from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.rank import open_feed
+from meshwright.tools.verify.reference import PlainRun
+
+DROPOUT = 0.1
+"""Where the configuration has dropout and has it off."""
+WITH_DROPOUT = "meshwright.tools.verify.smaller:with_dropout"
+ODD_VOCABULARY = 499
+"""Divided by no degree of tp: each has padded rows."""
+
+
+def shrink(options: dict[str, Any]) -> dict[str, Any]:
+    """Builder options of a large model -> the same proportions, small: at most 4 layers, 8 heads of at most 8 elements,
+    an odd vocabulary below 1,000.
+
+    Knows options by the names that our models use; whatever else a builder takes is left alone.
+    """
+    small = dict(options)
+    for key, most in (("num_layers", 4), ("num_decoder_layers", 4), ("head_dim", 8)):
+        if isinstance(small.get(key), int):
+            small[key] = min(small[key], most)
+    if isinstance(small.get("sliding_window"), int):
+        small["sliding_window"] = min(small["sliding_window"], 12)  # fewer than the tokens of a sample: it matters
+    heads = small.get("num_heads")
+    hidden = small.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int):
+        kv_heads = small.get("num_kv_heads", heads)
+        per_group = max(1, heads // kv_heads)
+        new_kv = min(kv_heads, 4)
+        new_heads = new_kv * min(per_group, 2)
+        head_size = min(hidden // heads, 8)
+        small["num_heads"] = new_heads
+        if "num_kv_heads" in small:
+            small["num_kv_heads"] = new_kv
+        small["hidden_size"] = new_heads * head_size
+        if isinstance(small.get("ffn_size"), int):
+            small["ffn_size"] = 8 * math.ceil(small["ffn_size"] / hidden * small["hidden_size"] / 8)
+    vocab_size = small.get("vocab_size")
+    if isinstance(vocab_size, int):
+        small["vocab_size"] = ODD_VOCABULARY if vocab_size > 1000 else vocab_size - (vocab_size % 2 == 0)
+    return small
+
+
+class Prepared(NamedTuple):
+    """A configuration as verify trains it, and sentences on what was changed."""
+
+    config: RunConfig
+    said: list[str]
+
+
+def make_small(config: RunConfig, sequence_length: int) -> Prepared:
+    """Shrink model and samples. An odd vocabulary that the model refuses is made even again."""
+    small = shrink(config.model.options)
+    even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
+    length = min(config.data.sequence_length, sequence_length)
+    shorter = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})
+    if _why_not(_with_options(shorter, small)) and not _why_not(_with_options(shorter, even)):
+        small = even
+    changes = [
+        f"{name} {value} -> {small[name]}" for name, value in config.model.options.items() if small[name] != value
+    ]
+    if length != config.data.sequence_length:
+        changes.append(f"sequence_length {config.data.sequence_length} -> {length}")
+    said = f"shrunk for this machine, on random tokens (--whole for all of it): {', '.join(changes) or 'nothing'}"
+    return Prepared(_with_options(shorter, small), [said])
+
+
+def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
+
+
+def _why_not(config: RunConfig) -> str | None:
+    """Return why one rank cannot train this model, as far as the meta device tells."""
+    try:
+        draw_blueprint(layout_config(config, Layout(), 1, "float64"))
+    except UserError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def with_dropout(builder: str, options: dict[str, Any], p: float) -> nn.Sequential:
+    """Return a builder's model with each ``nn.Dropout(0.0)`` turned on."""
+    layers: nn.Sequential = find_builder(builder)(**options)
+    for module in _dropouts(layers):
+        if module.p == 0.0:
+            module.p = p
+    return layers
+
+
+def _dropouts(layers: nn.Module) -> Iterator[nn.Dropout]:
+    return (module for module in layers.modules() if type(module) is nn.Dropout)
+
+
+def turn_dropout_on(config: RunConfig) -> Prepared:
+    """Turn on what the configuration has off: builder options named ``*dropout*``, else ``nn.Dropout(0.0)`` modules.
+
+    Without dropout nothing shows that masks are those of one process. It stays off where the model then does not run in
+    plain torch or draws otherwise than by ``nn.Dropout``.
+    """
+    builder, options = config.model.builder, config.model.options
+    parameters = inspect.signature(find_builder(builder)).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    off = [n for n, value in {**defaults, **options}.items() if "dropout" in n.lower() and _is_zero(value)]
+    candidates = []
+    if off:
+        candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), f"{', '.join(off)}"))
+    try:
+        modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
+    except Exception:  # the message for it is made where the model is built next
+        return Prepared(config, [])
+    if modules and not any(modules):
+        wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
+        model = config.model.model_copy(update=wrapped)
+        candidates.append((config.model_copy(update={"model": model}), "nn.Dropout.p"))
+    why = None
+    for changed, what in candidates:
+        why = why_no_dropout(changed)
+        if why is None:
+            return Prepared(changed, [f"dropout turned on: {what} 0 -> {DROPOUT}"])
+    return Prepared(config, [f"dropout stays off: {why}"] if why else [])
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def why_no_dropout(config: RunConfig) -> str | None:
+    """Return why a model cannot be proven with its dropout on."""
+    why = _why_not(config)
+    if why is not None:
+        return why
+    plain = layout_config(config, Layout(), 1, "float32")
+    try:
+        run = PlainRun(plain, open_feed(plain, True), torch.float32, 1)
+        with run.dropout.installed():
+            run.loss_sum(*run.microbatches(0)[0])
+            drawn = run.dropout.has_foreign_draws()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return "the model draws from torch's generator outside of nn.Dropout" if drawn else None

@@ -1,0 +1,112 @@
+"""What a model and its samples are like, as far as it decides which layouts can be proven, and against what."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.data.example import example
+from meshwright.data.feeds import Source
+from meshwright.model.build import PlainModel, build_model
+from meshwright.pipeline.running_stats import couples_samples, running_buffers
+from meshwright.pipeline.values import Example
+from meshwright.seeding import SeededDropout
+from meshwright.tools.verify.probe import find_coupling
+
+
+class Traits(NamedTuple):
+    """Found on the meta device."""
+
+    num_layers: int
+    num_parameters: int
+    """That are trained; tied ones once."""
+    is_sharded: bool
+    """It has a sharding plan: tp is possible."""
+    is_sequence: bool
+    """Each sample has a row of labels: sequence parallelism is possible."""
+    couples_samples: bool
+    """The samples of a micro-batch see each other: their number is part of the model."""
+    has_running: bool
+    """Forward changes buffers: one replica only."""
+    impossible: tuple[str, ...] = ()
+    """What the model itself says that it cannot have, and why."""
+    is_tied: bool = False
+    """Two layers share a weight."""
+    has_dropout: bool = False
+    """Some dropout is on."""
+    has_selective: bool = False
+    """The model names parts that are cheap to compute again."""
+    coupling: str = ""
+    """The layer in which samples see each other, where it was found by running it."""
+    vocab_sizes: tuple[int, ...] = ()
+    """Rows of the weights that are sharded as a vocabulary: tp pads them."""
+
+    @property
+    def of_coupling(self) -> str:
+        """The layer in which samples see each other, in parentheses, as far as it is known."""
+        return f" ({self.coupling})" if self.coupling else ""
+
+    def left_out(self) -> list[str]:
+        """Why some of the default layouts are not there, in words."""
+        found = list(self.impossible)
+        if self.has_running:
+            found.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
+        elif not self.is_sharded and not self.impossible:
+            found.append("tp: the model has no sharding_plan")
+        if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
+            found.append("sequence parallelism: a sample has one label, not a sequence of them")
+        if self.couples_samples:
+            found.append(f"other micro-batch sizes: the samples of one see each other{self.of_coupling}")
+        return found
+
+
+def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
+    """Return the rows of each weight that the sharding plan cuts as a vocabulary."""
+    found = set()
+    for name, module in model.layers.named_modules():
+        kinds = {kind for pattern, kind in model.plan.items() if fnmatchcase(name, pattern)}
+        if "vocab" in kinds and isinstance(getattr(module, "weight", None), Tensor):
+            found.add(int(module.weight.shape[0]))
+    return tuple(sorted(found))
+
+
+def probed(traits: Traits, config: RunConfig, feed: Source) -> Traits:
+    """Return the traits with what only a run in plain torch shows: layers in which samples see each other.
+
+    Raises:
+        ModelError: a layer gives other numbers for the same samples.
+    """
+    coupling = find_coupling(config, feed)
+    return traits._replace(coupling=coupling, couples_samples=traits.couples_samples or bool(coupling))
+
+
+def traits_of(config: RunConfig) -> Traits:
+    """Build the model on meta and look.
+
+    Raises:
+        UserError: the model or the samples cannot be had.
+    """
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    shapes = Example(*example(config, 2)).cast(torch.float32)
+    trained = {model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad}
+    try:
+        running = running_buffers(model.layers, shapes.inputs)
+    except Exception:  # the layouts' blueprints say what does not fit
+        running = []
+    return Traits(
+        num_layers=len(model.layers),
+        num_parameters=sum(trained.values()),
+        is_sharded=bool(model.plan) and "tp" not in model.impossible,
+        is_sequence=shapes.labels.dim() > 1 and not model.impossible.keys() & {"tp", "sequence"},
+        impossible=tuple(f"{name}: {why}" for name, why in model.impossible.items()),
+        couples_samples=couples_samples(model.layers, running),
+        has_running=bool(running),
+        is_tied=any(len({name.partition(".")[0] for name in names}) > 1 for names in model.tied),
+        has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
+        has_selective=bool(model.selective_recompute),
+        vocab_sizes=vocab_sizes(model),
+    )

@@ -1,0 +1,35 @@
+"""Small jobs on paper."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from meshwright.config import RunConfig, resolve
+from meshwright.tools.dryrun.job import Job
+
+
+class Planned(NamedTuple):
+    """A job, and what was told while it was planned."""
+
+    job: Job
+    told: list[str]
+
+
+def configured(
+    schedule: str = "1f1b", chunks: int = 2, model: str = "gpt2", num_layers: int = 1, **parallel: Any
+) -> RunConfig:
+    """A small run."""
+    options: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_layers": num_layers, "num_heads": 2}
+    if model == "llama":
+        options |= {"num_kv_heads": 2, "ffn_size": 64}
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": f"meshwright.models.{model}:build", "options": options},
+            "data": {"train": "in memory", "sequence_length": 16},
+            "batch": {"micro_batch_size": 2, "chunks": chunks},
+            "parallel": {"bucket_bytes": 2**15, **parallel},
+            "pipeline": {"schedule": schedule},
+            "train": {"device": "cpu"},
+        }
+    )
+    return resolve(config, parallel.get("dp", 1) * parallel.get("pp", 1) * parallel.get("tp", 1))

@@ -1,0 +1,102 @@
+"""Ranks that do not understand each other are found, and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.intercept import Heard
+from meshwright.tools.dryrun.account import Spoken
+from meshwright.tools.dryrun.agreement import axis_of, disagreements
+from meshwright.tools.dryrun.job import Job, plan_job, seed_schedule
+from meshwright.tools.dryrun.report import describe, wire
+from tests.tools.dryrun.jobs import Planned, configured
+
+
+@pytest.fixture
+def job(planned: Planned) -> Job:
+    return replace(planned.job, own={}, own_schedules={}, missing=[])
+
+
+def test_a_job_that_runs_agrees(job: Job) -> None:
+    assert disagreements(job) == []
+    assert job.kinds == [0, 1, 1, 3]  # stages that are alike are rehearsed once
+
+
+def test_neighbours_that_share_shards_agree() -> None:
+    assert disagreements(plan_job(configured(dp=4, zero=2, shard_factor=2))) == []
+
+
+def test_a_tied_weight_and_all_ranks_are_told_apart() -> None:
+    """Both groups go along the pipeline, and only the ends of it speak in the first."""
+    assert disagreements(plan_job(configured(pp=3))) == []
+
+
+def test_a_rank_with_another_schedule_is_named(job: Job) -> None:
+    seed_schedule(job, 5, "gpipe")
+    found = disagreements(job)
+    assert {"schedule", "hang"} <= {each.kind for each in found}
+    assert "rank 5 runs gpipe and the others 1f1b" in "\n".join(map(str, found))
+    assert 5 in next(each for each in found if each.kind == "hang").ranks
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_group_without_one_of_its_members_is_named(job: Job, axis: str) -> None:
+    job.missing.append((axis, 6))
+    found = disagreements(job)
+    assert found[0].kind == "members"
+    assert f"rank 6 counts itself into the {axis} group" in found[0].text
+    assert "without rank 6" in found[0].text
+    assert found[-1].kind == "hang"
+
+
+def altered(job: Job, rank: int, which: str, **changes: object) -> None:
+    """The rank says its first such message otherwise."""
+    script = job.rehearsal_of(rank)
+    at = next(n for n, spoken in enumerate(script.said) if spoken.heard.operation == which)
+    spoken = script.said[at]
+    heard = Heard(*(changes.get(name, value) for name, value in spoken.heard._asdict().items()))  # type: ignore[arg-type]
+    said = [*script.said[:at], Spoken(spoken.what, heard), *script.said[at + 1 :]]
+    job.own[rank] = replace(script, said=said)
+
+
+def test_a_message_of_another_size_is_named(job: Job) -> None:
+    altered(job, 4, "receive", num_bytes=12)
+    (found,) = disagreements(job)
+    assert found.kind == "messages"
+    assert found.ranks == (0, 4)
+    assert "awaited is receive of 12 bytes" in found.text
+
+
+def test_a_collective_of_another_kind_is_named(job: Job) -> None:
+    altered(job, 4, "all_gather", operation="reduce_scatter")
+    found = disagreements(job)
+    assert found[0].kind == "collectives"
+    assert "tp group [4 5]" in found[0].text
+    assert "rank 4" in found[0].text
+
+
+def test_bytes_stay_inside_a_node_or_do_not(job: Job) -> None:
+    wide, narrow = nodes_of(1, 16), nodes_of(8, 2)
+    assert all(each.between == 0 for each in wire(job, job.rehearsals[1], wide).values())
+    found = wire(job, job.rehearsals[1], narrow)
+    assert found["tp"].between == 0 and found["tp"].inside > 0
+    assert found["pp"].inside == 0 and found["pp"].between > 0
+    assert found["dp"].inside == 0 and found["dp"].between > 0
+
+
+def test_axes_are_told_apart() -> None:
+    grid = Grid(2, 2, 2)
+    assert [axis_of(grid, grid.group(axis, 0)) for axis in ("dp", "tp")] == ["dp", "tp"]  # type: ignore[arg-type]
+    assert axis_of(grid, range(8)) == "world"
+    assert axis_of(grid, (0, 4)) == "tied"
+
+
+def test_the_report_names_what_matters(job: Job) -> None:
+    text = describe(job, nodes_of(2, 8), disagreements(job))
+    assert "16 ranks on 2 nodes" in text
+    assert "all ranks    agree" in text
+    job.missing.append(("dp", 6))
+    assert "DO NOT AGREE" in describe(job, nodes_of(2, 8), disagreements(job))

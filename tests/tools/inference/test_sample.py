@@ -1,0 +1,90 @@
+"""How a token is chosen: temperature, the likeliest few, and those that have the probability together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+from meshwright.tools.inference.sample import Ask, choose, encode_prompt, with_starts
+from tests.data.corpora import END, bytes_tokenizer, made, write_lines
+
+LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()
+
+
+def drawn(ask: Ask, times: int = 2000, logits: Tensor = LOGITS) -> Counter[int]:
+    generator = torch.Generator().manual_seed(5)
+    return Counter(int(choose(logits, ask, [generator])) for _ in range(times))
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    assert drawn(Ask(("x",), temperature=0), 20) == {0: 20}
+
+
+def test_shares_are_those_of_the_softmax() -> None:
+    found = drawn(Ask(("x",), temperature=1, top_k=0))
+    for token, share in enumerate((0.5, 0.3, 0.15, 0.04, 0.01)):
+        assert found[token] / 2000 == pytest.approx(share, abs=0.04)
+    assert found[4] > 0
+
+
+def test_a_low_temperature_sharpens_them() -> None:
+    found = drawn(Ask(("x",), temperature=0.5, top_k=0))
+    assert found[0] / 2000 == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0016 + 0.0001), abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, {0, 1}),
+        (0, 0.49, {0}),
+        (0, 0.51, {0, 1}),
+        (0, 0.9, {0, 1, 2}),
+        (2, 0.99, {0, 1}),
+        (99, 1.0, set(range(5))),
+    ],
+)
+def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) -> None:
+    assert set(drawn(Ask(("x",), temperature=1, top_k=top_k, top_p=top_p))) == kept
+
+
+def test_each_row_draws_by_itself() -> None:
+    """A prompt among others gets what it gets alone."""
+    ask = Ask(("x", "y"), temperature=1)
+    rows = torch.cat([LOGITS, LOGITS.flip(-1)])
+    for seed in range(5):
+        together = choose(rows, ask, [torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)])
+        assert int(together[0]) == int(choose(LOGITS, ask, [torch.Generator().manual_seed(seed)]))
+
+
+def test_a_document_begins_after_each_end() -> None:
+    inputs = with_starts(torch.tensor([[5, 0, 6, 7], [0, 0, 8, 9]]), {0, 9})
+    assert inputs["starts"].tolist() == [[True, False, True, False], [True, True, True, False]]
+    same = with_starts(torch.tensor([[0, 5, 0, 6]]), {0}, begin=0)
+    assert same["starts"].tolist() == [[True, False, False, True]]
+
+
+def test_a_prompt_is_encoded_as_documents_were(tmp_path: Path) -> None:
+    """Whatever the tokenizer puts around a text by itself, or cuts off: a corpus has --bos before it, or nothing."""
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
+    folder = bytes_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    first, last = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
+    tokenizer.post_processor = TemplateProcessing(single=f"<s> $A {END}", special_tokens=[("<s>", first), (END, last)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for begin in (None, "<s>"):
+        known = made(tmp_path / f"out{begin}", folder, file, begin_token=begin).fingerprint
+        document = np.fromfile(tmp_path / f"out{begin}/train.bin", np.uint16).tolist()
+        again = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert encode_prompt(again, "hello", known, {last}) == document[:-1]
+    again = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert encode_prompt(again, "hello", None, {last}) == [first, *document[1:-1]]

@@ -1,0 +1,450 @@
+"""Others' files become configurations that resolve and can be laid out; no key of theirs is lost in silence."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import default_world_size, load, resolve
+from meshwright.errors import ConfigError
+from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.tools.interop.configs import Adopted, Why, account, adopt, file_text
+from meshwright.tools.interop.configs.torchtitan_sizes import LLAMA3
+from tests.tools.interop.configs import samples
+
+ROOT = Path(__file__).parents[4]
+FILES = {
+    "torchtitan.toml": samples.TORCHTITAN,
+    "pipeline.toml": samples.TORCHTITAN_PIPELINE,
+    "2024.toml": samples.TORCHTITAN_2024,
+    "nanotron.yaml": samples.NANOTRON,
+    "gpt.sh": samples.MEGATRON_GPT,
+    "llama.sh": samples.MEGATRON_LLAMA,
+    "flags.txt": samples.MEGATRON_FLAGS,
+}
+
+
+@pytest.fixture
+def adopted(tmp_path: Path) -> Callable[..., Adopted]:
+    """A sample, read."""
+
+    def read(name: str, *overrides: str, text: str | None = None, ranks: int | None = None) -> Adopted:
+        path = tmp_path / name
+        path.write_text(FILES[name] if text is None else text)
+        return adopt(path, None, overrides, ranks)
+
+    return read
+
+
+def values(found: Adopted, *keys: str) -> dict[str, Any]:
+    """Our keys, dotted, with their values."""
+    tree = found.config.model_dump()
+    return {key: tree[key.split(".")[0]][key.split(".", 1)[1]] for key in keys}
+
+
+def reasons(found: Adopted) -> dict[str, tuple[Why, int]]:
+    """Their key -> why it stays behind, and the line it is on."""
+    return {left.item.key: (left.why, int(left.item.place.rpartition(":")[2])) for left in found.left}
+
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "torchtitan.toml": {
+        "model.builder": "meshwright.models.llama:build",
+        "parallel.dp": 16,
+        "parallel.tp": 4,
+        "parallel.sequence": True,
+        "parallel.zero": 3,
+        "parallel.shard_factor": 8,
+        "batch.micro_batch_size": 4,
+        "batch.global_batch": 512,
+        "pipeline.schedule": "1f1b",
+        "pipeline.recompute": "selective",
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.min_learning_rate": 3e-5,
+        "optimizer.schedule": "wsd",
+        "optimizer.decay_steps": 500,
+        "optimizer.warmup_steps": 200,
+        "train.dtype": "bfloat16",
+        "checkpoint.every": 500,
+        "checkpoint.asynchronous": False,
+        "tracking.log_every": 10,
+        "tracking.wandb": "auto",
+        "launch.timeout_s": 300.0,
+        "run.directory": "./outputs",
+    },
+    "pipeline.toml": {
+        "parallel.dp": 2,
+        "parallel.pp": 2,
+        "parallel.zero": 2,
+        "parallel.reduce": "step",
+        "pipeline.schedule": "interleaved_1f1b",
+        "pipeline.interleave": 2,
+        "batch.micro_batch_size": 2,
+        "batch.chunks": 4,
+        "pipeline.recompute": "full",
+        "pipeline.recompute_layers": ["block2", "block5"],
+        "optimizer.learning_rate": 8e-4,
+        "optimizer.schedule": "cosine",
+        "train.dtype": "float32",
+        "train.validate_every": 20,
+        "train.validate_steps": 5,
+        "run.seed": 7,
+    },
+    "2024.toml": {
+        "parallel.dp": "auto",
+        "parallel.pp": 4,
+        "parallel.tp": 8,
+        "parallel.zero": 2,
+        "batch.micro_batch_size": 2,
+        "batch.chunks": 4,
+        "pipeline.recompute": "full",
+        "optimizer.schedule": "linear",
+        "optimizer.warmup_steps": 200,
+        "data.sequence_length": 8192,
+    },
+    "nanotron.yaml": {
+        "parallel.dp": 2,
+        "parallel.pp": 2,
+        "parallel.tp": 2,
+        "parallel.sequence": True,
+        "parallel.zero": 1,
+        "batch.micro_batch_size": 3,
+        "batch.chunks": 4,
+        "pipeline.recompute": "full",
+        "optimizer.learning_rate": 3e-4,
+        "optimizer.min_learning_rate": 1e-5,
+        "optimizer.schedule": "cosine",
+        "optimizer.weight_decay": 0.01,
+        "run.name": "tiny_llama",
+        "run.seed": 41,
+        "tracking.project": "debug",
+        "checkpoint.every": 10,
+        "data.sequence_length": 256,
+        "parallel.bucket_bytes": 25 * 2**20,
+    },
+    "gpt.sh": {
+        "model.builder": "meshwright.models.gpt2:build",
+        "parallel.dp": 4,
+        "parallel.pp": 2,
+        "parallel.tp": 2,
+        "parallel.sequence": True,
+        "parallel.zero": 1,
+        "pipeline.schedule": "interleaved_1f1b",
+        "pipeline.interleave": 2,
+        "pipeline.recompute": "full",
+        "pipeline.recompute_layers": ["block0", "block2", "block4", "block6"],
+        "batch.micro_batch_size": 1,
+        "batch.global_batch": 32,
+        "optimizer.warmup_steps": 4,
+        "optimizer.betas": (0.9, 0.95),
+        "train.dtype": "bfloat16",
+        "data.train": "/data/books_text_document",
+    },
+    "llama.sh": {
+        "model.builder": "meshwright.models.llama:build",
+        "parallel.dp": 4,
+        "parallel.zero": 3,
+        "train.steps": 500,
+        "optimizer.warmup_steps": 10,
+        "optimizer.schedule": "cosine",
+        "batch.global_batch": 8,
+    },
+    "flags.txt": {
+        "parallel.dp": "auto",
+        "parallel.zero": 0,
+        "batch.micro_batch_size": 2,
+        "batch.chunks": 1,
+        "optimizer.schedule": "wsd",
+        "optimizer.decay_steps": 3,
+        "optimizer.betas": (0.9, 0.999),
+        "optimizer.weight_decay": 0.01,
+        "pipeline.recompute": "selective",
+        "train.dtype": "float32",
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_it_becomes(adopted: Callable[..., Adopted], name: str) -> None:
+    found = adopted(name, ranks=64 if name == "torchtitan.toml" else None)
+    assert values(found, *EXPECTED[name]) == EXPECTED[name]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nanotron.yaml": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 128,
+        "max_sequence_length": 256,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-5,
+        "tied": True,
+    },
+    "llama.sh": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "max_sequence_length": 128,
+        "norm_eps": 1e-5,
+        "tied": False,
+        "dropout": 0.0,
+        "rope_theta": 1_000_000.0,
+    },
+    "gpt.sh": {
+        "vocab_size": 50257,
+        "hidden_size": 64,
+        "num_layers": 8,
+        "num_heads": 8,
+        "ffn_size": 256,
+        "max_sequence_length": 128,
+        "norm_eps": 1e-5,
+        "tied": True,
+        "dropout": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_model(adopted: Callable[..., Adopted], name: str) -> None:
+    assert adopted(name).config.model.options == OPTIONS[name]
+
+
+@pytest.mark.parametrize("flavor", ["8B", "70B", "405B"])
+def test_sizes_of_torchtitan_are_those_of_the_paper(flavor: str) -> None:
+    own = load(ROOT / f"configs/llama3-{flavor.lower()}.toml").model.options
+    assert LLAMA3[flavor]._asdict() == {key: own[key] for key in LLAMA3[flavor]._asdict()}
+
+
+@pytest.mark.parametrize("name", ["pipeline.toml", "nanotron.yaml", "gpt.sh", "llama.sh", "flags.txt"])
+def test_the_written_file_can_be_laid_out(adopted: Callable[..., Adopted], name: str, tmp_path: Path) -> None:
+    """The file is read back equal, resolves, and its model is cut into stages on the meta device."""
+    found = adopted(name)
+    path = tmp_path / "ours.toml"
+    path.write_text(file_text(found, name))
+    config = load(path)
+    assert config == found.config
+    blueprint = draw_blueprint(resolve(config, default_world_size(config, 0)))
+    assert len(blueprint.stages) == config.parallel.pp * config.pipeline.stages_per_rank
+
+
+LEFT: dict[str, dict[str, tuple[Why, int]]] = {
+    "torchtitan.toml": {
+        "model.converters": (Why.NONE, 21),
+        "lr_scheduler.decay_type": (Why.DIFFERS, 31),
+        "training.dataset": (Why.BY_HAND, 40),
+        "metrics.enable_tensorboard": (Why.NONE, 13),
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": (Why.NONE, 66),
+        "metrics.save_tb_folder": (Why.NEEDLESS, 15),
+    },
+    "nanotron.yaml": {
+        "data_stages": (Why.BY_HAND, 6),
+        "model.init_method.std": (Why.DIFFERS, 25),
+        "model.model_config.rope_interleaved": (Why.DIFFERS, 39),
+        "tokenizer.tokenizer_name_or_path": (Why.BY_HAND, 75),
+    },
+    "gpt.sh": {
+        "--rampup-batch-size": (Why.NONE, 26),
+        "--fp16": (Why.NONE, 33),
+        "--lr-decay-iters": (Why.DIFFERS, 38),
+        "--split": (Why.BY_HAND, 56),
+        "--save": (Why.NEEDLESS, 64),
+    },
+    "llama.sh": {
+        "--fp8-format": (Why.NONE, 30),
+        "--mock-data": (Why.BY_HAND, 38),
+        "--data-path $2": (Why.BY_HAND, 40),
+        "--num-workers $i": (Why.BY_HAND, 43),
+        "--lr-decay-samples": (Why.DIFFERS, 22),
+    },
+    "flags.txt": {"--no-such-flag-there-is": (Why.NONE, 3)},
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays_behind_is_told_with_reason_and_line(adopted: Callable[..., Adopted], name: str) -> None:
+    found = reasons(adopted(name))
+    assert {key: found.get(key) for key in LEFT[name]} == LEFT[name]
+
+
+WEIGHTED = [{"path": "/d/a", "weight": 0.3}, {"path": "/d/b", "weight": 7.0}]
+
+
+@pytest.mark.parametrize(
+    ("words", "train"),
+    [
+        ("--data-path /d/a", "/d/a"),
+        ("--data-path 1.0 /d/a", "/d/a"),
+        ("--data-path 0.3 /d/a 7 /d/b", WEIGHTED),
+        ("--train-data-path 0.3 /d/a 7 /d/b", WEIGHTED),
+        ("--data-path /d/a /d/b", None),
+        ("--data-path 0.3 /d/a 0 /d/b", None),
+        ("--data-path 0.3 /d/a nan /d/b", None),
+        ("--data-path 0.3 /d/a 0.7 $B", None),
+        ("--data-path 0.3 /d/a 0.7", None),
+    ],
+)
+def test_weighted_corpora_come_along(adopted: Callable[..., Adopted], words: str, train: Any) -> None:
+    found = adopted("flags.txt", text=f"{words} {FILES['flags.txt']}")
+    assert found.config.model_dump()["data"]["train"] == (train or "runs/data/corpus/train")
+    assert ("data-path" in "".join(reasons(found))) == (train is None)
+
+
+def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Adopted]) -> None:
+    """Attention, positions and labels here go together; what asks for one of them is told so."""
+    both = "--reset-position-ids --reset-attention-mask "
+    apart = {"data.document_boundaries": True, "data.eod_mask_loss": False}
+    for words in (both, f"{both}--eod-mask-loss "):
+        found = adopted("flags.txt", text=words + FILES["flags.txt"])
+        assert values(found, *apart) == apart and not [key for key in reasons(found) if "reset" in key]
+    one = adopted("flags.txt", text="--reset-position-ids --eod-mask-loss " + FILES["flags.txt"])
+    assert values(one, *apart) == {"data.document_boundaries": False, "data.eod_mask_loss": True}
+    assert reasons(one)["--reset-position-ids"] == (Why.BY_HAND, 1)
+    flex = adopted("torchtitan.toml", text=FILES["torchtitan.toml"].replace('"8B"', '"8B_flex"'))
+    assert values(flex, "data.document_boundaries") == {"data.document_boundaries": True}
+    mask = FILES["nanotron.yaml"].replace("    hidden_act: silu", "    hidden_act: silu\n    _use_doc_masking: true")
+    assert values(adopted("nanotron.yaml", text=mask), "data.document_boundaries")["data.document_boundaries"]
+    assert not adopted("nanotron.yaml").config.data.document_boundaries
+
+
+def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., Adopted]) -> None:
+    text = 'A="\n    --num-layers 2 \\\n    --hidden-size 32 --fp16 \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
+    text += FILES["flags.txt"].replace("--num-layers 2 --hidden-size 32", "torchrun pretrain_gpt.py $A")
+    found = reasons(adopted("flags.txt", text=text))
+    assert {key: found[key][1] for key in ("--fp16", "--split", "--profile")} == {
+        "--fp16": 3,
+        "--split": 4,
+        "--profile": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "key"),
+    [
+        ("torchtitan.toml", "[training]\nnever_heard_of = 3\n", "training.never_heard_of = 3"),
+        ("nanotron.yaml", "tokens:\n  never_heard_of: 3\n", "tokens.never_heard_of = 3"),
+        ("flags.txt", "--never-heard-of 3 ", "--never-heard-of 3"),
+    ],
+)
+def test_an_unknown_key_is_listed(adopted: Callable[..., Adopted], name: str, line: str, key: str) -> None:
+    head = line.split("\n")[0] + ("\n" if "\n" in line else "")
+    text = FILES[name].replace(head, line) if "\n" in line else line + FILES[name]
+    found = adopted(name, text=text)
+    assert any(left.item.written == key and "not a key" in left.said for left in found.left)
+    assert key in account(found)
+
+
+def theirs_torchtitan(step: int, steps: int, warmup: int, decay: int) -> float:
+    """``linear_warmup_stable_decay`` of torchtitan's lr_scheduler.py, cosine, as a share of the peak."""
+    stable = steps + 1 - warmup - decay
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < warmup + stable:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step + 1 - warmup - stable) / decay))
+
+
+def test_the_learning_rate_is_torchtitans(adopted: Callable[..., Adopted]) -> None:
+    """But for one step: theirs has a last step beyond the end, in which it would reach its lowest."""
+    config = adopted("pipeline.toml").config
+    ours = [learning_rate(config.optimizer, step, 40) for step in range(40)]
+    theirs = [8e-4 * theirs_torchtitan(step, 40, 4, 36) for step in range(41)]
+    assert ours[:4] == pytest.approx(theirs[:4]) and ours[4:] == pytest.approx(theirs[5:], abs=1e-12)
+
+
+def test_the_learning_rate_is_megatrons(adopted: Callable[..., Adopted]) -> None:
+    """``get_lr`` of its optimizer_param_scheduler, which counts the steps done: warm-up and a cosine to the end."""
+    text = FILES["gpt.sh"].replace("--lr-decay-iters 400", "--lr-decay-iters 500")
+    config = adopted("gpt.sh", text=text).config
+    warmup, low, peak = 5, 6e-6, 6e-5
+    for step in range(500):
+        done = step + 1
+        share = (done - warmup) / (500 - warmup)
+        theirs = peak * done / warmup if done <= warmup else low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+        assert learning_rate(config.optimizer, step, 500) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_key_of_ours_goes_on_top(adopted: Callable[..., Adopted]) -> None:
+    found = adopted("nanotron.yaml", "--run.name=mine", "--parallel.zero=3")
+    assert values(found, "run.name", "parallel.zero") == {"run.name": "mine", "parallel.zero": 3}
+    assert not any(line.startswith("run.name") for line in found.decided)
+
+
+def test_a_model_of_ones_own(adopted: Callable[..., Adopted]) -> None:
+    """What no builder here makes is refused, unless the command line names one."""
+    text = FILES["gpt.sh"].replace("--num-layers 8", "--num-layers 8 --num-experts 8")
+    with pytest.raises(
+        ConfigError, match=r"gpt.sh:15: --num-experts 8: there is no model with mixture of experts here"
+    ):
+        adopted("gpt.sh", text=text)
+    found = adopted("gpt.sh", "--model.builder=mine:build", "--model.options.experts=8", text=text)
+    assert found.config.model.model_dump() == {"builder": "mine:build", "options": {"experts": 8}}
+    assert values(found, "parallel.tp", "optimizer.learning_rate")["parallel.tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.py", "x = 1", "a.py: a Python file: torchtitan's config_registry"),
+        ("a.toml", "[run]\nname = 'x'\n[batch]\nchunks = 1\n", "a configuration of meshwright already"),
+        ("a.toml", "[model\n", "a.toml: not valid TOML"),
+        ("a.toml", "", "nothing in it that is a key of torchtitan"),
+        ("a.toml", "[model]\nflavor = '9B'\n", "a.toml:2: model.flavor = \"9B\": there is no model with the sizes of"),
+        ("a.toml", "[model]\nname = 'deepseek_v3'\n", "a.toml:2: model.name"),
+        ("a.toml", "[training]\nsteps = 'many'\n", "a.toml:2: training.steps = \"many\": torchtitan has a number here"),
+        ("a.toml", "[training]\nsteps = 2.5\n", "a whole number"),
+        ("a.toml", "[parallelism]\npipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 3\n"
+         "[experimental]\npipeline_parallel_microbatches = 2\n", "no whole number of micro-batches"),
+        ("a.yaml", "a: [\n", "a.yaml:2: not valid YAML"),
+        ("a.yaml", "- 1\n", "not a mapping"),
+        ("a.yaml", "a: &a\n  b: *a\n", "an alias in it contains itself"),
+        ("a.yaml", "a: !!python/object/apply:os.system ['true']\n", "a.yaml:1: not valid YAML: could not determine a"),
+        ("a.yaml", "model:\n  model_config:\n    is_mamba_config: true\n", "a.yaml:3: model.model_config.is"),
+        ("a.sh", "X='--a\n", "a.sh:1: the quote ' is never closed"),
+        ("a.sh", "X=(--a\n", "a.sh:1: X=( is never closed"),
+        ("a.sh", "echo hello\n", "nothing in it that is a key of Megatron-LM"),
+        ("a.sh", "torchrun pretrain_gpt.py --bf16\n", "--num-layers and --hidden-size and"),
+        ("a.sh", "--num-layers $L --hidden-size 8 --num-attention-heads 2", "a.sh:1: --num-layers $L: the file does"),
+        ("a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --swiglu", "have SwiGLU, but not rotary"),
+        ("a.sh", "torchrun pretrain_bert.py --bf16\n", "a.sh:1: pretrain_bert.py: there is no model with what"),
+        ("a.sh", samples.MEGATRON_FLAGS.replace("10", "-10"), "train.steps"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_error(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        adopt(path)
+    assert said in str(caught.value)
+
+
+def test_what_looks_like_a_secret_is_not_told(adopted: Callable[..., Adopted]) -> None:
+    found = adopted("torchtitan.toml", text='[metrics]\nwandb_api_key = "canary-1234"\n[model]\nflavor = "8B"\n')
+    told = file_text(found, "x")
+    assert "canary" not in told and "metrics.wandb_api_key" in told
+
+
+def test_it_needs_no_torch_and_runs_nothing_of_a_script(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    script = tmp_path / "a.sh"
+    script.write_text(f"X=$(touch {trace})\n`touch {trace}`\ntouch {trace}\n{samples.MEGATRON_FLAGS}")
+    program = (
+        "import sys\nfrom meshwright.launch.cli import main\n"
+        f"code = main(['config', 'import', {str(script)!r}, '--out', {str(tmp_path / 'o.toml')!r}])\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "written: " in done.stdout
+    assert not trace.exists() and load(tmp_path / "o.toml").train.steps == 10

@@ -1,0 +1,60 @@
+"""Whatever stands in a file: a configuration, or one error for people. Never a traceback, never without end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs import account, adopt, file_text
+from meshwright.tools.interop.configs.shell import read_script
+from tests.tools.interop.configs import samples
+
+WORDS = """if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; | > < & $
+    ${ } $(( )) $( ` ' " \\ = += A A= A=( A+=( B ${A} ${A[@]} ${A:-b} $A $1 $@ --x --y=1 1 2 x.py torchrun eval #"""
+PIECES = st.sampled_from([*WORDS.split(), "\n", "\n"])
+VALUES = ["0", "-1", "1", "3", "0.5", "1e30", "true", "null", '"word"', "[]", "[1, 2]", '""', "nan", "10000000000000"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=25).map(" ".join))
+def test_any_script(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        read_script(Path("s.sh"), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", samples.TORCHTITAN),
+        ("a.toml", samples.TORCHTITAN_PIPELINE),
+        ("a.yaml", samples.NANOTRON),
+        ("a.sh", samples.MEGATRON_GPT),
+        ("a.sh", samples.MEGATRON_LLAMA),
+        ("a.sh", samples.MEGATRON_FLAGS),
+    ],
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_value_in_any_place(name: str, text: str, data: st.DataObject) -> None:
+    """One or two values of a sample are others; one line may be missing."""
+    assigned = r"^(\s*[\w-]+: )\S+$" if name == "a.yaml" else r"^(\w+ = ).+$" if name == "a.toml" else r"(--[\w-]+ )\S+"
+    for _ in range(data.draw(st.integers(1, 2))):
+        found = list(re.finditer(assigned, text, re.MULTILINE))
+        chosen = data.draw(st.sampled_from(found))
+        text = text[: chosen.end(1)] + data.draw(st.sampled_from(VALUES)) + text[chosen.end() :]
+    lines = text.splitlines()
+    if data.draw(st.booleans()):
+        del lines[data.draw(st.integers(0, len(lines) - 1))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_text("\n".join(lines))
+        with contextlib.suppress(ConfigError):
+            adopted = adopt(path)
+            assert account(adopted) and file_text(adopted, name)

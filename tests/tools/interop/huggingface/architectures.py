@@ -1,0 +1,104 @@
+"""Small random models of transformers, as their users have them: a directory with a configuration, perhaps weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.config import RunConfig
+from meshwright.tools.interop.huggingface.restructure.library import library
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 67,  # no degree but 1 divides it
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 5}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+"""Attention by latent vectors (MLA): positions turn a part of each head."""
+
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "mistral": WINDOW,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+    "cohere2": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], **WINDOW},
+    "olmo3": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], **WINDOW},
+    "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "phi3": {"resid_pdrop": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "starcoder2": WINDOW,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
+    "bamba": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+}
+"""What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""
+
+
+def configuration(kind: str, **more: Any) -> Any:
+    """A transformers configuration, small; keys that the kind does not have are left out."""
+    of_kind = library().CONFIG_MAPPING[kind]
+    known = {*vars(of_kind()), *getattr(of_kind, "attribute_map", {})}
+    keys = {name: value for name, value in SMALL.items() if name in known}
+    return of_kind(**{**keys, **SPECIAL.get(kind, {}), **more})
+
+
+def directory(kind: str, place: Path, *, weights: bool = False, shard: str = "5GB", **more: Any) -> Path:
+    """``place/kind`` with the configuration, and with weights where they are asked for."""
+    config, path = configuration(kind, **more), place / kind
+    if weights:
+        torch.manual_seed(3)
+        model = library().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(path, max_shard_size=shard)
+    else:
+        mapping = library().MODEL_FOR_CAUSAL_LM_MAPPING
+        config.architectures = [mapping[type(config)].__name__] if type(config) in mapping else None
+        config.save_pretrained(path)
+    return path
+
+
+def run_config(path: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A training of it; without a corpus: random tokens do."""
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"builder": f"hf:{path}"},
+        "data": {"train": str(path / "nothing"), "sequence_length": 12},
+        "batch": {"micro_batch_size": 1, "global_batch": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"steps": 2, "device": "cpu"},
+        "tracking": {"console": False},
+    }
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update(keys)
+    return RunConfig.model_validate(tree)

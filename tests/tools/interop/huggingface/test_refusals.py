@@ -1,0 +1,254 @@
+"""What cannot be restructured is refused with one message that names the reason; no path opens a connection."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import load
+from meshwright.errors import ConfigError, ModelError, UserError
+from meshwright.model.build import build_model
+from meshwright.tools.verify import layout_config, parse_layout
+from tests.plain import plain_layers
+from tests.tools.interop.huggingface.architectures import directory, run_config
+
+
+@pytest.fixture(autouse=True)
+def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing in this file may open one."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"a connection was asked for: {args} {kwargs}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield
+
+
+def said(path: Path, **options: Any) -> str:
+    """The whole message of the refusal."""
+    with pytest.raises(ModelError) as found:
+        build_model(f"hf:{path}", options, 1)
+    return str(found.value)
+
+
+def changed(path: Path, **keys: Any) -> Path:
+    """Keys of the config.json, set."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    return path
+
+
+def drawn(path: Path, layout: str, **options: Any) -> None:
+    """Drawn as a run, without ranks."""
+    config = run_config(path, model={"options": options})
+    draw_blueprint(layout_config(config, parse_layout(layout), 4, "float64"))
+
+
+def test_the_sockets_are_blocked() -> None:
+    with pytest.raises(AssertionError, match="a connection was asked for"):
+        socket.create_connection(("huggingface.co", 443))
+
+
+def test_a_model_is_built_and_run_without_a_connection(tmp_path: Path) -> None:
+    layers = plain_layers(build_model(f"hf:{directory('qwen3', tmp_path, weights=True)}", {}, 1), torch.float32)
+    assert layers(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 67)
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = directory("llama", tmp_path)
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "transformers":
+            raise ImportError("No module named 'transformers'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert "pip install 'meshwright[hf]'" in said(path)
+
+
+def test_a_path_that_is_no_directory_of_a_model(tmp_path: Path) -> None:
+    assert "opens no network: download it first (hf download meta-llama/Llama-3.1-8B" in said(
+        Path("meta-llama/Llama-3.1-8B")
+    )
+    assert f"{tmp_path / 'config.json'} is missing" in said(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json: not valid JSON" in said(tmp_path)
+    assert f'model.builder = "hf:{tmp_path}/config.json": {tmp_path}/config.json is a file' in said(
+        tmp_path / "config.json"
+    )
+
+
+def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
+    llama = directory("llama", tmp_path)
+    assert "is no architecture of transformers" in said(changed(llama, model_type="lama"))
+    assert "did you mean 'llama'" in said(llama)
+    own = said(changed(llama, model_type="mine", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}))
+    assert "modeling_mine.Mine" in own and "which is not run" in own
+    assert "GPT2LMHeadModel declares no plan for a pipeline" in said(directory("gpt2", tmp_path))
+    endless = directory("mamba2", tmp_path)
+    assert '"__float__": "Infinity"' in (endless / "config.json").read_text(), "as transformers writes an infinity"
+    assert "Mamba2ForCausalLM declares no plan for a pipeline" in said(endless)
+    assert "t5 is an encoder-decoder" in said(
+        changed(directory("llama", tmp_path), model_type="t5", is_encoder_decoder=True)
+    )
+    assert "a mixture of experts" in said(directory("mixtral", tmp_path))
+    assert "no causal language model of this architecture" in said(directory("vit", tmp_path))
+    quantized = changed(directory("llama", tmp_path), quantization_config={"quant_method": "gptq"})
+    assert "the weights are quantized (gptq)" in said(quantized)
+
+
+def test_options_are_keys_of_the_configuration(tmp_path: Path) -> None:
+    path = directory("llama", tmp_path)
+    assert "did you mean num_hidden_layers" in said(path, num_hiden_layers=2)
+    assert "Expected" in said(path, num_hidden_layers="two") or "config.json: transformers does not take it" in said(
+        path, num_hidden_layers="two"
+    )
+    assert 'attention = "flash"' in said(path, attention="flash").replace("'", '"')
+    assert len(build_model(f"hf:{path}", {"num_hidden_layers": 1}, 1).layers) == 4
+
+
+def test_dropout_that_no_layout_can_repeat(tmp_path: Path) -> None:
+    path = directory("llama", tmp_path, attention_dropout=0.1)
+    assert "Set model.options.attention_dropout = 0.0" in said(path)
+    assert "the attention's probabilities" in said(path)
+    assert "drops dropout, p=0.1" in said(path, attention="eager")
+    build_model(f"hf:{path}", {"attention_dropout": 0.0}, 1)
+    assert "residual_dropout" in said(directory("starcoder2", tmp_path, residual_dropout=0.2))
+
+
+def test_frequencies_that_change(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert "rope_type = 'dynamic' changes the rotary frequencies" in said(
+        directory("llama", tmp_path, rope_parameters=rope)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "message"),
+    [
+        ("granite_swa", "tp2", "'local_params', which is not known here; this rules out parallel.tp = 2"),
+        ("gemma", "tp2,sequence", "its token embedding is no plain nn.Embedding"),
+        ("llama", "tp4", "has 2 units (heads or groups of heads) that must stay whole"),
+        (
+            "olmo_hybrid",
+            "tp2,sequence",
+            "block0.layer.linear_attn (OlmoHybridGatedDeltaNet) may work on several tokens at a time, and has no entry "
+            "in its plan",
+        ),
+        ("doge", "tp2", "which its plan splits: its gradient would be of one rank's part"),
+    ],
+)
+def test_layouts_that_a_model_cannot_have(kind: str, layout: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as found:
+        drawn(directory(kind, tmp_path), layout)
+    assert message in str(found.value)
+
+
+def test_weights_that_a_plan_leaves_out_and_splits_the_input_of(tmp_path: Path) -> None:
+    """Of each head its own: nobody says that they are split with it."""
+    path = directory("cohere", tmp_path, use_qk_norm=True)
+    drawn(path, "pp2")
+    with pytest.raises(
+        UserError, match=r"self_attn.q_norm.weight \[4, 8\] works on what its plan splits, and the plan"
+    ):
+        drawn(path, "tp2")
+
+
+def test_weights_that_are_damaged_or_of_another_model(tmp_path: Path) -> None:
+    path = directory("llama", tmp_path, weights=True, shard="20KB")
+    first = sorted(path.glob("model-*.safetensors"))[0]
+    kept = first.read_bytes()
+    first.unlink()
+    assert f"{first} is missing: model.safetensors.index.json has" in said(path)
+    first.write_bytes(kept[:100])
+    assert f"{first}: not a whole safetensors file" in said(path)
+    first.write_bytes(kept)
+    assert "has shape [64, 32], and the model [96, 32]" in said(path, intermediate_size=96)
+
+    whole = directory("qwen2", tmp_path, weights=True)
+    file = whole / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, file)
+    assert "have no tensor model.layers.0.input_layernorm.weight" in said(whole)
+    save_file(tensors | {"model.more": torch.zeros(2)}, file)
+    assert "the model has no parameter for model.more" in said(whole)
+    save_file(tensors | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, file)
+    assert f"{file}: model.norm.weight is of I8, and taken are F32, BF16, F16" in said(whole)
+    file.rename(whole / "pytorch_model.bin")
+    assert "its weights are pickled" in said(whole)
+    build_model(f"hf:{whole}", {"weights": False}, 1)
+    (whole / "pytorch_model.bin").unlink()
+    assert "holds no *.safetensors" in said(whole, weights=True)
+
+
+def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
+    """transformers then takes both as they are; to go on with the embedding's numbers would be another model."""
+    path = directory("qwen3", tmp_path, weights=True, tie_word_embeddings=True)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, file)
+    build_model(f"hf:{path}", {}, 1)
+    save_file(tensors | {"lm_head.weight": head + 1}, file)
+    assert f"{file}: tensor lm_head.weight is not equal to model.embed_tokens.weight" in said(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": ["llama"]}, "model_type = ['llama'] is no architecture of transformers"),
+        ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
+        ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
+        ({"text_config": "x"}, "transformers does not take it: 'str' object has no attribute"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: no model has more than 10000 layers"),
+        ({"hidden_size": "wide"}, "transformers does not take it: Validation error for field 'hidden_size': TypeError"),
+    ],
+)
+def test_a_configuration_with_nonsense_in_it(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = changed(directory("llama", tmp_path), **keys)
+    found = said(path)
+    assert f"{path}/config.json: " in found and message in found and len(found.splitlines()) == 1
+
+
+def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
+    for builder, fits in (
+        ("hf:some/where", True),
+        ("meshwright.models.gpt2:build", True),
+        ("hf:", False),
+        ("meshwright.models.gpt2", False),
+    ):
+        file = tmp_path / "run.toml"
+        file.write_text(f'[model]\nbuilder = "{builder}"\n[data]\ntrain = "x"\n[batch]\nmicro_batch_size=1\nchunks=1\n')
+        if fits:
+            assert load(file, []).model.builder == builder
+        else:
+            with pytest.raises(ConfigError, match="builder"):
+                load(file, [])
+
+
+def test_no_key_of_a_configuration_leads_to_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of its own and kernels of the hub: as if they stood in no config.json, at the top or in a table of it."""
+    from meshwright.tools.interop.huggingface.restructure.directory import LEADING_TO_CODE, configuration
+
+    own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    path = directory("llama", tmp_path)
+    (path / "code.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    kernel = dict.fromkeys(LEADING_TO_CODE - {"auto_map"}, "stranger/kernel:run")
+    changed(path, auto_map=own, **kernel)
+    found = configuration(path, {})
+    assert not hasattr(found, "auto_map") and "stranger" not in repr(vars(found))
+    build_model(f"hf:{path}", {"weights": False}, 1)
+    assert "has no such key" in said(path, attn_implementation="stranger/kernel:run")
+    assert "has no such key" in said(path, auto_map=own)
+    assert not (tmp_path / "canary").exists()

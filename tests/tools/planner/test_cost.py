@@ -1,0 +1,273 @@
+"""The time of a step: formulas against cases that can be worked out by hand, and what more of a rate must do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from meshwright.tools.planner.cost import StepTime, beside_products, exchanged_s, step_time
+from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
+from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.operations import Kind, Work
+from meshwright.tools.planner.profile import LayerProfile, Practice
+from meshwright.tools.planner.rates import Habits, Reached, product_share, wire_of, work_s
+
+IDEAL = Reached(
+    product=1.0,
+    short_k=0.0,
+    tiling=0.0,
+    memory=1.0,
+    attention=1.0,
+    attention_backward=1.0,
+    last_wave=0.0,
+    node_link=1.0,
+    cluster_link=1.0,
+    message_s=0.0,
+    operation_s=0.0,
+    hidden=1.0,
+    waits=0.0,
+)
+DEVICE = Hardware(
+    name="round numbers",
+    devices_per_node=8,
+    memory_bytes=10**12,
+    processors=100,
+    memory_bytes_per_s=1e12,
+    flops_per_s={"bfloat16": 1e14, "float8": 2e14},
+    attention_share=0.5,
+    node_link=Link(bytes_per_s=1e11, latency_s=1e-6),
+    cluster_link=Link(bytes_per_s=1e10, latency_s=1e-5),
+)
+
+
+def config(**changes: Any) -> RunConfig:
+    """A small model of four blocks."""
+    parallel: dict[str, Any] = {"dp": 1, "pp": 1, "tp": 1, "zero": 1} | changes.pop("parallel", {})
+    pipeline: dict[str, Any] = changes.pop("pipeline", {})
+    chunks = changes.pop("chunks", 4)
+    options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 4, "num_heads": 8, "dropout": 0.0, "tied": False}
+    return RunConfig(
+        model=Model(builder="meshwright.models.gpt2:build", options=options | {"max_sequence_length": 512}),
+        data=Data(train="x", sequence_length=512),
+        batch=Batch(micro_batch_size=2, chunks=chunks, global_batch=2 * chunks * parallel["dp"]),
+        parallel=Parallel(**parallel),
+        pipeline=Pipeline(**pipeline),
+        train=Train(dtype="bfloat16", device="cuda"),
+    )
+
+
+def sketch(of: RunConfig, practice: Practice | None = None) -> Sketch:
+    return Workbench(of, practice or Practice(fused=True)).sketch(of)
+
+
+def took(of: RunConfig, hardware: Hardware = DEVICE, habits: Habits | None = None, **reached: float) -> StepTime:
+    return step_time(sketch(of), hardware, Reached()._replace(**reached), habits)
+
+
+def test_messages_that_were_measured_count_as_measured() -> None:
+    links = {"all_reduce": Link(bytes_per_s=1e9, latency_s=1e-3), "send": Link(bytes_per_s=2e9, latency_s=5e-4)}
+    wire = wire_of(4, 1, DEVICE.model_copy(update={"messages": links}), IDEAL)
+    assert wire.seconds(1e9, 2, "all_reduce") == pytest.approx(1 + 2 * 6e-3)
+    assert wire.seconds(1e9, 2, "send") == pytest.approx(0.5 + 2 * 5e-4)
+    assert wire.seconds(1e9, 2, "all_gather") == wire_of(4, 1, DEVICE, IDEAL).seconds(1e9, 2, "all_gather")
+
+
+def test_a_large_product_goes_at_the_peak_and_a_small_one_at_the_memory() -> None:
+    large = Work(Kind.PRODUCT, 2.0 * 12800**3, 3.0 * 2 * 12800**2, (1, 12800, 12800, 12800))
+    assert work_s(large, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(2 * 12800**3 / 1e14)
+    small = Work(Kind.PRODUCT, 2.0 * 128 * 128, 1e9, (1, 128, 128, 1))
+    assert work_s(small, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e-3)
+
+
+def test_a_wave_that_leaves_processors_idle_is_lost_as_far_as_tiling_says() -> None:
+    full = product_share((100, 128, 128, 1000), DEVICE, IDEAL._replace(tiling=1.0))
+    more = product_share((101, 128, 128, 1000), DEVICE, IDEAL._replace(tiling=1.0))
+    assert full == pytest.approx(1.0)
+    assert more == pytest.approx(101 / 200)
+    assert product_share((101, 128, 128, 1000), DEVICE, IDEAL) == pytest.approx(1.0)
+    assert product_share((100, 64, 128, 1000), DEVICE, IDEAL) == pytest.approx(0.5)  # half of each tile is empty
+
+
+def test_a_short_inner_dim_halves_the_rate_where_the_constant_says() -> None:
+    assert product_share((100, 128, 128, 250), DEVICE, IDEAL._replace(short_k=250.0)) == pytest.approx(0.5)
+
+
+def test_attention_goes_at_its_share_and_loses_a_part_of_a_wave() -> None:
+    work = Work(Kind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
+    assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e12 / 0.5e14)
+    halved = IDEAL._replace(last_wave=1.0)
+    assert work_s(work, DEVICE, "bfloat16", halved, backward=False) == pytest.approx(2e12 / 0.5e14)
+    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=Habits(attention_speed=0.5))
+    assert older == pytest.approx(2e12 / 0.5e14)
+
+
+def test_constants_leave_an_attention_that_was_measured_as_it_is() -> None:
+    work = Work(Kind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
+    fitted = IDEAL._replace(attention=0.5, attention_backward=0.5)
+    measured = DEVICE.model_copy(update={"attention_backward_share": 0.25})
+    assert work_s(work, DEVICE, "bfloat16", fitted, backward=False) == pytest.approx(2e12 / 0.5e14)
+    assert work_s(work, DEVICE, "bfloat16", fitted, backward=True) == pytest.approx(4e12 / 0.5e14)
+    assert work_s(work, measured, "bfloat16", fitted, backward=False) == pytest.approx(1e12 / 0.5e14)
+    assert work_s(work, measured, "bfloat16", fitted, backward=True) == pytest.approx(1e12 / 0.25e14)
+
+
+@pytest.mark.parametrize(("head_dim", "made_for"), [(64, 64), (80, 96), (128, 128), (200, 224), (256, 256), (512, 512)])
+def test_attention_takes_the_time_of_the_head_dim_that_its_kernel_is_made_for(head_dim: int, made_for: int) -> None:
+    def seconds(dim: int) -> float:
+        work = Work(Kind.ATTENTION, dim * 1e10, 1.0, (100, 128, 128, dim))
+        return work_s(work, DEVICE, "bfloat16", IDEAL, backward=False)
+
+    assert seconds(head_dim) == pytest.approx(seconds(made_for))
+    older = Habits(attention_head_dims=(64, 128))
+    work = Work(Kind.ATTENTION, 8e11, 1.0, (100, 128, 128, 80))
+    assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=older) == pytest.approx(seconds(128))
+
+
+def test_messages_within_a_node_across_nodes_and_on_several_ways_out() -> None:
+    assert wire_of(8, 1, DEVICE, IDEAL).seconds(1e11, 0) == pytest.approx(1.0)
+    assert wire_of(4, 8, DEVICE, IDEAL).seconds(1e10, 0) == pytest.approx(1.0)
+    assert wire_of(16, 1, DEVICE, IDEAL).seconds(8e10, 0) == pytest.approx(1.0)  # 8 ways out of a node
+    ring = wire_of(16, 1, DEVICE, IDEAL)
+    assert ring.seconds(0, 1) == pytest.approx(2 * 1e-5 + 14 * 1e-6)
+    assert ring.seconds(0, 1, "all_reduce") > ring.seconds(0, 1)
+    many = wire_of(1024, 1, DEVICE, IDEAL)
+    assert many.seconds(0, 1, "all_reduce") < many.seconds(0, 1)  # a tree
+    assert wire_of(1, 1, DEVICE, IDEAL).seconds(1e12, 5) == 0.0
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
+    pp, chunks = 4, 8
+    of = config(parallel={"pp": pp}, pipeline={"balance": [2, 1, 1, 3]}, chunks=chunks)
+    drawn = sketch(of)
+    blocks = drawn.layers[1]
+    drawn.layers = tuple(blocks for _ in drawn.layers)
+    drawn.stages = [range(i, i + 1) for i in range(pp)]
+    at_once = DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e18, latency_s=0)})
+    found = step_time(drawn, at_once, Reached(message_s=0.0))
+    one = found.stages[0].forward + found.stages[0].backward
+    assert found.pipeline == pytest.approx((chunks + pp - 1) * one)
+    assert found.bubble_share == pytest.approx((pp - 1) / (chunks + pp - 1))
+    quick = step_time(drawn, at_once, Reached(message_s=0.0), simulated=False)
+    assert quick.pipeline == pytest.approx(found.pipeline)
+
+
+def test_a_send_that_both_wait_for_lengthens_every_micro_batch() -> None:
+    chunks = 8
+    drawn = sketch(config(parallel={"pp": 2}, pipeline={"balance": [3, 4]}, chunks=chunks))
+    drawn.layers = tuple(drawn.layers[1] for _ in drawn.layers)
+    drawn.stages = [range(0, 1), range(1, 2)]
+    waited = step_time(drawn, DEVICE, Reached(), Habits(sends_beside=False))
+    stage = waited.stages[0]
+    assert stage.message > 0
+    once = stage.forward + stage.backward
+    assert waited.pipeline == pytest.approx((chunks + 1) * (once + stage.message), rel=1e-6)
+
+
+def test_own_span_leaves_out_the_wait_for_the_first_micro_batch() -> None:
+    of = config(parallel={"pp": 4}, pipeline={"schedule": "zb_h2", "balance": [2, 1, 1, 3]}, chunks=16)
+    assert took(of, habits=Habits(steps_together=False)).pipeline < took(of).pipeline
+
+
+@pytest.mark.parametrize(
+    ("field", "slower", "layout"),
+    [
+        ("memory_bytes_per_s", 0.5e12, {}),
+        ("flops_per_s", {"bfloat16": 0.5e14}, {}),
+        ("node_link", Link(bytes_per_s=1e10, latency_s=1e-6), {"tp": 4}),
+        ("node_link", Link(bytes_per_s=1e11, latency_s=1e-4), {"tp": 4}),
+        ("cluster_link", Link(bytes_per_s=1e9, latency_s=1e-5), {"dp": 16}),
+    ],
+)
+def test_a_slower_device_or_link_makes_a_longer_step(field: str, slower: Any, layout: dict[str, int]) -> None:
+    of = config(parallel=layout)
+    assert took(of, DEVICE.model_copy(update={field: slower})).total > took(of).total
+
+
+def test_what_runs_beside_computation_costs_less() -> None:
+    of = config(parallel={"dp": 16})
+    assert took(of, habits=Habits(reduces_beside=False)).total > took(of).total
+    split = config(parallel={"tp": 4})
+    alone = took(split).total
+    assert took(split, habits=Habits(tp_beside_weight_gradients=True)).total < alone
+    assert (
+        took(split, habits=Habits(tp_beside=True)).total
+        < took(split, habits=Habits(tp_beside_weight_gradients=True)).total
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_of_products_cut_in_parts_the_gradients_of_inputs_go_out_behind_them(recompute: str) -> None:
+    of = config(parallel={"tp": 4, "sequence": True}, pipeline={"recompute": recompute})
+    block = sketch(of).layers[1]
+    calls = {message.operation: message.calls for message in block.forward_says}
+    assert calls == {"all_gather": 2, "reduce_scatter": 2}
+    forward, backward = beside_products(block, Habits(tp_in_parts=True))
+    all_of_them = {message.operation: message.calls for message in block.backward_says}
+    assert forward == calls
+    assert backward == all_of_them | {"reduce_scatter": all_of_them["reduce_scatter"] - 2}
+    assert beside_products(block, Habits(tp_beside=True)) == (forward, all_of_them)
+    assert beside_products(block, Habits()) == ({}, {})
+
+
+def test_more_devices_wait_longer_for_the_slowest() -> None:
+    one_node, many = config(parallel={"dp": 8, "zero": 0}), config(parallel={"dp": 64, "zero": 0})
+    assert took(one_node, waits=0.01).total == pytest.approx(took(one_node, waits=0.0).total)
+    assert took(many, waits=0.01).total == pytest.approx(took(many, waits=0.0).total * (1 + 0.01 * math.log2(8)))
+
+
+def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_or_keys() -> None:
+    def block(practice: Practice) -> LayerProfile:
+        return sketch(config(), practice).layers[1]
+
+    one, four = block(Practice(fused=True)), block(Practice(fused=True, context=4))
+
+    def attention(layer: LayerProfile) -> float:
+        return sum(work.flops * work.times for work in layer.forward if work.kind is Kind.ATTENTION)
+
+    assert attention(four) == 4 * attention(one)
+    tokens, hidden = 2 * 512, 256
+    assert one.attended == ((tokens * hidden * 2, 2 * tokens * hidden * 2),)
+    wire = wire_of(4, 1, DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e11, latency_s=0)}), IDEAL)
+    heads = exchanged_s(one, wire, Habits(context=4))
+    assert heads[0] == pytest.approx(4 * tokens * hidden * 2 * 3 / 4 / 1e11)
+    keys = exchanged_s(one, wire, Habits(context=4, context_exchange="keys"))
+    assert keys == pytest.approx((2 * tokens * hidden * 2 * 3 / 1e11, 2 * 2 * tokens * hidden * 2 * 3 / 1e11))
+
+
+def test_kernels_that_keep_their_inputs_only_keep_less() -> None:
+    options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8}
+    model = Model(
+        builder="meshwright.models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512}
+    )
+    of = config().model_copy(update={"model": model})
+    plain = sketch(of, Practice(fused=True)).layers[1].kept_bytes
+    kernels = sketch(of, Practice(fused=True, norm_kernel=True, saves_inputs=True)).layers[1].kept_bytes
+    value = 2 * 512 * 256 * 2
+    # norm's output, q k v, their turned q and k, attention's output, x, norm's output, gate and up, their product
+    assert kernels == pytest.approx((1 + 3 + 2 + 1 + 1 + 1 + 4 + 2) * value, rel=0.02)
+    assert plain > kernels + 2 * value
+
+
+def test_an_added_gradient_needs_no_room_besides() -> None:
+    plain = sketch(config(), Practice(fused=True)).layers[1]
+    added = sketch(config(), Practice(fused=True, accumulates=True)).layers[1]
+    assert added.backward_peak < plain.backward_peak
+    assert added.kept_bytes == plain.kept_bytes
+
+
+@pytest.mark.parametrize("name", known())
+def test_no_device_is_thought_to_reach_more_than_any_was_seen_to(name: str) -> None:
+    """65 % of the peak of an H100 is more than any published run of a dense model has come to."""
+    hardware = read_hardware(name)
+    options = {"vocab_size": 32000, "hidden_size": 8192, "num_layers": 8, "num_heads": 64, "num_kv_heads": 8}
+    model = Model(
+        builder="meshwright.models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096}
+    )
+    of = config(chunks=1).model_copy(update={"model": model, "data": Data(train="x", sequence_length=4096)})
+    seconds = step_time(sketch(of), hardware).total
+    weights = 8 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 32000 * 8192
+    flops = 2 * 4096 * (6 * weights + 12 * 8 * 8192 * 4096)
+    assert 0.2 < flops / seconds / hardware.flops_per_s["bfloat16"] < (0.65 if name.startswith("h") else 0.8)

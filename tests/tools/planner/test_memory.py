@@ -1,0 +1,142 @@
+"""The highest point of a rank: on numbers made by hand, by the ZeRO paper's table, and against real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.launch.pool import RankPool
+from meshwright.run.summary import Elements, held_at_rest
+from meshwright.schedule.action import Kind
+from meshwright.schedule.build import build as build_schedule
+from meshwright.schedule.lower import lower
+from meshwright.tools.dryrun.rehearsal import grid_of
+from meshwright.tools.planner.layout_model import predicted_peaks
+from meshwright.tools.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
+from meshwright.tools.planner.profile import LayerProfile, Leaf, Practice
+from tests.live import RUNS, measured
+from tests.tools.planner.small import config
+
+KEPT = 1000
+
+
+def layer(name: str, kept: int, out: int, **other: object) -> LayerProfile:
+    """One that keeps what comes in, and hands on one tensor."""
+    values: dict[str, object] = {
+        "num_parameters": 10,
+        "inputs_kept": (True,),
+        "outputs": (Leaf(out, None, kept=False, needs_gradient=True),),
+        "forward_peak": kept + out,
+        "backward_peak": 2 * out,
+        "backward_peak_from_outside": out,
+    }
+    return LayerProfile(name, (), (), (), (), (), kept_bytes=kept, **(values | other))  # type: ignore[arg-type]
+
+
+def alone(pp: int, kept: int = KEPT, noted: int = 0, sent: int = 0) -> dict[int, Footprint]:
+    """Stages that hold nothing but what they keep."""
+    way = (Point(0, 0, 0), Point(noted - kept, 0, 0))
+    one = Footprint(0, kept, kept, way, noted, (Point(0, 0, 0), Point(-noted, 0, 0)), sent, 0, 0)
+    return dict.fromkeys(range(pp), one)
+
+
+def highest(
+    name: str, pp: int, chunks: int, rank: int, footprints: dict[int, Footprint], by: Transport = NCCL
+) -> Moment:
+    """Of a rank without replicas."""
+    schedule = lower(build_schedule(name, pp, chunks, 1))
+    return walk(schedule, rank, footprints, _Sums(config(), by), by)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_1f1b_holds_fewer_micro_batches_on_later_ranks(rank: int) -> None:
+    assert highest("1f1b", 4, 8, rank, alone(4)).total == (4 - rank) * KEPT
+    assert highest("gpipe", 4, 8, rank, alone(4)).total == 8 * KEPT
+    assert highest("1f1b", 4, 2, rank, alone(4)).total == min(2, 4 - rank) * KEPT
+
+
+def test_a_split_backward_keeps_notes_between_its_halves() -> None:
+    plain, noting = (highest("zb_h1", 4, 8, 3, alone(4, noted=n)) for n in (0, 600))
+    assert noting.total > plain.total
+    assert noting.total <= plain.total + 4 * 600
+    assert highest("1f1b", 4, 8, 3, alone(4, noted=600)).total == KEPT
+
+
+def test_gloo_holds_what_is_sent_and_nccl_does_not() -> None:
+    schedule = lower(build_schedule("1f1b", 2, 6, 1))
+    last = {0: alone(2)[0], 1: alone(2)[1]._replace(input_gradients=70, inputs=0, outputs=0)}
+    by_nccl = walk(schedule, 1, last, _Sums(config(), NCCL), NCCL)
+    by_gloo = walk(schedule, 1, last, _Sums(config(), GLOO), GLOO)
+    assert by_nccl.total == KEPT
+    assert by_gloo.messages == by_gloo.total - KEPT == 70 * 4  # 2 x pp that are still being sent
+    assert any(action.kind is Kind.SEND_B for row in schedule.rows for item in row for action in _actions(item))
+
+
+def _actions(item: object) -> tuple[object, ...]:
+    from meshwright.schedule.action import actions_of
+
+    return tuple(actions_of(item))  # type: ignore[arg-type]
+
+
+def test_layers_of_a_stage_hand_on_what_the_next_one_keeps() -> None:
+    stage = footprint([layer("a", 100, 7), layer("b", 200, 9)], [(5, True)], last=False)
+    assert stage.inputs == stage.input_gradients == 5
+    assert stage.kept == 100 + 200 + 7 + 9  # a's output is kept by b, b's is kept to be sent
+    assert stage.outputs == stage.output_gradients == 9
+    assert stage.forward_peak == 100 + 7 + (200 + 9)
+    # back: b's gradient is what was received; b and what it kept of a go before a's; what was sent stays to the end
+    assert stage.backward[0] == Point(9, 10, 0)
+    assert stage.backward[1] == Point(2 * 7 - 200 - 7, 10, 10)
+    assert stage.backward[-1] == Point(-stage.kept, 0, 20)
+    ending = footprint([layer("a", 100, 7), layer("b", 200, 9)], [(5, True)], last=True)
+    assert (ending.outputs, ending.output_gradients, ending.kept) == (0, 0, 307)
+
+
+def test_what_a_layer_hands_through_is_counted_once() -> None:
+    through = layer("through", 0, 7, inputs_kept=(False,), outputs=(Leaf(7, 0, kept=False, needs_gradient=True),))
+    stage = footprint([layer("a", 100, 7), through, through, layer("b", 200, 9)], [], last=True)
+    assert stage.kept == 100 + 200 + 7
+
+
+def test_what_a_layer_keeps_of_its_own_output_is_not_counted_again() -> None:
+    keeps = layer("keeps", 100, 7, outputs=(Leaf(7, None, kept=True, needs_gradient=True),))
+    assert footprint([keeps, layer("b", 200, 9)], [], last=True).kept == 300
+
+
+def bytes_at_rest(zero: int, dp: int, dtype: str = "bfloat16") -> tuple[int, ...]:
+    """Weights, gradients, optimizer of 1,000 elements."""
+    base = config(dtype=dtype)
+    parallel = base.parallel.model_copy(update={"zero": zero, "dp": dp})
+    return held_at_rest(base.model_copy(update={"parallel": parallel}), Elements(0, 1000, 0))[:3]
+
+
+@pytest.mark.parametrize(
+    ("zero", "weights", "gradients", "optimizer"),
+    [(0, 2000, 4000, 12_000), (1, 2000, 4000, 3000), (2, 2000, 1000, 3000), (3, 1000, 1000, 2000)],
+)
+def test_zero_at_rest(zero: int, weights: int, gradients: int, optimizer: int) -> None:
+    assert bytes_at_rest(zero, 4) == (weights, gradients, optimizer)
+    assert sum(bytes_at_rest(zero, 1)) == 18_000 or zero == 3
+
+
+def test_zero_2_and_3_need_room_for_what_is_summed_and_gathered() -> None:
+    base = config()
+    point = Point(0, 100, 500)
+
+    def at(zero: int, by: Transport, reduces: bool = True) -> int:
+        parallel = base.parallel.model_copy(update={"zero": zero, "dp": 4, "bucket_bytes": 1000})
+        sums = _Sums(base.model_copy(update={"parallel": parallel}), by)
+        return sums.at(point, 600, reduces=reduces)
+
+    assert at(0, NCCL) == at(1, NCCL) == 0
+    assert at(2, NCCL) > 0
+    assert at(2, GLOO) > at(2, NCCL)
+    assert at(3, NCCL) == at(3, NCCL, reduces=False) > 0
+    assert at(2, NCCL, reduces=False) == 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_real_processes_hold_what_was_predicted(pool: RankPool, name: str) -> None:
+    grid = grid_of(RUNS[name])
+    predicted = predicted_peaks(RUNS[name], GLOO, Practice(takes_everything=False))
+    for rank, held in enumerate(measured(pool, RUNS[name])):
+        assert predicted[rank // (grid.dp * grid.tp)] == pytest.approx(held.peak_bytes, rel=0.02), rank

@@ -1,0 +1,207 @@
+"""The layouts that are found: they can be run, fit, and none that was left out is better; the others say why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import ConfigError
+from meshwright.schedule.analysis.simulate import peak_activations
+from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
+from meshwright.tools.planner.estimates import computed, drawn, in_flight
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.memory import NCCL
+from meshwright.tools.planner.search import Found, Plan, examine, search, usable_bytes
+from meshwright.tools.planner.text import chosen_config, describe
+from tests.tools.planner.small import OPTIONS, hardware, workbench
+
+KINDS = {
+    "llama": ("meshwright.models.llama:build", {}),
+    "tied gpt2": ("meshwright.models.gpt2:build", {}),
+    "t5": ("meshwright.models.t5:build", {"num_layers": 1}),
+    "plain": ("tests.builders:plain", {}),
+    "carrying": ("tests.builders:carrying", {}),
+    "frozen": ("tests.builders:frozen", {}),
+}
+
+
+def found(
+    kind: str = "llama", samples: int = 4, devices: int = 2, nodes: int = 1, best: int = 10, **box: int
+) -> tuple[Workbench, Plan]:
+    """A small search."""
+    builder, options = KINDS[kind]
+    bench = workbench(builder, samples, **options)
+    return bench, search(bench, hardware(devices_per_node=devices, **box), nodes, best=best)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
+    bench, plan = found(kind, 2 if kind == "t5" else 4)
+    assert plan.best
+    times = [each.time.total for each in plan.best]
+    assert times == sorted(times)
+    for each in plan.best:
+        assert each.choice.pp * each.choice.dp * each.choice.tp == 2
+        assert each.choice.micro_batch_size * each.choice.chunks * each.choice.dp == bench.config.batch.global_batch
+        blueprint = draw_blueprint(resolve(each.config, 2))
+        assert blueprint.stages == each.sketch.stages
+        assert choice_of(each.config) == each.choice
+        assert each.peak_bytes <= usable_bytes(plan.hardware)
+    chosen = chosen_config(plan, "best")
+    assert chosen.launch.processes == "auto"
+    assert choice_of(resolve(chosen, 2)) == plan.best[0].choice
+    assert "the first beats the second by" in describe(bench, plan)
+    if kind == "plain":
+        assert {each.choice.tp for each in plan.best} == {1}  # no plan says how to split it
+
+
+@pytest.fixture(scope="module")
+def everything() -> tuple[Workbench, list[Found]]:
+    """Every layout of two devices looked at, whatever it takes: time and memory do not depend on the room there is."""
+    bench, box = workbench(), hardware(devices_per_node=2)
+    offered = [each for each in choices(bench, box, 1) if isinstance(each, Choice)]
+    assert len(offered) == len(set(offered))
+    return bench, [examine(bench, box, with_choice(bench.config, c), c, drawn(bench, c)) for c in offered]
+
+
+@pytest.mark.parametrize("memory_bytes", [2**30, 750_000, 480_000])
+def test_nothing_that_was_left_out_is_better(everything: tuple[Workbench, list[Found]], memory_bytes: int) -> None:
+    bench, looked_at = everything
+    box = hardware(memory_bytes, devices_per_node=2)
+    plan = search(bench, box, 1, best=3)
+    assert plan.num_choices == len(looked_at)
+    fitting = [each for each in looked_at if each.peak_bytes <= usable_bytes(box)]
+    assert fitting
+    if memory_bytes < 2**30:
+        assert len(fitting) < len(looked_at)
+    assert plan.best[0].time.total == min(each.time.total for each in fitting)
+
+
+def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, box = workbench(), hardware(devices_per_node=2)
+    one = next(c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.pp == c.dp == 1)
+    alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
+    assert {c.recompute for c in alike} == {"none", "selective", "full"}
+
+    def grown(of: Workbench, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> Found:
+        found = examine(of, box, config, choice, *more)
+        too_much = 2**40 * (choice.recompute != "full")
+        return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
+
+    monkeypatch.setattr("meshwright.tools.planner.search.choices", lambda *_, **__: iter(alike))
+    monkeypatch.setattr("meshwright.tools.planner.search.examine", grown)
+    plan = search(bench, box, 1)
+    assert {each.choice.recompute for each in plan.best} == {"full"}
+    assert plan.num_fitting == sum(c.recompute == "full" for c in alike)
+
+
+def test_rejections_carry_the_number_that_breaks_the_rule() -> None:
+    _, plan = found(samples=6, devices=4, nodes=2, best=1, memory_bytes=150_000)
+    rules = {each.rule for each in plan.rejected}
+    assert "global batch 6 is not a multiple of dp 4 (of 3, for one)" in rules
+    assert "tp across nodes: tp 8 does not divide the 4 devices of a node" in rules
+    assert "pp 8 stages, but 5 layers" in rules
+    assert any(rule.startswith("memory, ") and "KiB of a device that may be used" in rule for rule in rules)
+    assert all(each.times > 0 and each.example for each in plan.rejected)
+    memory = sum(each.times for each in plan.rejected if each.rule.startswith("memory, "))
+    assert plan.num_choices == plan.num_fitting + memory
+
+
+def test_heads_that_cannot_be_divided_are_named() -> None:
+    bench = workbench(num_heads=2, num_kv_heads=2)
+    rejected = [each for each in choices(bench, hardware(), 1) if isinstance(each, Rejection)]
+    assert any("has 2 units" in each.rule and "tp = 4 does not divide 2" in each.rule for each in rejected)
+
+
+def test_tensor_parallelism_never_goes_across_nodes() -> None:
+    bench = workbench(samples=8)
+    offered = [each for each in choices(bench, hardware(devices_per_node=3), 2) if isinstance(each, Choice)]
+    assert {each.tp for each in offered} == {1}  # 3 would fit a node, but not the heads; 2 and 6 go across
+    offered = [each for each in choices(bench, hardware(devices_per_node=2), 2) if isinstance(each, Choice)]
+    assert {each.tp for each in offered} == {1, 2}
+
+
+def test_one_device() -> None:
+    _, plan = found(devices=1)
+    assert plan.best
+    assert {(each.choice.pp, each.choice.dp, each.choice.tp, each.choice.zero) for each in plan.best} == {(1, 1, 1, 0)}
+    assert "pp 1 x dp 1 x tp 1" in str(plan.best[0].choice)
+
+
+def test_a_prime_batch_leaves_one_replica() -> None:
+    _, plan = found(samples=7, devices=2)
+    assert {(each.choice.dp, each.choice.micro_batch_size) for each in plan.best} == {(1, 1)}
+
+
+def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
+    _, plan = found(samples=4096, devices=1, best=3)
+    assert plan.best
+    assert {each.choice.micro_batch_size for each in plan.best} <= {4, 8, 16, 32, 64}
+    assert any("micro-batches in a step (most looked at" in each.rule for each in plan.rejected)
+
+
+def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
+    bench = workbench("meshwright.models.gpt2:build")
+    shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
+    parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())  # torch counts a shared one once
+    assert bench.total_elements(1, False).trained == parts
+    pp2 = next(each for each in choices(bench, hardware(), 1) if isinstance(each, Choice) and each.pp == 2)
+    stages = bench.sketch(with_choice(bench.config, pp2)).elements
+    assert sum(stage.trained for stage in stages) == parts + shared  # both ends hold it
+
+
+def test_what_needs_least_is_named_where_nothing_fits() -> None:
+    _, plan = found(memory_bytes=20_000)
+    assert not plan.best
+    assert plan.closest is not None
+    needed, choice = plan.closest
+    assert needed > usable_bytes(plan.hardware)
+    assert choice.recompute == "full"
+    assert choice.zero == 3 or choice.dp == 1
+
+
+def test_the_host_has_an_end_too() -> None:
+    bench = workbench()
+    roomy, full = (
+        search(bench, hardware(700_000, devices_per_node=2, host_memory_bytes=size), 1, best=3, offload=True)
+        for size in (2**30, 1000)
+    )
+    assert roomy.best
+    assert all(each.choice.offload for each in roomy.best)
+    assert not full.best
+    assert any(each.rule.startswith("memory, the optimizer on the host") for each in full.rejected)
+
+
+def test_a_dtype_that_nobody_has_timed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bfloat16"):
+        search(workbench(), hardware(flops_per_s={"float32": 1e12}), 1)
+
+
+def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
+    bench = workbench()
+    layout = Choice(48, 1, 1, "1f1b", 1, 1, 144, 0, 1, False, "none", False)
+    for schedule, interleave in SCHEDULES:
+        choice = layout._replace(schedule=schedule, interleave=interleave)
+        whole = peak_activations(computed(bench, choice))
+        for rank in (0, 24, 47):
+            assert in_flight(bench, choice)[rank] == pytest.approx(whole[rank], rel=0.2, abs=1), (schedule, rank)
+
+
+def test_the_ranks_that_are_walked_are_enough() -> None:
+    bench = workbench(samples=16, num_layers=29)
+    for schedule, interleave in SCHEDULES:
+        choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
+        sketch = bench.sketch(with_choice(bench.config, choice), computed(bench, choice))
+        totals = [sketch.memory(rank, NCCL).total for rank in range(4)]
+        assert max(totals) == max(totals[rank] for rank in sketch.unlike_ranks()), (schedule, totals)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]

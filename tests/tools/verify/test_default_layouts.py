@@ -1,0 +1,141 @@
+"""The default layouts cover each pair of features that share code, as far as a model has a layout with both."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, load
+from meshwright.errors import UserError
+from meshwright.tools.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
+from meshwright.tools.verify.layouts import is_possible
+from meshwright.tools.verify.pairs import FEATURES, SHARED, Choice, candidates, features_of, is_full, wanted_pairs
+from meshwright.tools.verify.traits import Traits
+from tests.tools.verify.cases import config_of
+
+ROOT = Path(__file__).parents[3]
+GLOBAL_BATCH = 8
+
+
+def prepared(name: str, *overrides: str) -> RunConfig:
+    """A configuration as verify trains it."""
+    config = load(str(ROOT / name), list(overrides))
+    if config.data.builder is None:
+        config = make_small(config, 32).config
+    return turn_dropout_on(config).config
+
+
+CONFIGS: dict[str, Any] = {
+    "demo": lambda: prepared("configs/demo.toml"),
+    "untied": lambda: prepared("configs/llama3-8b.toml"),
+    "two stacks": lambda: prepared("configs/t5-demo.toml"),
+    "without a plan": lambda: config_of("tests.builders:plain", {"vocab_size": 17, "width": 8}, 8),
+    "without a sequence": lambda: prepared("examples/vision/config.toml", "--model.options.sharded=true"),
+    "running buffers": lambda: prepared("examples/vision/convnet.toml"),
+}
+
+
+@functools.cache
+def demo() -> tuple[RunConfig, Traits, Choice]:
+    """The demo, and what is chosen for it."""
+    config = CONFIGS["demo"]()
+    traits = traits_of(config)
+    return config, traits, default_layouts(config, traits, GLOBAL_BATCH)
+
+
+SLOW = ("two stacks", "untied")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.torture) if n in SLOW else n for n in CONFIGS])
+def test_no_pair_is_missed_that_some_layout_has(name: str) -> None:
+    """Counted anew, over all candidates: what the choice leaves is refused by the model, and said."""
+    config = CONFIGS[name]()
+    traits, length = traits_of(config), config.data.sequence_length
+    choice = default_layouts(config, traits, GLOBAL_BATCH)
+    covered = {
+        pair
+        for layout in choice.layouts
+        if is_full(layout, GLOBAL_BATCH)
+        for pair in wanted_pairs()
+        if features_of(layout, traits).issuperset(pair)
+    }
+    sizes = (2,) if traits.couples_samples else (1, 2)
+    possible = [
+        layout
+        for layout in candidates(8, sizes)
+        if is_possible(layout, traits, GLOBAL_BATCH, length) and is_full(layout, GLOBAL_BATCH)
+    ]
+    said = "\n".join(choice.missing)
+    for pair in wanted_pairs().keys() - covered:
+        assert any(feature in said for feature in pair), pair
+        for layout in [layout for layout in possible if features_of(layout, traits).issuperset(pair)][:3]:
+            with pytest.raises(UserError):
+                draw_blueprint(layout_config(config, layout, GLOBAL_BATCH, "float64"))
+    assert len(choice.layouts) <= 30 and all(layout.size <= 8 for layout in choice.layouts)
+
+
+def test_the_demo_leaves_nothing_uncovered() -> None:
+    config, traits, choice = demo()
+    assert choice.missing == []
+    assert default_layouts(config, traits, GLOBAL_BATCH).layouts == choice.layouts, "the same ones each time"
+
+
+def test_the_table_is_sound() -> None:
+    """Each feature of the table is one that some layout of the demo has, and each pair has a reason."""
+    _, traits, _ = demo()
+    known = set().union(*(features_of(layout, traits) for layout in candidates(8, (1, 2))))
+    assert known >= set(FEATURES)
+    assert all(len(shared.why.split()) > 3 for shared in SHARED)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("dp", "middle rank"),
+        ("zero3", "tp"),
+        ("zero3", "sequence"),
+        ("dropout", "full"),
+        ("dropout", "selective"),
+        ("padded vocabulary", "tp > 2"),
+        ("padded vocabulary", "sequence"),
+    ],
+)
+def test_pairs_behind_which_faults_were_found_are_covered(pair: tuple[str, str]) -> None:
+    _, traits, choice = demo()
+    assert any(features_of(layout, traits).issuperset(pair) for layout in choice.layouts)
+
+
+def test_every_schedule_zero_stage_and_switch_is_run_twice() -> None:
+    layouts = demo()[2].layouts
+    again = run_twice(layouts)
+    assert {layout.schedule for layout in again} == {layout.schedule for layout in layouts}
+    assert {layout.zero for layout in again} == {layout.zero for layout in layouts}
+    assert {True} <= {layout.offload for layout in again} & {layout.sequence for layout in again}
+    assert len(again) < len(layouts) / 3
+
+
+def test_verify_turns_dropout_on_and_makes_the_vocabulary_odd() -> None:
+    config = load(str(ROOT / "configs/demo.toml"), [])
+    small = make_small(config, 32)
+    assert small.config.model.options["vocab_size"] == 499 and "vocab_size 4096 -> 499" in small.said[0]
+    on = turn_dropout_on(small.config)
+    assert on.config.model.options["dropout"] == 0.1 and on.said == ["dropout turned on: dropout 0 -> 0.1"]
+    assert turn_dropout_on(on.config).config == on.config, "what is on stays as it is"
+
+
+def test_dropout_modules_without_an_option_are_turned_on() -> None:
+    config = config_of("tests.tools.verify.models:quiet_dropout", {"vocab_size": 17}, 8)
+    on = turn_dropout_on(config)
+    assert on.said == ["dropout turned on: nn.Dropout.p 0 -> 0.1"] and traits_of(on.config).has_dropout
+
+
+def test_dropout_stays_off_where_the_model_then_draws_by_itself() -> None:
+    config = config_of("tests.tools.verify.models:functional_dropout", {"vocab_size": 17, "dropout": 0.0}, 8)
+    on = turn_dropout_on(config)
+    assert on.config == config
+    (said,) = on.said
+    assert said.startswith("dropout stays off: layer ") and "draws from torch's random generator" in said

@@ -1,0 +1,48 @@
+"""Layers in which samples see each other are found by running them, and proven at the run's micro-batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ModelError
+from meshwright.launch.cli import main
+from meshwright.tools.verify import Layout, layout_config, open_feed, probed, traits_of
+from tests.tools.verify.cases import config_of
+
+
+def coupling(how: str) -> str:
+    config = layout_config(config_of("tests.tools.verify.coupled:build", {"how": how}, 6), Layout(), 4, "float64")
+    found = probed(traits_of(config), config, open_feed(config, True))
+    assert found.couples_samples == bool(found.coupling)
+    return found.coupling
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [("", ""), ("mean", "layer 3 (Block)"), ("largest", "layer 3 (Block)"), ("capacity", "layer 3 (Block)")],
+)
+def test_samples_that_see_each_other(how: str, found: str) -> None:
+    """With dropout on, whose masks are those of the samples."""
+    assert coupling(how) == found
+
+
+def test_a_layer_that_counts_its_calls() -> None:
+    with pytest.raises(
+        ModelError, match=r"layer 3 \(Block\) gives other numbers when it is given the same samples again"
+    ):
+        coupling("counting")
+
+
+@pytest.mark.slow
+def test_they_are_proven_at_the_size_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "capacity.toml"
+    path.write_text(
+        '[model]\nbuilder = "tests.tools.verify.coupled:build"\noptions = {how = "capacity"}\n[data]\ntrain = "none"\n'
+        "sequence_length = 6\n[batch]\nmicro_batch_size = 4\nglobal_batch = 16\n"
+    )
+    assert main(["verify", str(path), "--steps", "1", "--layouts", "dp2"]) == 0
+    said = capfd.readouterr().out
+    assert "micro_batch_size 4, as the run has it: the samples of one see each other (layer 3 (Block))" in said
+    assert "dp2,pp1,tp1,1f1b,zero1,mbs4" in said and "same numbers" in said
