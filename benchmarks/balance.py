@@ -32,7 +32,7 @@ from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.partition import partition
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tools.planner.balance import BALANCES, imbalance
-from tests.plain import plain_layers
+from tests.support.plain import plain_layers
 
 REPEATS = 60
 WARM_UP = 5

@@ -31,7 +31,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.library import library
 from meshwright.tools.verify import parse_layout, verify
-from tests.plain import plain_layers
+from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
 ROOT = Path(__file__).parents[1]

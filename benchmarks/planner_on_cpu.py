@@ -35,7 +35,7 @@ import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.launch.planning import measure_alone, measure_together, measure_whole
+from meshwright.launch.plans import measure_alone, measure_together, measure_whole
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh

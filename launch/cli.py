@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import UserError
 from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.words import Command, text
+from meshwright.launch.arguments.common import Command, text
 from meshwright.launch.jobs import say
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)

@@ -62,7 +62,7 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.planning import plan as planned
+    from meshwright.launch.plans import plan as planned
 
     planned(
         options.config,
@@ -78,7 +78,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.planning import calibrate as measure
+    from meshwright.launch.plans import calibrate as measure
 
     measure(options.out, options.ranks)
     return 0
@@ -99,7 +99,7 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.verifying import verify as proved
+    from meshwright.launch.verification import verify as proved
 
     return proved(options.config, overrides, options.layouts or [], options.steps, options.dtype, whole=options.whole)
 
@@ -172,10 +172,10 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
 
 
 def convert(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch import converting
+    from meshwright.launch import conversion
 
     put(
-        converting.convert(
+        conversion.convert(
             options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
         )
     )

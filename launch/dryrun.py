@@ -81,7 +81,7 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     hardware.check_dtype(config.train.dtype)
 
     def time_model(job: Job) -> StepTime:
-        from meshwright.launch.planning import practice_for
+        from meshwright.launch.plans import practice_for
         from meshwright.tools.dryrun.report import StepTime
         from meshwright.tools.planner.choices import choice_of
         from meshwright.tools.planner.layout_model import Workbench

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from meshwright.launch.arguments import looking, planning, stored, training
+from meshwright.launch.arguments import files, inspection, planning, training
 from meshwright.system.versions import own_version
 
 COMMANDS = (
@@ -18,16 +18,16 @@ COMMANDS = (
     planning.calibrate,
     planning.dryrun,
     training.verify,
-    stored.data,
-    stored.config,
-    stored.checkpoint,
-    stored.convert,
-    looking.status,
+    files.data,
+    files.config,
+    files.checkpoint,
+    files.convert,
+    inspection.status,
     training.evaluate,
     training.sample,
-    looking.report,
-    looking.plot,
-    looking.completion,
+    inspection.report,
+    inspection.plot,
+    inspection.completion,
 )
 """In the order in which help lists them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.launch import commands
-from meshwright.launch.arguments.words import Added, command, config_file, count, trust_code
+from meshwright.launch.arguments.common import Added, command, config_file, count, trust_code
 
 
 def mesh(added: Added) -> None:

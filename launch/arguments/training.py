@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from meshwright.launch import commands, jobs
-from meshwright.launch.arguments.words import (
+from meshwright.launch.arguments.common import (
     Added,
     command,
     config_file,

@@ -110,7 +110,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(corpora: Path) -> No
 def test_a_model_that_takes_no_boundaries(corpora: Path) -> None:
     config = config_of(corpora, document_boundaries=True)
     batch = {"micro_batch_size": 1, "chunks": 1, "global_batch": 1}
-    own = {"builder": "tests.builders:plain", "options": {"vocab_size": 257}}
+    own = {"builder": "tests.support.builders:plain", "options": {"vocab_size": 257}}
     tree = {**config.model_dump(exclude_unset=True), "model": own, "batch": batch, "parallel": {"dp": 1}}
     with pytest.raises(ModelError, match=r"With data\.document_boundaries the first layer is handed"):
         draw_blueprint(RunConfig.model_validate(tree))

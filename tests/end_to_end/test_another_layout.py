@@ -27,7 +27,7 @@ from tests.end_to_end.driving import (
     tensors,
     train,
 )
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 
 LAYOUTS = ["", "dp4,zero0", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
 MORE_LAYOUTS = ["", "dp2,zero1", "pp4", "tp2", "tp4,sequence", "dp2,tp2", "pp2,tp2"]

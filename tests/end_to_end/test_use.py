@@ -32,7 +32,7 @@ from meshwright.tools.inference.sample import check as check_sampling
 from meshwright.train import run_directory
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 
 LAYOUTS = ["", "dp2", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
 PROMPTS = ("the mesh waits. ", "a", "then the rank sends the loss of a stage in the step of the mesh and then")

@@ -16,7 +16,7 @@ from meshwright.launch.pool import RankError, RankPool
 from meshwright.tools.verify import default_layouts, parse_layout, traits_of, verify
 from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 
 VISION = Path(__file__).parents[2] / "examples" / "vision"
 

@@ -16,7 +16,7 @@ SET_ELSEWHERE = r"the value of parameter {} is set outside of {}\.reset_paramete
 
 
 def model(how: str) -> RunConfig:
-    return config_of("tests.given:build", {"how": how}, 6)
+    return config_of("tests.support.arguments:build", {"how": how}, 6)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def model(how: str) -> RunConfig:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_values_that_would_be_lost(how: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build_model("tests.given:build", {"how": how}, 0)
+        build_model("tests.support.arguments:build", {"how": how}, 0)
 
 
 @pytest.mark.parametrize("how", ["drawn again", "orthogonal by reset", "ones", "attention", "encoder", "weight norm"])
 def test_values_of_the_builder(how: str) -> None:
     """Drawn by name in the builder's distribution, biases that an outer reset zeroes included."""
     config = model(how)
-    found = build_model("tests.given:build", {"how": how}, 0)
+    found = build_model("tests.support.arguments:build", {"how": how}, 0)
     assert initial_problems(config, found) == []
     if how == "attention":
         assert not found.initial("1.attention.out_proj.bias").any()

@@ -20,8 +20,8 @@ from meshwright.tools.verify import layout_config, parse_layout, run_layout, ver
 
 
 def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:
-    """A resolved config for a model of ``tests/builders.py``, or one named in full."""
-    path = builder if ":" in builder else f"tests.builders:{builder}"
+    """A resolved config for a model of ``tests/support/builders.py``, or one named in full."""
+    path = builder if ":" in builder else f"tests.support.builders:{builder}"
     config = RunConfig.model_validate(
         {"model": {"builder": path, "options": options}, "data": {"train": "random", "sequence_length": 6}}
     )
@@ -62,22 +62,23 @@ def test_a_model_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_no_such_function() -> None:
     message = said("plane")
-    assert "model.builder = 'tests.builders:plane': tests.builders has no function plane" in message
-    assert "did you mean tests.builders:plain?" in message
+    assert "model.builder = 'tests.support.builders:plane': tests.support.builders has no function plane" in message
+    assert "did you mean tests.support.builders:plain?" in message
 
 
 def test_something_that_is_no_function() -> None:
-    assert "tests.builders has no function not_callable" in said("not_callable")
+    assert "tests.support.builders has no function not_callable" in said("not_callable")
 
 
 def test_an_unknown_option() -> None:
     message = said("plain", widht=8)
-    assert "model.options.widht: tests.builders:plain does not take it; did you mean width?" in message
+    assert "model.options.widht: tests.support.builders:plain does not take it; did you mean width?" in message
 
 
 def test_an_option_like_no_other() -> None:
-    assert "model.options.zzz: tests.builders:plain does not take it; it takes vocab_size, width, depth" in said(
-        "plain", zzz=1
+    assert (
+        "model.options.zzz: tests.support.builders:plain does not take it; it takes vocab_size, width, depth"
+        in said("plain", zzz=1)
     )
 
 
@@ -96,18 +97,18 @@ def test_missing_options_are_told_beside_unknown_ones() -> None:
 def test_a_missing_option_of_a_builder_that_takes_any() -> None:
     """``**more`` takes what we do not know, but what it lacks it lacks."""
     message = said("needs_much", vocab_size=17, colour="red")
-    assert "width" in message and "tests.builders:needs_much" in message
+    assert "width" in message and "tests.support.builders:needs_much" in message
 
 
 def test_a_builder_that_refuses_its_options() -> None:
     message = said("fails", vocab_size=13)
-    assert "tests.builders:fails with model.options {'vocab_size': 13} failed" in message
+    assert "tests.support.builders:fails with model.options {'vocab_size': 13} failed" in message
     assert "ValueError: vocab_size=13 is unlucky" in message
 
 
 def test_an_option_of_the_wrong_kind() -> None:
     message = said("plain", width="wide")
-    assert "tests.builders:plain with model.options {'width': 'wide'} failed at " in message
+    assert "tests.support.builders:plain with model.options {'width': 'wide'} failed at " in message
     assert "builders.py:" in message and ": TypeError: " in message
 
 
@@ -116,16 +117,16 @@ def test_an_option_of_the_wrong_kind() -> None:
 
 def test_no_sequential() -> None:
     message = said("not_a_sequential")
-    assert "tests.builders:not_a_sequential returned a Linear" in message
+    assert "tests.support.builders:not_a_sequential returned a Linear" in message
     assert "Return nn.Sequential(embedding, block, ..., head)" in message
 
 
 def test_an_empty_one() -> None:
-    assert "tests.builders:empty returned an empty nn.Sequential: there is nothing to train" in said("empty")
+    assert "tests.support.builders:empty returned an empty nn.Sequential: there is nothing to train" in said("empty")
 
 
 def test_one_without_parameters() -> None:
-    assert "tests.builders:without_parameters returned a model without parameters" in said("without_parameters")
+    assert "tests.support.builders:without_parameters returned a model without parameters" in said("without_parameters")
 
 
 def test_an_undeclared_tie() -> None:
@@ -142,11 +143,11 @@ def test_a_tie_to_no_parameter() -> None:
 def test_a_parameter_that_nobody_can_draw_again() -> None:
     """Said before any rank starts; a model with ``initialise`` does not need it."""
     with pytest.raises(ModelError) as raised:
-        build_model("tests.builders:without_reset", {}, 0)
+        build_model("tests.support.builders:without_reset", {}, 0)
     message = str(raised.value)
     assert "parameter 1.factor: Scale has no reset_parameters()" in message
     assert "Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)" in message
-    drawn = build_model("tests.builders:with_initialise", {}, 0).initial("1.factor")
+    drawn = build_model("tests.support.builders:with_initialise", {}, 0).initial("1.factor")
     assert drawn.shape == (8,) and float(drawn.min()) >= 0.5
 
 
@@ -190,20 +191,22 @@ def test_parameters_are_on_meta_and_buffers_are_real() -> None:
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     """Not on what was drawn before, nor on torch's generator; weights of equal shape differ."""
-    first = build_model("tests.builders:plain", {}, 3)
+    first = build_model("tests.support.builders:plain", {}, 3)
     torch.manual_seed(99)
-    second = build_model("tests.builders:plain", {}, 3)
+    second = build_model("tests.support.builders:plain", {}, 3)
     second.initial("3.bias")
     assert torch.equal(first.initial("1.weight"), second.initial("1.weight"))
     assert not torch.equal(first.initial("1.weight"), first.initial("3.weight"))
-    assert not torch.equal(first.initial("1.weight"), build_model("tests.builders:plain", {}, 4).initial("1.weight"))
+    assert not torch.equal(
+        first.initial("1.weight"), build_model("tests.support.builders:plain", {}, 4).initial("1.weight")
+    )
 
 
 def test_a_linear_s_weights_are_torch_s_own() -> None:
     """``reset_parameters`` of the module, not a scheme of ours: within U(-1/sqrt(I), 1/sqrt(I))."""
-    drawn = build_model("tests.builders:plain", {"width": 64}, 0).initial("1.weight")
+    drawn = build_model("tests.support.builders:plain", {"width": 64}, 0).initial("1.weight")
     assert 0.9 / 8 < float(drawn.abs().max()) <= 1 / 8
-    bias = build_model("tests.builders:plain", {"width": 64}, 0).initial("1.bias")
+    bias = build_model("tests.support.builders:plain", {"width": 64}, 0).initial("1.bias")
     assert 0 < float(bias.abs().max()) <= 1 / 8
 
 
@@ -224,17 +227,17 @@ def test_a_plain_sequential_that_knows_nothing_of_us(pool: RankPool) -> None:
     config = config_of("plain")
     report = verify(config, layouts, pool, global_batch=4, steps=3, random_tokens=True)
     assert report.passed, report.table()
-    assert "all 3 layouts agree" in report.table() and "tests.builders:plain, 433 parameters" in report.title
+    assert "all 3 layouts agree" in report.table() and "tests.support.builders:plain, 433 parameters" in report.title
 
 
 # ------------------------------------------------------------------------------- what would go wrong without a word
 
 
 def test_a_layer_in_two_places_stands_in_both() -> None:
-    model = build_model("tests.builders:repeated", {}, 0)
+    model = build_model("tests.support.builders:repeated", {}, 0)
     assert list(dict(model.layers.named_children())) == ["embedding", "act", "hidden", "act_again", "head"]
     assert "1.weight and 2.weight are one parameter, but tied_weights does not say so" in said("repeated_linear")
-    tied = build_model("tests.builders:repeated_linear", {"declared": True}, 0).layers
+    tied = build_model("tests.support.builders:repeated_linear", {"declared": True}, 0).layers
     assert len(list(tied.named_children())) == 4 and tied[1].weight is tied[2].weight
 
 
@@ -246,13 +249,13 @@ def test_a_layer_in_two_places_is_right_in_every_layout(pool: RankPool) -> None:
 
 
 def test_a_dropout_in_two_places_is_drawn_for_each() -> None:
-    layers = build_model("tests.builders:repeated", {"dropout": 0.5}, 0).layers
+    layers = build_model("tests.support.builders:repeated", {"dropout": 0.5}, 0).layers
     assert (layers.act.name, layers.act_again.name) == ("act", "act_again")
 
 
 def test_ties_that_share_a_name_are_one() -> None:
     ties = [["mid.weight", "emb.weight"], ["head.weight", "emb.weight"]]
-    model = build_model("tests.builders:overlapping_ties", {"ties": ties}, 0)
+    model = build_model("tests.support.builders:overlapping_ties", {"ties": ties}, 0)
     assert {model.canonical(name) for name in ("emb.weight", "mid.weight", "head.weight")} == {"emb.weight"}
     message = said("overlapping_ties", ties=[["mid.weight", "head.bias"]])
     assert "tied weights are one weight and have one shape, but mid.weight is (8, 8), head.bias is (8,)" in message

@@ -20,7 +20,7 @@ from meshwright.model.meter import Count, Meter, Reference, reference
 from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.recompute import recompute_parts
-from tests import builders
+from tests.support import builders
 
 BY = Reference("a device of round numbers", 1000.0, 10.0, fused=False)
 FUSED = BY._replace(fused=True)
@@ -51,7 +51,7 @@ class Apply(nn.Module):
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
-    layers = build_model("tests.builders:plain", {"vocab_size": 17, "width": 8, "depth": 1}, 0).layers
+    layers = build_model("tests.support.builders:plain", {"vocab_size": 17, "width": 8, "depth": 1}, 0).layers
     costs = count_layers(layers, ids(2, 6), ids(2, 6), BY)
     assert [cost.name for cost in costs] == ["0", "1", "2", "3"]
     products = [0.0, 2.0 * 2 * 6 * 8 * 8, 0.0, 2.0 * 2 * 6 * 8 * 17]

@@ -20,7 +20,7 @@ from meshwright.pipeline.values import (
     describe_value,
     meta_copy,
 )
-from tests import builders
+from tests.support import builders
 
 B, S, V = 2, 6, 17
 TOKENS = torch.zeros((B, S), dtype=torch.int64, device="meta")

@@ -29,7 +29,7 @@ OPTIONS = {"vocab_size": 64, "width": 16, "depth": 3}
     ],
 )
 def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimizer: float) -> None:
-    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
+    config = layout_config(config_of("tests.support.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
     [share] = rank_shares(draw_blueprint(config))
     assert share.num_parameters == ELEMENTS
     kept = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
@@ -52,7 +52,7 @@ def test_bytes_of_each_element(layout: str, dtype: str, gradients: float, optimi
 def test_bytes_of_each_element_with_offload(
     layout: str, dtype: str, weights: float, gradients: float, host: float
 ) -> None:
-    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
+    config = layout_config(config_of("tests.support.builders:plain", OPTIONS, 8), parse_layout(layout), 8, dtype)
     [share] = rank_shares(draw_blueprint(config))
     found = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, share.host_bytes)
     assert found == tuple(pytest.approx(each * ELEMENTS, abs=1) for each in (weights, gradients, 0, host))
@@ -77,7 +77,7 @@ def test_bytes_of_each_element_with_offload(
     ],
 )
 def test_what_sharding_costs_is_said(layout: str, line: str) -> None:
-    config = layout_config(config_of("tests.builders:plain", OPTIONS, 8), parse_layout(layout), 8, "float32")
+    config = layout_config(config_of("tests.support.builders:plain", OPTIONS, 8), parse_layout(layout), 8, "float32")
     assert line in summarise(draw_blueprint(config), ["here"] * 4)
 
 

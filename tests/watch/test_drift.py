@@ -222,7 +222,7 @@ CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
         "",
         [(Flip(0, "weight", "embedding.positions.weight"), "embedding.positions.weight differ after step 2: rank 0 ")],
     ),
-    ("pp3", "float32", "tests.builders:tied_to_the_head", []),
+    ("pp3", "float32", "tests.support.builders:tied_to_the_head", []),
     ("dp2,tp2,mbs2,sequence,full", "bfloat16", "", []),
     ("pp2", "float32", "tests.watch.builders:with_running_buffers", []),
     ("dp1", "float32", "", []),

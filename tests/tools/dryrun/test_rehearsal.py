@@ -16,7 +16,7 @@ from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.job import Job, plan_job
 from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
-from tests.live import RUNS, measured
+from tests.support.processes import RUNS, measured
 from tests.tools.dryrun.jobs import Planned, configured
 
 ALMOST = 256

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.launch.planning import bare
+from meshwright.launch.plans import bare
 from meshwright.tools.planner.hardware import Hardware, Link
 from meshwright.tools.planner.layout_model import Workbench
 from meshwright.tools.planner.profile import Practice

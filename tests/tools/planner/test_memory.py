@@ -13,7 +13,7 @@ from meshwright.tools.dryrun.rehearsal import grid_of
 from meshwright.tools.planner.layout_model import predicted_peaks
 from meshwright.tools.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
 from meshwright.tools.planner.profile import LayerProfile, Leaf, Practice
-from tests.live import RUNS, measured
+from tests.support.processes import RUNS, measured
 from tests.tools.planner.small import config
 
 KEPT = 1000

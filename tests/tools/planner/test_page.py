@@ -15,7 +15,7 @@ from meshwright.tools.planner.hardware import Link
 from meshwright.tools.planner.layout_model import Workbench
 from meshwright.tools.planner.page import page
 from meshwright.tools.planner.search import Plan, search
-from tests.chromium import CHROMIUM, Browser
+from tests.support.chromium import CHROMIUM, Browser
 from tests.tools.planner.small import hardware, workbench
 
 RGB = tuple[float, float, float]

@@ -13,7 +13,7 @@ from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tools.planner.operations import Kind, Tape, Work
 from meshwright.tools.planner.profile import LayerProfile, Practice, Said, paper_group, profile_layers
-from tests.live import Live
+from tests.support.processes import Live
 from tests.tools.planner.small import workbench
 
 B, S, D = 2, 16, 32

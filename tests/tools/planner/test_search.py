@@ -24,9 +24,9 @@ KINDS = {
     "llama": ("meshwright.models.llama:build", {}),
     "tied gpt2": ("meshwright.models.gpt2:build", {}),
     "t5": ("meshwright.models.t5:build", {"num_layers": 1}),
-    "plain": ("tests.builders:plain", {}),
-    "carrying": ("tests.builders:carrying", {}),
-    "frozen": ("tests.builders:frozen", {}),
+    "plain": ("tests.support.builders:plain", {}),
+    "carrying": ("tests.support.builders:carrying", {}),
+    "frozen": ("tests.support.builders:frozen", {}),
 }
 
 

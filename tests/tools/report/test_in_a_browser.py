@@ -10,7 +10,7 @@ import pytest
 from meshwright.mesh.grid import Grid
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
-from tests.chromium import CHROMIUM, Browser
+from tests.support.chromium import CHROMIUM, Browser
 from tests.tools.report.builders import make_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")

@@ -149,7 +149,9 @@ USERS: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_a_plain_model_that_knows_nothing_of_us(
     builder: str, options: dict[str, Any], layout: str, pool: RankPool, references: References
 ) -> None:
-    config = config_of(f"tests.builders:{builder}", {"vocab_size": 17, "width": 8, **options}, sequence_length=6)
+    config = config_of(
+        f"tests.support.builders:{builder}", {"vocab_size": 17, "width": 8, **options}, sequence_length=6
+    )
     agree(config, layout, 8, pool, references)
 
 
@@ -202,7 +204,7 @@ def test_fewer_key_value_heads_than_tp() -> None:
 
 
 def test_tp_for_a_model_without_a_plan() -> None:
-    said = refused(config_of("tests.builders:plain", {}, 6), "tp2", 4)
+    said = refused(config_of("tests.support.builders:plain", {}, 6), "tp2", 4)
     assert "sharding_plan splits nothing" in said and "parallel.tp = 1" in said
 
 

@@ -33,7 +33,7 @@ CONFIGS: dict[str, Any] = {
     "demo": lambda: prepared("configs/demo.toml"),
     "untied": lambda: prepared("configs/llama3-8b.toml"),
     "two stacks": lambda: prepared("configs/t5-demo.toml"),
-    "without a plan": lambda: config_of("tests.builders:plain", {"vocab_size": 17, "width": 8}, 8),
+    "without a plan": lambda: config_of("tests.support.builders:plain", {"vocab_size": 17, "width": 8}, 8),
     "without a sequence": lambda: prepared("examples/vision/config.toml", "--model.options.sharded=true"),
     "running buffers": lambda: prepared("examples/vision/convnet.toml"),
 }

@@ -20,7 +20,7 @@ LENGTH = 6
 
 
 def hard(name: str = "build", **options: str) -> RunConfig:
-    return config_of(f"tests.hard_models:{name}", {"vocab_size": 13, **options}, LENGTH)
+    return config_of(f"tests.support.hard_models:{name}", {"vocab_size": 13, **options}, LENGTH)
 
 
 @pytest.fixture(scope="module")

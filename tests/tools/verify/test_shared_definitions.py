@@ -82,7 +82,7 @@ def test_what_decays_by_name() -> None:
 
 def test_an_initial_value_is_drawn_under_its_name() -> None:
     """BLAKE2b of "seed / initialise / name", 63 bits, seeds torch's generator for the whole tensor."""
-    model = build_model("tests.builders:plain", {"vocab_size": 17, "width": 8}, 7)
+    model = build_model("tests.support.builders:plain", {"vocab_size": 17, "width": 8}, 7)
     digest = hashlib.blake2b(b"7\x1finitialise\x1f1.weight", digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
     assert torch.equal(model.initial("1.weight"), torch.nn.Linear(8, 8).weight.detach())
@@ -99,7 +99,7 @@ def test_the_samples_of_a_step_are_windows_of_the_corpus_file(tmp_path: Path) ->
     write(tmp_path / "corpus", [tokens], 97)
     raw = np.frombuffer((tmp_path / "corpus.bin").read_bytes(), dtype=np.uint16)
     assert np.array_equal(raw, tokens)
-    config = config_of("tests.builders:plain", {"vocab_size": 97, "width": 8}, length)
+    config = config_of("tests.support.builders:plain", {"vocab_size": 97, "width": 8}, length)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": str(tmp_path / "corpus")})})
     feed = open_feeds(config)[0]
     seen = []

@@ -144,7 +144,7 @@ def test_replicas_say_twice_their_gradients_per_step(layout: str, pool: RankPool
     """2 M (d-1)/d for DDP and for ZeRO-1 alike, whatever the number of micro-batches; M: bytes of all gradients."""
     parsed = parse_layout(layout)
     size = SIZE if parsed.dp != 3 else SIZE._replace(global_batch=6)
-    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    config = config_of("tests.support.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_bytes": 3000})})
     d, num_parameters, elements = parsed.dp, 9, 61 * 16 + 3 * (16 * 16 + 16) + 16 * 61 + 61
     text = layout_config(config, parsed, size.global_batch, "float32").model_dump_json()
@@ -162,7 +162,7 @@ def test_replicas_say_twice_their_gradients_per_step(layout: str, pool: RankPool
 
 def test_hybrid_sharding_says_across_the_pairs_only_a_shard_of_it(pool: RankPool) -> None:
     """Among f neighbours 2 M (f-1)/f, and across r = d/f groups 2 (M/f) (r-1)/r: the links between nodes carry less."""
-    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    config = config_of("tests.support.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
     text = layout_config(config, parse_layout("dp4,shard2,mbs2"), SIZE.global_batch, "float32").model_dump_json()
     for found in pool.run(measure, 4, text):
         message = sum(found.bucket_bytes)
@@ -173,7 +173,7 @@ def test_hybrid_sharding_says_across_the_pairs_only_a_shard_of_it(pool: RankPool
 
 def test_sharded_gradients_are_said_after_each_micro_batch(pool: RankPool) -> None:
     """chunks M (d-1)/d, and M (d-1)/d of weights; or, reduced once, what ZeRO-1 says."""
-    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    config = config_of("tests.support.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
     for text, times in (("dp2,zero2", SIZE.global_batch // 2), ("dp2,zero2,step", 1)):
         for found in measured(config, text, pool):
             message = sum(found.bucket_bytes)
@@ -183,7 +183,7 @@ def test_sharded_gradients_are_said_after_each_micro_batch(pool: RankPool) -> No
 
 def test_sharded_weights_are_said_twice_for_each_micro_batch(pool: RankPool) -> None:
     """3 chunks M (d-1)/d, or with sums once in a step (2 chunks + 1) M (d-1)/d; M with rows up to a multiple of d."""
-    config = config_of("tests.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
+    config = config_of("tests.support.builders:plain", {"vocab_size": 61, "width": 16, "depth": 3}, S)
     rows = [(61, 16)] + 3 * [(16, 16), (16, 1)] + [(61, 16), (61, 1)]
     for text, times in (("dp2,zero3", SIZE.global_batch // 2), ("dp2,zero3,step", 1)):
         for found in measured(config, text, pool):
@@ -207,7 +207,7 @@ def test_a_weight_that_layers_share_is_gathered_once_in_a_step(pool: RankPool) -
 
 def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:
     """M (d-1)/d of gradients, and half of that of weights."""
-    for found in measured(config_of("tests.builders:plain", {"vocab_size": 16}, S), "dp2", pool, "bfloat16"):
+    for found in measured(config_of("tests.support.builders:plain", {"vocab_size": 16}, S), "dp2", pool, "bfloat16"):
         message = sum(found.bucket_bytes)
         assert found.own["dp", "reduce_scatter"][1] == message / 2
         assert found.own["dp", "all_gather"][1] == message / 4
@@ -281,7 +281,7 @@ def test_a_border_says_one_activation_each_way(layout: str, pool: RankPool) -> N
 
 def test_integers_and_what_skips_a_stage_are_sent_too(pool: RankPool) -> None:
     """Forward all tensors of the value, backward the gradients of those that need one."""
-    config = config_of("tests.builders:carrying", {"vocab_size": 16, "width": 8, "depth": 2}, S)
+    config = config_of("tests.support.builders:carrying", {"vocab_size": 16, "width": 8, "depth": 2}, S)
     config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"balance": [2, 3]})})
     first, last = measured(config, "pp2", pool)
     x, ids, mask = S * 8 * FLOAT, S * 8, S * 8

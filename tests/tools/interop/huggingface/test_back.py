@@ -14,12 +14,12 @@ from meshwright.config import RunConfig
 from meshwright.data.feeds import open_feeds
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError, DataError, ModelError
-from meshwright.launch.converting import convert
+from meshwright.launch.conversion import convert
 from meshwright.launch.pool import RankPool
 from meshwright.tools.interop.huggingface.restructure.export import export
 from meshwright.tools.interop.huggingface.restructure.library import library
 from meshwright.train import run_directory, work
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
 

@@ -18,14 +18,14 @@ from meshwright.checkpoint import find
 from meshwright.config import keep, load, parse
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.words import size
+from meshwright.launch.arguments.common import size
 from meshwright.launch.cli import main, split_overrides
 from meshwright.launch.pool import RankPool
 from meshwright.tools.interop.huggingface.convert.exporting import take
 from meshwright.tools.interop.huggingface.convert.families import FAMILIES
 from meshwright.train import run_directory
 from tests.end_to_end.driving import initial_weights, layout, run_config
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
 from tests.tools.interop.huggingface.test_convert_families import files, same_bits

@@ -17,7 +17,7 @@ from meshwright.checkpoint import find
 from meshwright.tools.interop.huggingface.convert.exporting import take
 from meshwright.tools.interop.huggingface.convert.importing import bring
 from tests.end_to_end.driving import differing, tensors
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
 from tests.tools.interop.huggingface.theirs import CASES

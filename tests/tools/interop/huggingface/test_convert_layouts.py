@@ -26,7 +26,7 @@ from meshwright.tools.reshard import reshard
 from meshwright.tools.verify import parse_layout
 from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
-from tests.plain import load_plain
+from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
 from tests.tools.interop.huggingface.test_convert_families import files, same_bits

@@ -18,7 +18,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
 from meshwright.model.build import build_model
 from meshwright.tools.verify import layout_config, parse_layout
-from tests.plain import plain_layers
+from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
 

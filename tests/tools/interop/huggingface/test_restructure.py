@@ -15,7 +15,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.model.build import PlainModel, build_model
 from meshwright.tools.interop.huggingface.restructure.library import library
 from meshwright.tools.verify import parse_layout, verify
-from tests.plain import plain_layers
+from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
 LATER = partial(pytest.param, marks=pytest.mark.all_layouts)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwright.launch import commands
 from meshwright.launch import data as corpora
-from meshwright.launch.arguments.words import Added, command, config_file, count, size, text, trust_code, whole
+from meshwright.launch.arguments.common import Added, command, config_file, count, size, text, trust_code, whole
 
 
 def data(added: Added) -> None:

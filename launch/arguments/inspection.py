@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.launch import commands
-from meshwright.launch.arguments.words import Added, command
+from meshwright.launch.arguments.common import Added, command
 
 
 def status(added: Added) -> None:

@@ -1,6 +1,6 @@
 """Models as users write them, in plain torch: small ones that work, and one for each way to break the contract.
 
-Named in a config as ``tests.builders:plain``. None of them knows of a rank, and most carry no attribute at all.
+Named in a config as ``tests.support.builders:plain``. None of them knows of a rank, and most carry no attribute at all.
 """
 
 from __future__ import annotations
