@@ -1,4 +1,4 @@
-"""Rules of docs/CONTRIBUTING prose that a program can check: how docstrings open, and words that code cannot do.
+"""Rules of the prose that a program can check: how docstrings open, and words that code cannot do.
 
 python tests/support/prose.py framework/mesh        prints what breaks a rule below a folder, and counts
 """
@@ -9,11 +9,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-VERBS = frozenset(
-    """
+_LIST = """
     accept accumulate activate add advance align all-gather all-reduce allocate allow append apply arrange assemble
     assert assign attach average await backpropagate balance begin bind block bound bring broadcast build cache
     calculate calibrate call cap capture carry cast change check choose clamp clean clear clip clone close collect
@@ -36,8 +36,8 @@ VERBS = frozenset(
     store stream strip submit subtract sum summarise support suppress swap switch sync synchronise take terminate test
     time touch trace track train transform translate transpose traverse trim truncate try turn undo unflatten unpack
     unshard untie update upload use validate verify view visit wait walk warm warn watch weigh wrap write yield zero
-    """.split()
-)
+"""
+VERBS = frozenset(_LIST.split())
 """Imperative verbs that a function's docstring may open with. Another one is added here."""
 
 QUESTIONS = re.compile(r"^(what|who|whose|whether|where|which|how|why|when|of|and|or|that|they|it|there|here)\b", re.I)
@@ -75,7 +75,7 @@ def docstrings(tree: ast.Module) -> Iterator[Docstring]:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
-        for before, after in zip(body, body[1:], strict=False):
+        for before, after in pairwise(body):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if is_text and isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after.value.value, str):
                 yield Docstring("attribute", after.lineno, after.value.value)
