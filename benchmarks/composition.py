@@ -24,7 +24,7 @@ from task import (
     LEARNING_RATE,
     MICRO_BATCH_SIZE,
     NUM_HEADS,
-    Feed,
+    Samples,
     decay_groups,
     plain_model,
     run_config,
@@ -157,13 +157,13 @@ class Composition:
         self.schedule = Schedule1F1B(
             stage, n_microbatches=self.per_replica // MICRO_BATCH_SIZE, loss_fn=token_mean_loss, scale_grads=True
         )
-        self.feed = Feed()
+        self.samples = Samples()
         self.samples_seen = 0
 
     def step(self) -> Shown:
         """One optimizer step; the loss is known on the last stage, and 0 elsewhere."""
         self.optimizer.zero_grad()
-        tokens, labels = self.feed.rows(self.samples_seen + self.dp_rank * self.per_replica, self.per_replica)
+        tokens, labels = self.samples.rows(self.samples_seen + self.dp_rank * self.per_replica, self.per_replica)
         losses: list[Tensor] = []
         with loss_parallel():
             self.schedule.step(

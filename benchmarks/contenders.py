@@ -18,7 +18,7 @@ from task import (
     GLOBAL_BATCH,
     LEARNING_RATE,
     MICRO_BATCH_SIZE,
-    Feed,
+    Samples,
     adamw,
     decay_groups,
     plain_model,
@@ -74,7 +74,7 @@ class TorchLoop:
         self.model = model
         self.optimizer = optimizer
         self.parameters = list(model.parameters())
-        self.feed = Feed()
+        self.samples = Samples()
         self.per_replica = GLOBAL_BATCH // dp
         self.chunks = self.per_replica // MICRO_BATCH_SIZE
         self.dp_rank = dp_rank
@@ -87,7 +87,7 @@ class TorchLoop:
         loss_sum = torch.zeros(())
         for m in range(self.chunks):
             first = self.samples_seen + self.dp_rank * self.per_replica + m * MICRO_BATCH_SIZE
-            tokens, labels = self.feed.rows(first, MICRO_BATCH_SIZE)
+            tokens, labels = self.samples.rows(first, MICRO_BATCH_SIZE)
             loss = token_mean_loss(self.model(tokens), labels) / self.chunks
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
@@ -110,7 +110,7 @@ class Ours:
         config = run_config(dp, pp, tp, zero=zero, tied=tied)
         update = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
         self.mesh = open_mesh(Grid(pp, dp, tp), "cpu")
-        self.parts = build(config.model_copy(update=update), self.mesh, (Feed(), None))
+        self.parts = build(config.model_copy(update=update), self.mesh, (Samples(), None))
 
     def step(self) -> Shown:
         """The framework's own step."""

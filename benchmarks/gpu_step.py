@@ -95,13 +95,10 @@ class Tokens:
         shape = (8, job.micro_batch_size, job.sequence_length + 1)
         self.windows = torch.randint(job.options["vocab_size"], shape, generator=generator)
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :class:`meshwright.data.feeds.Source` has it."""
-        first = samples_seen + m * micro_batch_size
-        window = self.windows[first // micro_batch_size % len(self.windows)]
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous(), torch.arange(first, first + micro_batch_size)
+    def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, labels), both (B, S), of the micro-batch that these sample indices begin."""
+        window = self.windows[indices[0] // len(indices) % len(self.windows)]
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 class Ours:
@@ -156,8 +153,9 @@ class Plain:
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         for m in range(job.chunks):
-            found = self.tokens.microbatch(self.samples_seen, 0, 1, job.micro_batch_size, job.chunks, m)
-            tokens, labels = (tensor.to(self.device) for tensor in found[:2])
+            first = self.samples_seen + m * job.micro_batch_size
+            found = self.tokens.read(range(first, first + job.micro_batch_size))
+            tokens, labels = (tensor.to(self.device) for tensor in found)
             with torch.autocast(self.device.type, torch.bfloat16):
                 logits = self.model(tokens)
             loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) / job.chunks

@@ -43,7 +43,7 @@ from measure import race
 from report import conclude, environment, repeats_of, spread
 from rich.console import Console
 from rich.table import Table
-from task import Feed, run_config
+from task import Samples, run_config
 
 from meshwright.build import build
 from meshwright.launch.pool import RankPool
@@ -151,7 +151,7 @@ def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tu
     config = run_config(1, world_size, 1)
     options = config.model.options | SAVED
     config = config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
-    parts = build(config, open_mesh(Grid(world_size, 1, 1), "cpu"), (Feed(), None))
+    parts = build(config, open_mesh(Grid(world_size, 1, 1), "cpu"), (Samples(), None))
     saver = Saver(parts, Path(directory), lambda text: None)
     found = []
     for _ in range(num_saves + 1):  # the first warms up

@@ -23,7 +23,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,28 +154,26 @@ CASES = [
 ]
 
 
-class RandomFeed:
-    """Samples of the right shape, drawn anew each time. A :class:`meshwright.data.feeds.Source`."""
+class RandomSource:
+    """Samples of the right shape, drawn anew each time. A :class:`meshwright.data.sources.Source`."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.batch.micro_batch_size is not None
         self._inputs, self._labels = example(config, config.batch.micro_batch_size)
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """Token ids that no model takes for padding."""
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return token ids that no model takes for padding."""
 
         def drawn(outline: Tensor) -> Tensor:
             return torch.randint(1, 400, outline.shape)
 
-        return tree_map(drawn, self._inputs), drawn(self._labels), torch.arange(micro_batch_size)
+        return tree_map(drawn, self._inputs), drawn(self._labels)
 
 
 def measure(rank: int, world_size: int, config_json: str) -> int:
     """The most live bytes of this rank in its third step."""
     config = parse(config_json)
-    feed = RandomFeed(config)
+    feed = RandomSource(config)
     with Observer() as observer:
         parts = build(config, open_mesh(grid_of(config), "cpu"), (feed, None))
         for _ in range(2):

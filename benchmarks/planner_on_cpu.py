@@ -29,7 +29,7 @@ import torch
 from report import conclude, environment
 from rich.console import Console
 from rich.table import Table
-from task import Feed, run_config
+from task import Samples, run_config
 
 import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
@@ -90,7 +90,7 @@ def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[f
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    parts = build(config, mesh, (Feed(), None))
+    parts = build(config, mesh, (Samples(), None))
     found = []
     for _ in range(steps + 1):
         mesh.world.barrier()

@@ -6,7 +6,7 @@ replica among eight takes 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,8 @@ def sample_table() -> Tensor:
     return torch.randint(VOCAB_SIZE, (NUM_SAMPLES, SEQUENCE_LENGTH + 1), generator=generator)
 
 
-class Feed:
-    """Samples by their global index, the same for both sides. A :class:`meshwright.data.feeds.Source`."""
+class Samples:
+    """Samples by their index, the same for both sides. A :class:`meshwright.data.sources.Source`."""
 
     def __init__(self) -> None:
         self.table = sample_table()
@@ -91,12 +91,9 @@ class Feed:
         rows = self.table[first : first + count]
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Micro-batch m of a replica, as the framework numbers them."""
-        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
-        return *self.rows(first, micro_batch_size), torch.arange(first, first + micro_batch_size)
+    def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, labels), both (B, S), of consecutive sample indices."""
+        return self.rows(indices[0], len(indices))
 
 
 def initial_model(*, tied: bool) -> PlainModel:

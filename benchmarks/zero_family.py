@@ -49,7 +49,7 @@ from observe import Observer
 from report import Pair, conclude, environment, ratio_row
 from rich.console import Console
 from rich.table import Table
-from task import BUILDER, SEED, Feed, adamw, model_options, run_config
+from task import BUILDER, SEED, Samples, adamw, model_options, run_config
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -182,7 +182,7 @@ def held_bytes(parts: Parts) -> dict[str, int]:
     return held
 
 
-class ShortFeed(Feed):
+class ShortSamples(Samples):
     """Fewer tokens: what lies there at rest does not know of them, and bfloat16 is slow on a CPU."""
 
     def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
         data = config.data.model_copy(update={"sequence_length": SHORT})
         parallel = config.parallel.model_copy(update={"bucket_bytes": BUCKET_BYTES})
         config = config.model_copy(update={"data": data, "parallel": parallel})
-        parts = build(config, open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu"), (ShortFeed(), None))
+        parts = build(config, open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu"), (ShortSamples(), None))
         for _ in range(2):
             _step(parts)
         at_rest = observer.live_bytes()
@@ -283,7 +283,7 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
     """After a step that warms up."""
     with Observer() as observer:
         mesh = open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu")
-        parts = build(config_for(layout, "float32"), mesh, (Feed(), None))
+        parts = build(config_for(layout, "float32"), mesh, (Samples(), None))
         _step(parts)
         mesh.traffic.reset()
         observer.restart()
@@ -421,7 +421,7 @@ class LargeOurs(Ours):
         model = config.model.model_copy(update={"options": {**model_options(tied=True), **LARGE}})
         parallel = config.parallel.model_copy(update=keys)
         self.mesh = mesh
-        self.parts = build(config.model_copy(update={"model": model, "parallel": parallel}), mesh, (Feed(), None))
+        self.parts = build(config.model_copy(update={"model": model, "parallel": parallel}), mesh, (Samples(), None))
 
 
 def large_ddp() -> Contender:

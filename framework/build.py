@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
-from meshwright.data.feeds import AnyFeed, Source, open_feeds
-from meshwright.data.samples import Feed, validation_steps
-from meshwright.data.span_corruption import SpanCorruptionFeed
+from meshwright.data.causal import CorpusSource
+from meshwright.data.sources import Source, data_fingerprint, open_sources
+from meshwright.data.span_corruption import SpanCorruptionSource
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.replica import Replica, StageReplica, members_of
 from meshwright.data_parallel.sharding import Member, Sharding, Tie
@@ -27,11 +25,11 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.optimizer.flat import FlatOptimizer, Shard
 from meshwright.optimizer.host_memory import HostMemory
-from meshwright.parts import Forward, Parts
-from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.parts import Parts
+from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import Context, recompute_parts
 from meshwright.pipeline.stage import Stage
-from meshwright.pipeline.values import Loss, cast_floats, cross_entropy
+from meshwright.pipeline.values import Loss, cross_entropy
 from meshwright.seeding import Draw
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
@@ -115,20 +113,20 @@ def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
 def build(
     config: RunConfig,
     mesh: Mesh,
-    feeds: tuple[Source, Source | None] | None = None,
+    sources: tuple[Source, Source | None] | None = None,
     blueprint: Blueprint | None = None,
 ) -> Parts:
     """Put one rank's parts together. Every rank calls it, in step; ``config`` is resolved.
 
-    ``feeds``: training and validation; None opens the corpora that the config names. ``blueprint``: this rank's, drawn
-    already and nobody else's: its layers become the rank's own.
+    ``sources``: training and validation; None opens the corpora that the config names. ``blueprint``: this rank's,
+    drawn already and nobody else's: its layers become the rank's own.
     """
     blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
-    training, validation = open_feeds(config) if feeds is None else feeds
-    for feed in (training, validation):
-        if isinstance(feed, Feed | SpanCorruptionFeed):
-            feed.corpus.open()
+    training, validation = open_sources(config) if sources is None else sources
+    for source in (training, validation):
+        if isinstance(source, CorpusSource | SpanCorruptionSource):
+            source.corpus.open()
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
@@ -169,7 +167,9 @@ def build(
         end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
-    return Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation)
+    return Parts(
+        config, mesh, blueprint, executor, replicas, optimizer, training, validation, data_fingerprint(training)
+    )
 
 
 def make_stage(
@@ -269,42 +269,3 @@ def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
         return None
     directory = config.parallel.offload_directory
     return HostMemory(device, None if directory is None else Path(directory))
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """On CUDA by way of pinned memory: the copy of any other waits until the GPU has done all that was asked before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-@dataclass
-class StepFeed:
-    """The micro-batches of the step that starts at ``samples_seen``, for this replica, on this device."""
-
-    parts: Forward
-    source: Source
-    samples_seen: int
-
-    def microbatch(self, m: int) -> Microbatch:
-        """Read one; the seconds that takes are added to the parts' ``data_s``."""
-        parts, mesh = self.parts, self.parts.mesh
-        start_s = time.perf_counter()
-        micro_batch_size, chunks, _ = batch_numbers(parts.config)
-        found = self.source.microbatch(self.samples_seen, mesh.at.dp_rank, mesh.grid.dp, micro_batch_size, chunks, m)
-        parts.data_s += time.perf_counter() - start_s
-        dtype = DTYPES[parts.config.train.dtype]
-        inputs, labels, indices = (tree_map(lambda leaf: _to_device(leaf, mesh.device), part) for part in found)
-        return Microbatch(cast_floats(inputs, dtype), cast_floats(labels, dtype), indices)
-
-    def sample_indices(self, m: int) -> Tensor:
-        """(B,) int64 on this device: a step is one run of indices, replicas and their micro-batches in order."""
-        micro_batch_size, chunks, _ = batch_numbers(self.parts.config)
-        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
-        return torch.arange(first, first + micro_batch_size, device=self.parts.mesh.device)
-
-
-def validation_batches(parts: Parts) -> int:
-    """Global batches in one validation; 0 without validation data."""
-    if not isinstance(parts.validation, AnyFeed):
-        return 0
-    global_batch = batch_numbers(parts.config).global_batch
-    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)

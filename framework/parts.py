@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import Behind
 from meshwright.config import RunConfig
-from meshwright.data.feeds import Source
+from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
@@ -53,8 +53,11 @@ class Parts(Forward):
 
     replicas: dict[int, Replica]
     optimizer: FlatOptimizer
-    feed: Source
+    source: Source
+    """Training samples."""
     validation: Source | None
+    data_fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
     last: Result | None = None
     """What the last step's row has brought: when each action ran."""

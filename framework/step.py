@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from meshwright.blueprint import batch_numbers
-from meshwright.build import StepFeed, validation_batches
-from meshwright.data.feeds import Source
+from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.data.causal import validation_steps
+from meshwright.data.sources import AnySource, Source
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import Forward, Parts
-from meshwright.pipeline.executor import Result
+from meshwright.pipeline.executor import Microbatch, Result
+from meshwright.pipeline.values import cast_floats
 from meshwright.watch.nonfinite.guard import refuse
 
 
@@ -42,6 +46,56 @@ class StepStats(NamedTuple):
     """The run's directory, or its lock, is not what it was when the run began."""
 
 
+@dataclass
+class StepFeed:
+    """The micro-batches of one step for this replica, on this rank's device.
+
+    NOTE [sample indices]: step s of a run trains on the sample indices from samples_seen on, global_batch of them. The
+    micro-batch m of replica dp_rank is the run of micro_batch_size indices that begins at samples_seen + (dp_rank x
+    chunks + m) x micro_batch_size. This is the only place that knows: sources of samples answer to indices, on any
+    layout, and a run resumes from one number.
+    """
+
+    parts: Forward
+    source: Source
+    samples_seen: int
+
+    def indices(self, m: int) -> range:
+        """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
+        micro_batch_size, chunks, _ = batch_numbers(self.parts.config)
+        assert 0 <= m < chunks, (m, chunks)
+        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
+        return range(first, first + micro_batch_size)
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read micro-batch ``m`` and begin its copy to the device; add the seconds to the parts' ``data_s``."""
+        parts, device = self.parts, self.parts.mesh.device
+        start_s = time.perf_counter()
+        found = self.source.read(self.indices(m))
+        parts.data_s += time.perf_counter() - start_s
+        dtype = DTYPES[parts.config.train.dtype]
+        inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in found)
+        return Microbatch(cast_floats(inputs, dtype), cast_floats(labels, dtype), self.sample_indices(m))
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Return :meth:`indices` as (B,) int64 on the device."""
+        indices = self.indices(m)
+        return torch.arange(indices.start, indices.stop, device=self.parts.mesh.device)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device; on CUDA from pinned memory, so that the host does not wait for the GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def validation_batches(parts: Parts) -> int:
+    """Return the global batches of one validation; 0 without validation data."""
+    if not isinstance(parts.validation, AnySource):
+        return 0
+    global_batch = batch_numbers(parts.config).global_batch
+    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)
+
+
 def take_step(parts: Parts) -> StepStats:
     """One optimizer step on the next global batch.
 
@@ -54,7 +108,7 @@ def take_step(parts: Parts) -> StepStats:
         replica.begin_step()
     skips = parts.config.watch.on_nonfinite == "skip"
     running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
-    feed = StepFeed(parts, parts.feed, parts.state.samples_seen)
+    feed = StepFeed(parts, parts.source, parts.state.samples_seen)
     parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))
     parts.last = parts.executor.run(feed)
     (stats,) = found

@@ -20,9 +20,9 @@ from meshwright.checkpoint import find
 from meshwright.checkpoint.files import to_stderr
 from meshwright.checkpoint.space import check_space, checkpoint_bytes
 from meshwright.config import RunConfig, keep, resolve
+from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus, unigram_entropy
-from meshwright.data.feeds import describe_feed, open_feeds
-from meshwright.data.samples import Feed
+from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources
 from meshwright.errors import CheckpointError, ConfigError, DriftError, NonFiniteError, Preempted, RunFilesError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
@@ -32,7 +32,7 @@ from meshwright.parts import Parts
 from meshwright.run.files import RunFiles, check_run_files
 from meshwright.run.lock import alone_in
 from meshwright.run.peaks import note_peaks
-from meshwright.run.resume import corpus_times, resume
+from meshwright.run.resume import resume
 from meshwright.run.saving import Saver, check_manifest
 from meshwright.run.starts import note_start
 from meshwright.run.summary import WIDTH, summarise
@@ -66,8 +66,8 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     """
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
-    feed, _ = open_feeds(config)
-    check_manifest(blueprint, feed)
+    source, _ = open_sources(config)
+    check_manifest(blueprint, data_fingerprint(source))
     check_space(
         make_directory(config),
         checkpoint_bytes(saved_weights(blueprint), len(states_of(config.optimizer))),
@@ -128,14 +128,14 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     parts.files_lost = files.are_lost
     say = speak if mesh.rank == 0 else _keep_quiet
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
-    if of_data := describe_feed(parts.feed, config.train.steps * batch_numbers(config).global_batch):
+    if of_data := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
         say(of_data)
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
         keep(directory, config)
         if parts.state.step < config.train.steps:
             parts.restarts = note_start(
-                directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.feed), say
+                directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.source), say
             )
         files.remember()
     tracker = build_tracker(
@@ -304,7 +304,7 @@ def _against_unigrams(parts: Parts, validation_loss: float) -> str:
     """The last validation loss above what token frequencies alone would give, where the corpus knows that."""
     said = f"validation loss  {validation_loss:.4f} nats per {parts.blueprint.example.unit[:-1]}"
     feed = parts.validation
-    if isinstance(feed, Feed) and isinstance(feed.corpus, Corpus) and feed.corpus.known:
+    if isinstance(feed, CorpusSource) and isinstance(feed.corpus, Corpus) and feed.corpus.known:
         nats = unigram_entropy(feed.corpus).nats
         said += f"\nunigram entropy  {nats:.4f}, of the same text: the loss of who knows token frequencies alone"
     return said

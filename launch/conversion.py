@@ -90,7 +90,7 @@ def brought(source: Path, run: Path, done: Brought) -> str:
         f"{source}: {done.family.architecture}, {done.config.model.builder}",
         f"  {options}",
         f"{done.path}: {len(tensors):,} tensors, {memory(sum(map(size_of, tensors)))}",
-        *([f"{run / 'huggingface'}: {', '.join(done.companions)}"] if done.companions else []),
+        *([f"{run / 'huggingface'}: {', '.join(done.side_files)}"] if done.side_files else []),
         *(f"note: {note}" for note in done.notes),
     ]
     if corpus == run / CORPUS / "train" and not corpus.with_name(f"{corpus.name}.bin").exists():

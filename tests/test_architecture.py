@@ -271,9 +271,9 @@ def test_no_import_cycles_between_rooms() -> None:
         ("meshwright.pipeline.stage", "from ..data_parallel import buckets", "pipeline may import"),
         ("meshwright.tensor_parallel", "from ..pipeline import stage", "tensor_parallel may import"),
         ("meshwright.checkpoint.save", "from meshwright.data_parallel.buckets import Bucket", "checkpoint may import"),
-        ("meshwright.data.samples", "from meshwright.build import Parts", "data may import"),
+        ("meshwright.data.causal", "from meshwright.build import Parts", "data may import"),
         ("meshwright.run.resume", "from meshwright.train import work", "train is on top"),
-        ("meshwright.data.samples", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
+        ("meshwright.data.causal", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
         ("meshwright.launch.cli", "import megatron.core", "only meshwright.tensor"),
         (
             "meshwright.tools.interop.huggingface.convert.exporting",

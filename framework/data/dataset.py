@@ -11,7 +11,7 @@ the same sample in every process: that is all that layouts, resuming and verify 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils.data import default_collate
 from meshwright.config import RunConfig
 from meshwright.config.functions import find_function, place
 from meshwright.data.corpus import IGNORE
-from meshwright.data.samples import Microbatch
 from meshwright.errors import DataError
 
 
@@ -92,8 +91,8 @@ def _sha256(sample: tuple[Any, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class DatasetFeed(NamedTuple):
-    """A dataset and the order in which a run goes through it; see :class:`meshwright.data.samples.Feed`."""
+class DatasetSource(NamedTuple):
+    """A dataset and the order in which a run goes through it; see :class:`meshwright.data.causal.CorpusSource`."""
 
     samples: Samples
     order: Callable[[int], int | None]
@@ -103,18 +102,14 @@ class DatasetFeed(NamedTuple):
         """Of the dataset."""
         return self.samples.num_samples
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> Microbatch:
-        """Micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``.
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return (inputs, each tensor (B, ...), labels (B, ...)) of these sample indices of the run.
 
-        Past the end of what is read once, sample 0 stands there with labels that do not count.
+        Past the end of a dataset that is read once, rows are sample 0 with IGNORE labels.
         """
-        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
-        indices = range(first, first + micro_batch_size)
         rows = [self._row(index) for index in indices]
         inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
-        return Microbatch(inputs, labels, torch.tensor(list(indices), dtype=torch.int64))
+        return inputs, labels
 
     def _row(self, index: int) -> tuple[Any, Tensor]:
         number = self.order(index)

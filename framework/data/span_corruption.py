@@ -17,7 +17,7 @@ so the same in every layout, after a resume, and another one when the text comes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from meshwright.data.corpus import IGNORE, Blend, Corpus
 from meshwright.data.indexed import mask_path
 from meshwright.data.order import permute, round_keys
-from meshwright.data.samples import Microbatch
 from meshwright.errors import DataError
 from meshwright.seeding import derive
 
@@ -156,8 +156,8 @@ def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None
     return corpus
 
 
-class SpanCorruptionFeed(NamedTuple):
-    """A corpus of windows, see :func:`open_corpus`, and the order in which a run goes through it."""
+class SpanCorruptionSource(NamedTuple):
+    """A corpus of windows, see :func:`open_corpus`, and the order in which a run reads it."""
 
     corpus: Corpus | Blend
     order: Callable[[int], int | None]
@@ -180,32 +180,24 @@ class SpanCorruptionFeed(NamedTuple):
         """Sd."""
         return lengths(self.sequence_length).decoder
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> Microbatch:
-        """Micro-batch ``m`` in [0, chunks) of replica ``dp_rank`` in the step that starts at ``samples_seen``.
+    def read(self, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return (inputs, labels (B, Sd) int64) of these sample indices of the run.
 
-        Its inputs: encoder_ids (b, Se) and decoder_ids (b, Sd), int64; its labels (b, Sd). The same numbering as
-        :meth:`meshwright.data.samples.Feed.microbatch`, past the end of a corpus too: there rows have only IGNORE
-        labels.
+        The inputs are encoder_ids (B, Se) and decoder_ids (B, Sd), int64. Past the end of a corpus that is read once,
+        rows have only IGNORE labels.
         """
-        assert 0 <= dp_rank < dp and 0 <= m < chunks, (dp_rank, dp, m, chunks)
         shape = lengths(self.sequence_length)
         assert self.corpus.vocab_size is not None and self.corpus.sequence_length == shape.window
-        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
-        encoder_ids = np.full((micro_batch_size, shape.encoder), START, dtype=np.int64)
-        decoder_ids = np.full((micro_batch_size, shape.decoder), START, dtype=np.int64)
-        labels = np.full((micro_batch_size, shape.decoder), IGNORE, dtype=np.int64)
-        for row in range(micro_batch_size):
-            number = self.order(first + row)
+        encoder_ids = np.full((len(indices), shape.encoder), START, dtype=np.int64)
+        decoder_ids = np.full((len(indices), shape.decoder), START, dtype=np.int64)
+        labels = np.full((len(indices), shape.decoder), IGNORE, dtype=np.int64)
+        for row, index in enumerate(indices):
+            number = self.order(index)
             if number is None:
                 continue
             window = self.corpus.sample(number)[:-1]  # its last token is the next window's first
-            spans = spans_of(shape, self.seed, first + row)
+            spans = spans_of(shape, self.seed, index)
             found = corrupt(window, spans, self.corpus.vocab_size, shape.decoder)
             encoder_ids[row], decoder_ids[row], labels[row] = found
-        return Microbatch(
-            {"encoder_ids": torch.from_numpy(encoder_ids), "decoder_ids": torch.from_numpy(decoder_ids)},
-            torch.from_numpy(labels),
-            torch.arange(first, first + micro_batch_size, dtype=torch.int64),
-        )
+        inputs = {"encoder_ids": torch.from_numpy(encoder_ids), "decoder_ids": torch.from_numpy(decoder_ids)}
+        return inputs, torch.from_numpy(labels)

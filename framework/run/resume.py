@@ -6,57 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright import checkpoint as checkpoints
-from meshwright.checkpoint.compatible import SAMPLED
 from meshwright.checkpoint.files import Warn, to_stderr
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.read import first_sound
-from meshwright.data import fingerprint
-from meshwright.data.corpus import Corpus
-from meshwright.data.dataset import DatasetFeed
-from meshwright.data.feeds import Source
-from meshwright.data.samples import Feed
-from meshwright.data.span_corruption import SpanCorruptionFeed
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Parts
 from meshwright.run.tensors import restore
-
-
-def data_fingerprint(feed: Source) -> dict[str, str]:
-    """What must be the same data after a resume: what its fingerprint says, and a sampled hash of its bytes."""
-    if isinstance(feed, DatasetFeed):
-        return feed.samples.fingerprint()
-    if not isinstance(feed, Feed | SpanCorruptionFeed):
-        return {}
-    corpus = feed.corpus
-    if isinstance(corpus, Corpus):
-        return _fingerprint_of(corpus)
-    return {
-        f"{name} of data.train[{i}] (weight {weight:g})": value
-        for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
-        for name, value in _fingerprint_of(each).items()
-    }
-
-
-def corpus_times(feed: Source) -> dict[str, int]:
-    """Return the modification times of the files that a run's corpora consist of, in ns, by path."""
-    if not isinstance(feed, Feed | SpanCorruptionFeed):
-        return {}
-    corpora = [feed.corpus] if isinstance(feed.corpus, Corpus) else feed.corpus.corpora
-    return {path: at for corpus in corpora for path, at in corpus.modified().items()}
-
-
-def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
-    known = fingerprint.read(corpus.prefix.parent)
-    sampled = {SAMPLED: corpus.sampled()}
-    if known is None or corpus.known is None:
-        return {"train_tokens": str(len(corpus.stream))} | sampled
-    name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
-    found = {"train": known.sha256_of(f"{name}.bin")} | sampled
-    found["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
-    if corpus.mask:
-        found["mask"] = known.sha256_of(f"{name}.mask")
-    return found
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
@@ -75,7 +31,7 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         try:
             manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
-            found = (None, checkpoints.compatible(manifest, config, data_fingerprint(parts.feed), place=str(path)))
+            found = (None, checkpoints.compatible(manifest, config, parts.data_fingerprint, place=str(path)))
         except CheckpointError as error:
             found = (str(error), [])
     problem, changes = mesh.world.gather_objects(found)[0]

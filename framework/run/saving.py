@@ -26,11 +26,9 @@ from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
 from meshwright.checkpoint.save import merge
 from meshwright.checkpoint.shard import DTYPES, file_name
 from meshwright.config import RunConfig
-from meshwright.data.feeds import Source
 from meshwright.errors import CheckpointError, ConfigError, RunFilesError
 from meshwright.parts import Parts, TrainState
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.resume import data_fingerprint
 from meshwright.run.tensors import named_weights, pieces
 
 LAST_TRIES = 3
@@ -63,8 +61,6 @@ class Saver:
         self.parts = parts
         self.directory = directory
         self._files = files
-        self._fingerprint = data_fingerprint(parts.feed)
-        """Of the start: a corpus that changes under the run is then noticed at the next one."""
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self._attempt: Attempt | None = None
@@ -82,7 +78,7 @@ class Saver:
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
-        head = head_of(parts.config, parts.state, self._fingerprint)
+        head = head_of(parts.config, parts.state, self.parts.data_fingerprint)
         mine = self._begin(head.step) if mesh.rank == 0 else None
         begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
         if begun.problem is not None:
@@ -305,7 +301,7 @@ def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]
     )
 
 
-def check_manifest(blueprint: Blueprint, feed: Source) -> None:
+def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) -> None:
     """Write the manifest of the run's last step and read it back, in memory: what no save could write is found first.
 
     Raises:
@@ -328,7 +324,7 @@ def check_manifest(blueprint: Blueprint, feed: Source) -> None:
             parts = (Part(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
             tensors[key] = Entry(shape=weight.shape, dtype=DTYPES[weight.dtype], pieces=parts)
         report = ShardReport(tensors=tensors, files={file: File(size=0, sha256="0" * 64)})
-        manifest = merge(head_of(config, state, data_fingerprint(feed)), [report])
+        manifest = merge(head_of(config, state, data_fingerprint), [report])
         is_same = parse(render(manifest), "manifest.json") == manifest
     except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(f"no checkpoint of this run could be written and read again:\n  {error}") from error

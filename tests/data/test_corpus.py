@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import IGNORE, Blend, Corpus, Packed, whole_weights
 from meshwright.data.indexed import documents, inspect
 from meshwright.data.order import BlendOrder, SampleOrder
-from meshwright.data.samples import Feed
 from meshwright.errors import DataError
+from tests.support.layouts import samples
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 49), max_size=9), min_size=1, max_size=12)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -114,7 +115,7 @@ def test_a_mask_of_another_corpus(tmp_path: Path) -> None:
 def test_inputs_of_a_feed_with_boundaries(tmp_path: Path) -> None:
     """Past the end of what is read once there are rows that count for nothing, one document each."""
     corpus = Corpus(write(tmp_path / "c", [[1, 2, 3], [4, 5]]), 2, document_boundaries=True)
-    batch = Feed(corpus, lambda i: i if i < 2 else None).microbatch(0, 0, 1, 3, 1, 0)
+    batch = samples(CorpusSource(corpus, lambda i: i if i < 2 else None), 0, 3)
     assert batch.inputs["tokens"].tolist() == [[1, 2], [3, 4], [0, 0]]
     assert batch.inputs["starts"].tolist() == [[True, False], [True, True], [True, False]]
     assert batch.labels.tolist() == [[2, 3], [IGNORE, 5], [IGNORE] * 2]

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from meshwright.data import fingerprint as fingerprints
+from meshwright.data.causal import CorpusSource, validation_steps
 from meshwright.data.corpus import IGNORE, Corpus, unigram_entropy
 from meshwright.data.fingerprint import Fingerprint, Source, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
-from meshwright.data.samples import Feed, Microbatch, validation_steps
 from meshwright.errors import DataError
+from meshwright.pipeline.executor import Microbatch
+from tests.support.layouts import microbatch, samples
 
 END = 0
 LENGTH = 5
@@ -79,10 +81,12 @@ def naive_row(number: int, masked: bool) -> tuple[list[int], list[int]]:
     return tokens, labels
 
 
-def step_of(feed: Feed, samples_seen: int, dp: int, chunks: int, micro_batch_size: int) -> list[list[Microbatch]]:
+def step_of(
+    feed: CorpusSource, samples_seen: int, dp: int, chunks: int, micro_batch_size: int
+) -> list[list[Microbatch]]:
     """A whole step: micro-batches by replica."""
     return [
-        [feed.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m) for m in range(chunks)]
+        [microbatch(feed, samples_seen, dp_rank, dp, micro_batch_size, chunks, m) for m in range(chunks)]
         for dp_rank in range(dp)
     ]
 
@@ -117,8 +121,8 @@ def test_the_last_token_may_be_only_a_label(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_microbatch_matches_the_naive_version(prefix: Path, masked: bool) -> None:
-    feed = Feed(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 3))
-    got = feed.microbatch(samples_seen=40, dp_rank=1, dp=3, micro_batch_size=2, chunks=4, m=3)
+    feed = CorpusSource(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 3))
+    got = microbatch(feed, samples_seen=40, dp_rank=1, dp=3, micro_batch_size=2, chunks=4, m=3)
     assert got.inputs.dtype == got.labels.dtype == got.sample_indices.dtype == torch.int64
     assert got.inputs.shape == got.labels.shape == (2, LENGTH)
     first = 40 + 1 * 2 * 4 + 3 * 2
@@ -130,8 +134,8 @@ def test_microbatch_matches_the_naive_version(prefix: Path, masked: bool) -> Non
 
 def test_masking_ignores_what_follows_an_end_of_document(prefix: Path) -> None:
     order = OnceInOrder(NUM_SAMPLES)
-    plain = Feed(Corpus(prefix, LENGTH), order).microbatch(0, 0, 1, NUM_SAMPLES, 1, 0)
-    masked = Feed(Corpus(prefix, LENGTH, eod_id=END, eod_mask_loss=True), order).microbatch(0, 0, 1, NUM_SAMPLES, 1, 0)
+    plain = samples(CorpusSource(Corpus(prefix, LENGTH), order), 0, NUM_SAMPLES)
+    masked = samples(CorpusSource(Corpus(prefix, LENGTH, eod_id=END, eod_mask_loss=True), order), 0, NUM_SAMPLES)
     assert torch.equal(plain.inputs, masked.inputs)
     after_end = plain.inputs == END
     assert 0 < after_end.sum() < after_end.numel()
@@ -146,7 +150,7 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
     """For any split of a global batch into dp x chunks x micro_batch_size: the same samples in the same order."""
     dp, chunks, micro_batch_size = data.draw(st.tuples(*[st.integers(1, 5)] * 3), label="dp, chunks, micro_batch_size")
     global_batch = dp * chunks * micro_batch_size
-    feed = Feed(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 11))
+    feed = CorpusSource(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 11))
     reference = [
         (index, *naive_row(feed.order(index) or 0, masked))
         for index in range(samples_seen, samples_seen + global_batch)
@@ -158,7 +162,7 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
 def test_epoch_edges_lose_and_double_nothing(prefix: Path, global_batch: int) -> None:
     """Steps that straddle epochs: each run of NUM_SAMPLES indices is every sample once, in a new order."""
     order = SampleOrder(NUM_SAMPLES, 5)
-    feed = Feed(Corpus(prefix, LENGTH), order)
+    feed = CorpusSource(Corpus(prefix, LENGTH), order)
     windows = {tuple(naive_row(number, False)[0]): number for number in range(NUM_SAMPLES)}
     assert len(windows) == NUM_SAMPLES
     seen, samples_seen = [], 0
@@ -173,7 +177,7 @@ def test_epoch_edges_lose_and_double_nothing(prefix: Path, global_batch: int) ->
 
 def test_validation_counts_each_sample_once(prefix: Path) -> None:
     corpus = Corpus(prefix, LENGTH, VOCAB)
-    feed = Feed(corpus, OnceInOrder(corpus.num_samples))
+    feed = CorpusSource(corpus, OnceInOrder(corpus.num_samples))
     for dp, chunks, micro_batch_size in [(1, 1, 8), (2, 2, 2), (4, 2, 1)]:
         steps = validation_steps(corpus.num_samples, global_batch=8, at_most=100)
         assert steps == 3
@@ -214,10 +218,10 @@ def test_token_id_beyond_the_vocabulary_that_the_fingerprint_hides(tmp_path: Pat
     """The check of each batch is there in any case: a fingerprint may be older than the tokens."""
     prefix = write(tmp_path / "train", [[1] * 7 + [60] + [1] * 12])
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=1)
-    feed = Feed(Corpus(prefix, LENGTH, vocab_size=60), OnceInOrder(3))
-    assert feed.microbatch(0, 0, 1, 1, 1, 0).inputs.tolist() == [[1] * LENGTH]
+    feed = CorpusSource(Corpus(prefix, LENGTH, vocab_size=60), OnceInOrder(3))
+    assert samples(feed, 0, 1).inputs.tolist() == [[1] * LENGTH]
     with pytest.raises(DataError, match=r"train holds token id 60 in sample 1 \(tokens from 5 on\).*has 60"):
-        feed.microbatch(1, 0, 1, 1, 1, 0)
+        samples(feed, 1, 1)
 
 
 def test_negative_ids_are_refused(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from meshwright.data.corpus import IGNORE
 from meshwright.data.order import OnceInOrder, SampleOrder
-from meshwright.data.span_corruption import Lengths, SpanCorruptionFeed, corrupt, lengths, open_corpus, spans_of
+from meshwright.data.span_corruption import Lengths, SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
 from meshwright.errors import DataError
+from tests.support.layouts import microbatch, samples
 
 LENGTH = 32
 VOCAB = 60
@@ -35,9 +36,9 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
-def feed_of(prefix: Path, seed: int = 3) -> SpanCorruptionFeed:
+def feed_of(prefix: Path, seed: int = 3) -> SpanCorruptionSource:
     corpus = open_corpus(prefix, LENGTH, VOCAB)
-    return SpanCorruptionFeed(corpus, SampleOrder(corpus.num_samples, seed), LENGTH, seed)
+    return SpanCorruptionSource(corpus, SampleOrder(corpus.num_samples, seed), LENGTH, seed)
 
 
 def restored(encoder_ids: list[int], labels: list[int], vocab_size: int, num_spans: int) -> list[int]:
@@ -120,9 +121,9 @@ def test_spans_are_spread_evenly_and_no_two_touch() -> None:
 def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samples_seen: int) -> None:
     dp, chunks, micro_batch_size = data.draw(st.tuples(*[st.integers(1, 4)] * 3), label="dp, chunks, micro_batch_size")
     feed = feed_of(prefix)
-    whole = feed.microbatch(samples_seen, 0, 1, dp * chunks * micro_batch_size, 1, 0)
+    whole = samples(feed, samples_seen, dp * chunks * micro_batch_size)
     parts = [
-        feed.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
+        microbatch(feed, samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
         for dp_rank in range(dp)
         for m in range(chunks)
     ]
@@ -135,7 +136,7 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
 
 def test_the_feed_corrupts_the_samples_of_its_order(prefix: Path) -> None:
     feed = feed_of(prefix)
-    found = feed.microbatch(samples_seen=30, dp_rank=0, dp=1, micro_batch_size=20, chunks=1, m=0)
+    found = samples(feed, 30, 20)
     assert found.inputs["encoder_ids"].shape == (20, feed.encoder_length) == (20, LENGTH)
     assert found.inputs["decoder_ids"].shape == found.labels.shape == (20, feed.decoder_length)
     assert {leaf.dtype for leaf in (*found.inputs.values(), found.labels, found.sample_indices)} == {torch.int64}
@@ -147,12 +148,12 @@ def test_the_feed_corrupts_the_samples_of_its_order(prefix: Path) -> None:
 
 def test_spans_change_with_the_seed_and_with_the_epoch(prefix: Path) -> None:
     feed = feed_of(prefix)
-    first = {feed.order(i): feed.microbatch(i, 0, 1, 1, 1, 0).inputs["encoder_ids"] for i in range(20)}
-    again = {feed.order(i): feed.microbatch(i, 0, 1, 1, 1, 0).inputs["encoder_ids"] for i in range(20, 40)}
+    first = {feed.order(i): samples(feed, i, 1).inputs["encoder_ids"] for i in range(20)}
+    again = {feed.order(i): samples(feed, i, 1).inputs["encoder_ids"] for i in range(20, 40)}
     assert first.keys() == again.keys()
     assert sum(torch.equal(first[number], again[number]) for number in first) <= 2
-    other = SpanCorruptionFeed(feed.corpus, feed.order, LENGTH, seed=4).microbatch(0, 0, 1, 20, 1, 0)
-    same = feed_of(prefix).microbatch(0, 0, 1, 20, 1, 0)
+    other = samples(SpanCorruptionSource(feed.corpus, feed.order, LENGTH, seed=4), 0, 20)
+    same = samples(feed_of(prefix), 0, 20)
     assert torch.equal(same.inputs["encoder_ids"], torch.cat([first[feed.order(i)] for i in range(20)]))
     assert not torch.equal(other.inputs["encoder_ids"], same.inputs["encoder_ids"])
 
@@ -164,8 +165,8 @@ def test_spans_are_pinned() -> None:
 
 def test_past_the_end_of_what_is_read_once_nothing_counts(prefix: Path) -> None:
     corpus = open_corpus(prefix, LENGTH, VOCAB)
-    feed = SpanCorruptionFeed(corpus, OnceInOrder(corpus.num_samples), LENGTH, 0)
-    found = feed.microbatch(19, 0, 1, 2, 1, 0)
+    feed = SpanCorruptionSource(corpus, OnceInOrder(corpus.num_samples), LENGTH, 0)
+    found = samples(feed, 19, 2)
     assert (found.labels[0] != IGNORE).sum() == SHAPE.noise + SHAPE.sentinels
     assert (found.labels[1] == IGNORE).all() and not found.inputs["encoder_ids"][1].any()
 

@@ -14,7 +14,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 S = 8
@@ -80,7 +80,7 @@ def gathered(rank: int, world_size: int, config_json: str) -> Gathered:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     parts = build(
-        config, open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu"), (open_feed(config, True), None)
+        config, open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu"), (open_verify_source(config, True), None)
     )
     [replica] = parts.replicas.values()
     units: list[Any] = list(replica._units())  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
     """The error that it ends in."""
     config = parse(config_json)
     try:
-        parts = build(config, open_mesh(Grid(1, world_size, 1), "cpu"), (open_feed(config, True), None))
+        parts = build(config, open_mesh(Grid(1, world_size, 1), "cpu"), (open_verify_source(config, True), None))
         for _ in range(steps):
             take_step(parts)
     except ModelError as error:

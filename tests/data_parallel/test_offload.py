@@ -26,7 +26,7 @@ from meshwright.parts import Parts
 from meshwright.run.tensors import pieces
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.data_parallel.apart import Apart
 from tests.tools.verify.cases import LATER, model_config, size_for
 
@@ -36,7 +36,7 @@ def built(config_json: str) -> Parts:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    return build(config, mesh, (open_feed(config, True), None))
+    return build(config, mesh, (open_verify_source(config, True), None))
 
 
 def trained(rank: int, world_size: int, config_json: str) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.checkpoint import Kind, find, open_checkpoint
 from meshwright.config import RunConfig, resolve
-from meshwright.data.feeds import open_feeds
-from meshwright.data.samples import Feed, Microbatch
+from meshwright.data.causal import CorpusSource
+from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
@@ -140,15 +141,15 @@ class LoadedRank(NamedTuple):
     """Global sample index -> its token ids and labels."""
 
 
-class Recording(Feed):
+class Recording(CorpusSource):
     """A feed that remembers what was taken from it."""
 
     seen: dict[int, tuple[list[int], list[int]]]
 
-    def microbatch(self, *where: int) -> Microbatch:
-        batch = super().microbatch(*where)
-        for tokens, labels, index in zip(*batch, strict=True):
-            self.seen[int(index)] = (tokens.tolist(), labels.tolist())
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        batch = super().read(indices)
+        for tokens, labels, index in zip(*batch, indices, strict=True):
+            self.seen[index] = (tokens.tolist(), labels.tolist())
         return batch
 
 
@@ -158,7 +159,7 @@ def load_rank(rank: int, world_size: int, config: RunConfig, saved: str, again: 
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    feed = Recording(*open_feeds(config)[0])
+    feed = Recording(*open_sources(config)[0])
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
     resume(parts, Path(saved), _keep_quiet)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import StepFeed, build
+from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.mesh.grid import Grid
@@ -21,9 +21,9 @@ from meshwright.parts import Parts
 from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.analysis.simulate import Span
 from meshwright.seeding import Draw, SeededDropout
-from meshwright.step import take_step
+from meshwright.step import StepFeed, take_step
 from meshwright.tensor_parallel import megatron
-from meshwright.tools.verify.run import open_feed, run_layout
+from meshwright.tools.verify.run import open_verify_source, run_layout
 
 
 def parts_of(config: RunConfig) -> Parts:
@@ -31,7 +31,7 @@ def parts_of(config: RunConfig) -> Parts:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
-    return build(config, mesh, (open_feed(config, random_tokens=True), None))
+    return build(config, mesh, (open_verify_source(config, random_tokens=True), None))
 
 
 def dropout_mask(device: str, samples: list[int], shape: tuple[int, ...], shard: tuple[int, int, int] | None) -> Tensor:
@@ -48,7 +48,7 @@ def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
     parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
-    result = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen))
+    result = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen))
     row = parts.blueprint.schedule.rows[parts.mesh.at.pp_rank]
     return [action for item in row for action in actions_of(item)], result.spans
 
@@ -171,6 +171,6 @@ def measured_by_ranks(config: RunConfig) -> None:
     parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
-    spans = parts.executor.run(StepFeed(parts, parts.feed, parts.state.samples_seen)).spans
+    spans = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen)).spans
     Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(spans))
     close_mesh(parts.mesh)

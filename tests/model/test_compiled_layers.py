@@ -15,7 +15,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 
 STEPS = 3
 
@@ -48,7 +48,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
     torch._dynamo.reset()
     counters.clear()
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
-    parts = build(config, mesh, (open_feed(config, random_tokens=True), None))
+    parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
     found = Trained([], [], [])
     for _ in range(STEPS):
         stats = take_step(parts)

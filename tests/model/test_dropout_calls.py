@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import StepFeed, build
+from meshwright.build import build
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
+from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.tools.verify.cases import config_of
 
 P = 0.5
@@ -67,11 +68,11 @@ def test_nothing_counts_in_eval_mode() -> None:
 def gradients(layout: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(gradients of a step of four micro-batches, first values), through build() and the executor's own row."""
     config = layout_config(config_of("tests.model.test_dropout_calls:often", {}, 6), parse_layout(layout), 4, "float64")
-    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_feed(config, True), None))
+    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))
     initial = {name: parts.blueprint.model.initial(name).double() for name in parts.blueprint.infos}
     for replica in parts.replicas.values():
         replica.begin_step()
-    parts.executor.run(StepFeed(parts, parts.feed, 0))
+    parts.executor.run(StepFeed(parts, parts.source, 0))
     found = [bucket.shard_gradient.clone() for replica in parts.replicas.values() for bucket in replica.buckets]
     return found, initial
 
@@ -81,7 +82,7 @@ def plain_gradients(initial: dict[str, Tensor]) -> dict[str, Tensor]:
     layers = often().double()
     layers.load_state_dict(initial)
     config = layout_config(config_of("tests.model.test_dropout_calls:often", {}, 6), parse_layout("pp1"), 4, "float64")
-    feed = open_feed(config, True)
+    feed = open_verify_source(config, True)
     counts: dict[str, int] = {}
     sample = 0
 
@@ -98,7 +99,7 @@ def plain_gradients(initial: dict[str, Tensor]) -> dict[str, Tensor]:
         drop(name)
     for sample in range(4):
         counts.clear()
-        inputs, labels, _ = feed.microbatch(sample, 0, 1, 1, 1, 0)
+        inputs, labels = feed.read([sample])
         loss = nn.functional.cross_entropy(
             layers(inputs).flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum"
         )

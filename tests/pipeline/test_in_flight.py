@@ -18,7 +18,7 @@ from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.step import take_step
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.pipeline.kept import KeptBytes
 from tests.tools.verify.cases import config_of
 
@@ -62,7 +62,7 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
     found = []
     for text in configs:
         config = parse(text)
-        parts = build(config, mesh, (open_feed(config, True), None))
+        parts = build(config, mesh, (open_verify_source(config, True), None))
         saved = SavedBytes(parts)
         take_step(parts)
         assert parts.last is not None

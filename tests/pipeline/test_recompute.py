@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.build import StepFeed, build
+from meshwright.build import build
 from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.pipeline.kept import KeptBytes
 from tests.tools.verify.cases import config_of
 
@@ -57,7 +58,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
     if layers is not None:
         pipeline = config.pipeline.model_copy(update={"recompute_layers": layers})
         config = config.model_copy(update={"pipeline": pipeline})
-    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_feed(config, True), None))
+    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))
     stage = parts.executor.stages[0]
     kept = KeptBytes([stage.layers])
     loss = stage.loss
@@ -67,7 +68,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
             return loss(output, labels)
 
     stage.loss = loss_apart
-    microbatch = StepFeed(parts, parts.feed, 0).microbatch(0)
+    microbatch = StepFeed(parts, parts.source, 0).microbatch(0)
     parts.blueprint.model.draw.sample_indices = microbatch.sample_indices
     for replica in parts.replicas.values():
         replica.begin_step()
@@ -162,4 +163,4 @@ def test_a_model_that_does_not_say_what_is_cheap() -> None:
         config_of("tests.support.builders:plain", {}, S), Layout(recompute="selective"), 2, "float32"
     )
     with pytest.raises(ModelError, match=r"does not say what is cheap to compute and dear to keep: set model.sel"):
-        build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_feed(config, True), None))
+        build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))

@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,10 @@ class Feed:
     def __init__(self, config: RunConfig) -> None:
         self.outlines = example(config, 2)
 
-    def microbatch(self, *_: int) -> tuple[Any, Tensor, Tensor]:
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        assert len(indices) == 2
         drawn = tree_map(lambda outline: torch.randint(1, 99, outline.shape), self.outlines)
-        return drawn[0], drawn[1], torch.arange(2)
+        return drawn[0], drawn[1]
 
 
 class Held(NamedTuple):

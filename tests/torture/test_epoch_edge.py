@@ -13,8 +13,8 @@ import pytest
 from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
-from meshwright.data.feeds import open_feeds
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
@@ -44,7 +44,7 @@ def some_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> tup
     config = resolve(config, world_size)
     assert isinstance(config.parallel.dp, int)
     mesh = open_mesh(Grid(config.parallel.pp, config.parallel.dp, config.parallel.tp), "cpu")
-    feed = Recording(*open_feeds(config)[0])
+    feed = Recording(*open_sources(config)[0])
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
     resume(parts, run_directory(config), lambda text: None)

@@ -18,7 +18,7 @@ from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.tools.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
 
 GLOBAL_BATCH = 8
@@ -63,7 +63,7 @@ def opened(config_json: str) -> tuple[RunConfig, Mesh]:
 
 def parts_for(config: RunConfig, mesh: Mesh) -> Parts:
     """This rank's parts, on random tokens."""
-    return build(config, mesh, (open_feed(config, True), None))
+    return build(config, mesh, (open_verify_source(config, True), None))
 
 
 def spoil(parts: Parts, spec: Spoil) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import StepFeed, build
+from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.mesh.comm import Group
@@ -36,23 +36,20 @@ from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import Example
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
-from meshwright.step import sum_numbers
+from meshwright.step import StepFeed, sum_numbers
 from meshwright.tools.dryrun.account import Category, Rehearsal, told
 from meshwright.tools.dryrun.recorder import NotedActivity, Recorder
 
 
 @dataclass
-class PaperFeed:
-    """Samples of the right shape. A :class:`meshwright.data.feeds.Source`."""
+class FakeSource:
+    """Samples of the right shape. A :class:`meshwright.data.sources.Source`."""
 
     example: Example
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """Zeros."""
-        inputs, labels = tree_map(_zeros, self.example.inputs), _zeros(self.example.labels)
-        return inputs, labels, torch.zeros(micro_batch_size, dtype=torch.int64)
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return zeros."""
+        return tree_map(_zeros, self.example.inputs), _zeros(self.example.labels)
 
 
 def _zeros(outline: Tensor) -> Tensor:
@@ -166,7 +163,7 @@ def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
         drawn.tp.become(mesh.tp)
         blueprint = drawn.for_rank(mesh.at.pp_rank)
         with _on_paper(blueprint, mesh.at.pp_rank, recorder) as constants:
-            parts = build(config, mesh, (PaperFeed(blueprint.example), None), blueprint)
+            parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.skip_first_look()
             _make_states(parts)
@@ -230,7 +227,7 @@ def _step(parts: Parts) -> None:
         parts.optimizer.step(0.1, 0.5)
 
     parts.executor.step = step
-    parts.executor.run(StepFeed(parts, parts.feed, 0))
+    parts.executor.run(StepFeed(parts, parts.source, 0))
 
 
 def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:

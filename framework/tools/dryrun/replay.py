@@ -31,7 +31,7 @@ from meshwright.pipeline.values import TensorSpec, ValueSpec
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.tools.dryrun.account import Rehearsal, told
 from meshwright.tools.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, Recorder, Said
-from meshwright.tools.dryrun.rehearsal import Drawn, PaperFeed, Run, grid_of
+from meshwright.tools.dryrun.rehearsal import Drawn, FakeSource, Run, grid_of
 
 CHUNKS = 4
 """Micro-batches of the short rehearsal."""
@@ -359,11 +359,11 @@ class PlayedStage:
 class _Feed:
     """The samples of a step, and the device that they go to."""
 
-    def __init__(self, source: PaperFeed, config: RunConfig) -> None:
+    def __init__(self, source: FakeSource, config: RunConfig) -> None:
         self._source, self._size = source, batch_numbers(config).micro_batch_size
 
     def microbatch(self, m: int) -> Microbatch:
-        return Microbatch(*self._source.microbatch(0, 0, 1, self._size, 1, m))
+        return Microbatch(*self._source.read(range(self._size)), self.sample_indices(m))
 
     def sample_indices(self, m: int) -> Tensor:
         return torch.zeros(self._size, dtype=torch.int64)
@@ -401,7 +401,7 @@ def play_back(templates: Templates, config: RunConfig, rank: int, drawn: Drawn, 
             reduce=lambda stage: _ignore(player.play(Action(Kind.REDUCE, stage))),
             step=lambda result: _ignore(player.play(Action(Kind.STEP))),
         )
-        executor.run(_Feed(PaperFeed(blueprint.example), config))
+        executor.run(_Feed(FakeSource(blueprint.example), config))
         recorder.begun.insert(0, Begun(0, "before"))
         return told(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.on_host)
 

@@ -22,10 +22,10 @@ from tokenizers import Tokenizer
 from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
+from meshwright.data.causal import CorpusSource, validation_steps
 from meshwright.data.corpus import IGNORE, Blend, Corpus
-from meshwright.data.feeds import AnyFeed, open_validation
 from meshwright.data.indexed import idx_path
-from meshwright.data.samples import Feed, validation_steps
+from meshwright.data.sources import AnySource, open_validation
 from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
 from meshwright.data.tokenizer import load
 from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
@@ -196,7 +196,7 @@ def told_of(batches: int, speaks: bool) -> Iterator[int]:
             tell(f"{batch + 1:,} of {batches:,} global batches, {duration(left_s)} left")
 
 
-def batches_of(source: AnyFeed, config: RunConfig, at_most: int | None) -> int:
+def batches_of(source: AnySource, config: RunConfig, at_most: int | None) -> int:
     """Global batches until every sample was seen once."""
     whole = -(-source.num_samples // batch_numbers(config).global_batch)
     return whole if at_most is None else min(whole, at_most)
@@ -220,9 +220,9 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     return config
 
 
-def _check_tokenizer(config: RunConfig, source: AnyFeed) -> None:
+def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
     """By another tokenizer than the one that made the tokens, bytes would be counted of another text."""
-    if not isinstance(source, Feed) or config.data.tokenizer is None:
+    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
         return
     named = Path(config.data.tokenizer)
     for corpus in corpora_of(source):
@@ -271,14 +271,14 @@ def of_corpus(config: RunConfig, place: Path) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
+def count_text(source: AnySource, config: RunConfig, batches: int) -> Text | None:
     """The labels that count in so many global batches, and the bytes of text that they are; None where they are not
     the text: of a user's dataset, of spans that were taken out of it, and without a tokenizer.
 
     Raises:
         DataError: a token that the tokenizer does not have.
     """
-    if not isinstance(source, Feed) or config.data.tokenizer is None:
+    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
         return None
     tokenizer, corpora = load(Path(config.data.tokenizer)), corpora_of(source)
     table = bytes_of_tokens(tokenizer)
@@ -286,7 +286,7 @@ def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
     num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
     tokens = total = 0
     for start in range(0, num_samples, WINDOWS_AT_ONCE):
-        inputs, found, _ = source.microbatch(start, 0, 1, min(WINDOWS_AT_ONCE, num_samples - start), 1, 0)
+        inputs, found = source.read(range(start, min(start + WINDOWS_AT_ONCE, num_samples)))
         ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
         counted = labels[labels != IGNORE]
         if counted.size and int(counted.max()) >= len(table):
@@ -310,14 +310,16 @@ def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
     return {number for number in found if number is not None}
 
 
-def corpora_of(source: Feed) -> tuple[Corpus, ...]:
+def corpora_of(source: CorpusSource) -> tuple[Corpus, ...]:
     """One, or those of a blend."""
     return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
 
 
-def unigrams(source: AnyFeed) -> float | None:
+def unigrams(source: AnySource) -> float | None:
     """Entropy of the data's single tokens where a fingerprint tells it, in nats."""
-    if not isinstance(source, Feed) or isinstance(source.corpus, Blend):  # several have no frequencies in common
+    if not isinstance(source, CorpusSource) or isinstance(
+        source.corpus, Blend
+    ):  # several have no frequencies in common
         return None
     known = fingerprint.read(source.corpus.prefix.parent)
     split = known.splits.get(source.corpus.prefix.name) if known else None

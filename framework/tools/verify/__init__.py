@@ -3,7 +3,7 @@
 from meshwright.tools.verify.compare import compare
 from meshwright.tools.verify.defaults import default_layouts, run_twice
 from meshwright.tools.verify.layouts import Layout, layout_config, parse_layout
-from meshwright.tools.verify.rank import open_feed
+from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import run_reference
 from meshwright.tools.verify.report import Report, Row
 from meshwright.tools.verify.run import run_layout, verify
@@ -19,7 +19,7 @@ __all__ = [
     "default_layouts",
     "layout_config",
     "make_small",
-    "open_feed",
+    "open_verify_source",
     "parse_layout",
     "probed",
     "run_layout",

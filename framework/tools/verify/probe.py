@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import RunConfig
-from meshwright.data.feeds import Source
+from meshwright.data.sources import Source
 from meshwright.errors import ModelError, UserError
 from meshwright.pipeline.values import cast_floats
 from meshwright.tools.verify.reference import PlainRun
@@ -34,7 +34,7 @@ class Output(NamedTuple):
     leaves: list[Tensor]
 
 
-def find_coupling(config: RunConfig, feed: Source) -> str:
+def find_coupling(config: RunConfig, source: Source) -> str:
     """Return the first layer whose output for a sample depends on the others of its micro-batch; "" where none does.
 
     A model that does not run in plain torch is left to the reference, which has the message for it.
@@ -43,8 +43,8 @@ def find_coupling(config: RunConfig, feed: Source) -> str:
         ModelError: a layer gives other numbers when it is given the same samples again.
     """
     try:
-        run = PlainRun(config, feed, torch.float64, SAMPLES)
-        inputs, _, indices = feed.microbatch(0, 0, 1, SAMPLES, 1, 0)
+        run = PlainRun(config, source, torch.float64, SAMPLES)
+        inputs, indices = source.read(range(SAMPLES))[0], torch.arange(SAMPLES)
         whole = outputs(run, inputs, indices)
         again = outputs(run, inputs, indices)
     except UserError:

@@ -14,7 +14,7 @@ from meshwright.build import build
 from meshwright.checkpoint import Kind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
-from meshwright.data.feeds import Source, open_feeds
+from meshwright.data.sources import Source, open_sources
 from meshwright.data_parallel.sharding import Sharded, kind_of
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
@@ -23,8 +23,8 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.tensors import flat_pieces
 from meshwright.step import take_step, total_loss
-from meshwright.tools.verify.feed import VerifyFeed, own_sample, random_corruption, random_documents, random_sample
 from meshwright.tools.verify.reference import Findings, checksum, validated_after, widened
+from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
 
 Part = tuple[ParameterInfo, Any]
 
@@ -42,7 +42,7 @@ class RankFindings(NamedTuple):
     validation: list[float]
 
 
-def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
+def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
     """The run's own samples, or random ones."""
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
@@ -52,8 +52,8 @@ def open_feed(config: RunConfig, random_tokens: bool) -> VerifyFeed:
             draw = random_corruption
         elif config.data.document_boundaries:
             draw = random_documents
-        return VerifyFeed(draw(config.run.seed, int(vocab_size), length))
-    return VerifyFeed(own_sample(open_feeds(config)[0]))
+        return VerifySource(draw(config.run.seed, int(vocab_size), length))
+    return VerifySource(own_sample(open_sources(config)[0]))
 
 
 def count_logits(config: RunConfig) -> int:
@@ -72,14 +72,12 @@ class Recorder:
     seen: dict[int, int] = field(default_factory=dict)
     """Global sample index -> checksum of its token ids and labels."""
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """As the source gives it."""
-        inputs, labels, indices = self.source.microbatch(samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
-        for row, index in enumerate(indices.tolist()):
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Read from the source, and record a checksum of each sample."""
+        inputs, labels = self.source.read(indices)
+        for row, index in enumerate(indices):
             self.seen[index] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
-        return inputs, labels, indices
+        return inputs, labels
 
 
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
@@ -88,7 +86,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
-    recorder = Recorder(open_feed(config, random_tokens))
+    recorder = Recorder(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [], [], [])
     findings.initial.extend(_weights(parts))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.config import Optimizer, RunConfig
 from meshwright.config.functions import place
 from meshwright.data.example import example
-from meshwright.data.feeds import Source
+from meshwright.data.sources import Source
 from meshwright.errors import ModelError, UserError
 from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
@@ -113,9 +113,9 @@ def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim
 class PlainRun:
     """One plain process in training. See :func:`run_reference`."""
 
-    def __init__(self, config: RunConfig, feed: Source, dtype: torch.dtype, micro_batch_size: int) -> None:
+    def __init__(self, config: RunConfig, source: Source, dtype: torch.dtype, micro_batch_size: int) -> None:
         assert config.batch.global_batch is not None
-        self.config, self.feed, self.dtype, self.micro_batch_size = config, feed, dtype, micro_batch_size
+        self.config, self.source, self.dtype, self.micro_batch_size = config, source, dtype, micro_batch_size
         self.global_batch = config.batch.global_batch
         model = build_model(config.model.builder, config.model.options, config.run.seed)
         outline = Example(*example(config, micro_batch_size))
@@ -141,9 +141,9 @@ class PlainRun:
 
     def microbatches(self, step: int) -> list[tuple[Any, Tensor, Tensor]]:
         """Return (inputs, labels, sample indices (B,)) of the micro-batches of a global batch, in order."""
-        first = step * self.global_batch
-        starts = range(first, first + self.global_batch, self.micro_batch_size)
-        return [self.feed.microbatch(start, 0, 1, self.micro_batch_size, 1, 0) for start in starts]
+        first, size = step * self.global_batch, self.micro_batch_size
+        starts = range(first, first + self.global_batch, size)
+        return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in starts]
 
     def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor) -> Tensor:
         """Return the sum over the labels that count: of the model's own loss, or of the cross-entropy."""
@@ -246,7 +246,7 @@ def _explained(config: RunConfig) -> Iterator[None]:
 
 
 def run_reference(
-    config: RunConfig, feed: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
+    config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
 ) -> Findings:
     """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is.
 
@@ -257,7 +257,7 @@ def run_reference(
         ModelError: the model does not run in plain torch.
     """
     with _explained(config):
-        run = PlainRun(config, feed, dtype, micro_batch_size)
+        run = PlainRun(config, source, dtype, micro_batch_size)
         findings = Findings([], [], [], run.values(), {}, {}, {}, [])
         with run.dropout.installed():
             for step in range(steps):

@@ -15,15 +15,15 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
 from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, worst
-from meshwright.tools.verify.feed import VerifyFeed
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import RankFindings, merge, open_feed, run_layout
+from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import Findings, run_reference
 from meshwright.tools.verify.report import Report, Row
+from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probed, traits_of
 
-__all__ = ["Pool", "RankFindings", "groupings", "merge", "open_feed", "rounding_of", "run_layout", "verify"]
+__all__ = ["Pool", "RankFindings", "groupings", "merge", "open_verify_source", "rounding_of", "run_layout", "verify"]
 
 LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """A layout may take this many times as long as the plain run, and two minutes at least."""
@@ -42,7 +42,7 @@ def groupings(global_batch: int) -> list[int]:
 
 
 def rounding_of(
-    expected: Findings, plain: RunConfig, feed: VerifyFeed, steps: int, micro_batch_size: int, others: Sequence[int]
+    expected: Findings, plain: RunConfig, source: VerifySource, steps: int, micro_batch_size: int, others: Sequence[int]
 ) -> dict[str, float]:
     """How far float32 alone carries each parameter from where exact arithmetic would: the farthest of several runs.
 
@@ -50,22 +50,22 @@ def rounding_of(
     single run may have been lucky in it. ``others``: micro-batch sizes in which the same samples are taken again: other
     orders of the same sums, as those of a layout are.
     """
-    exact = run_reference(plain, feed, steps, torch.float64, micro_batch_size)
-    runs = [expected, *(run_reference(plain, feed, steps, torch.float32, size) for size in others)]
+    exact = run_reference(plain, source, steps, torch.float64, micro_batch_size)
+    runs = [expected, *(run_reference(plain, source, steps, torch.float32, size) for size in others)]
     distances = [worst(found.weights, exact.weights) for found in runs]
     return {name: max(distance[name] for distance in distances) for name in distances[0]}
 
 
 def noise_of(
-    expected: Findings, plain: RunConfig, feed: VerifyFeed, micro_batch_size: int, others: Sequence[int]
+    expected: Findings, plain: RunConfig, source: VerifySource, micro_batch_size: int, others: Sequence[int]
 ) -> dict[str, float]:
     """Return, per parameter, how far apart two bfloat16 gradients of step 1 may be by rounding alone.
 
     That is twice the distance from a float64 run, the farthest of several orders of the same sums (``others``, as for
     :func:`rounding_of`).
     """
-    exact = run_reference(plain, feed, 1, torch.float64, micro_batch_size)
-    runs = [expected, *(run_reference(plain, feed, 1, torch.bfloat16, size) for size in others)]
+    exact = run_reference(plain, source, 1, torch.float64, micro_batch_size)
+    runs = [expected, *(run_reference(plain, source, 1, torch.bfloat16, size) for size in others)]
     distances = [worst(found.gradients, exact.gradients) for found in runs]
     return {name: 2.0 * max(distance[name] for distance in distances) for name in distances[0]}
 
@@ -88,17 +88,17 @@ class Reference(NamedTuple):
 
 
 def reference_of(
-    plain: RunConfig, feed: VerifyFeed, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
+    plain: RunConfig, source: VerifySource, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
 ) -> Reference:
     """Run the plain model, and what its rounding is measured by (``others``, as for :func:`rounding_of`)."""
     start_s = time.monotonic()
-    found = run_reference(plain, feed, steps, DTYPES[dtype], micro_batch_size)
+    found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
     passed_s = time.monotonic() - start_s
     rounding, noise = {}, {}
     if dtype == "float32":
-        rounding = rounding_of(found, plain, feed, steps, micro_batch_size, others)
+        rounding = rounding_of(found, plain, source, steps, micro_batch_size, others)
     if dtype == "bfloat16":
-        noise = noise_of(found, plain, feed, micro_batch_size, others)
+        noise = noise_of(found, plain, source, micro_batch_size, others)
     return Reference(found, rounding, noise, passed_s)
 
 
@@ -140,15 +140,15 @@ def verify(
     """
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)  # a model that no layout takes is one message
-    feed = open_feed(plain, random_tokens)
-    traits = probed(traits_of(plain), plain, feed)
+    source = open_verify_source(plain, random_tokens)
+    traits = probed(traits_of(plain), plain, source)
     model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
     problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
 
     @functools.cache
     def reference(micro_batch_size: int) -> Reference:
         others = () if traits.couples_samples else groupings(global_batch)
-        return reference_of(plain, feed, steps, dtype, micro_batch_size, others)
+        return reference_of(plain, source, steps, dtype, micro_batch_size, others)
 
     rows = []
     for layout in layouts:

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import find_builder
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_feed
+from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import PlainRun
 
 DROPOUT = 0.1
@@ -147,7 +147,7 @@ def why_no_dropout(config: RunConfig) -> str | None:
         return why
     plain = layout_config(config, Layout(), 1, "float32")
     try:
-        run = PlainRun(plain, open_feed(plain, True), torch.float32, 1)
+        run = PlainRun(plain, open_verify_source(plain, True), torch.float32, 1)
         with run.dropout.installed():
             run.loss_sum(*run.microbatches(0)[0])
             drawn = run.dropout.has_foreign_draws()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.data.example import example
-from meshwright.data.feeds import Source
+from meshwright.data.sources import Source
 from meshwright.model.build import PlainModel, build_model
 from meshwright.pipeline.running_stats import couples_samples, running_buffers
 from meshwright.pipeline.values import Example
@@ -74,13 +74,13 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def probed(traits: Traits, config: RunConfig, feed: Source) -> Traits:
+def probed(traits: Traits, config: RunConfig, source: Source) -> Traits:
     """Return the traits with what only a run in plain torch shows: layers in which samples see each other.
 
     Raises:
         ModelError: a layer gives other numbers for the same samples.
     """
-    coupling = find_coupling(config, feed)
+    coupling = find_coupling(config, source)
     return traits._replace(coupling=coupling, couples_samples=traits.couples_samples or bool(coupling))
 
 

@@ -28,18 +28,17 @@ from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import Place, Sharded
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
-from meshwright.pipeline.executor import Result
+from meshwright.pipeline.executor import Feed, Result
 from meshwright.terminal.output import tell
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import look_again, losses, positions_of
 from meshwright.watch.ranks import ranks_at
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.build import StepFeed
     from meshwright.parts import Parts
 
 
-def remains(parts: Parts, feed: StepFeed, result: Result) -> list[Evidence]:
+def remains(parts: Parts, feed: Feed, result: Result) -> list[Evidence]:
     """What of this rank's weights, losses and gradients is not finite after a step that was not taken."""
     found = []
     for index, replica in parts.replicas.items():
@@ -78,7 +77,7 @@ def _pieces(bucket: Sharded) -> Iterator[tuple[Place, int, Tensor]]:
                 yield place, shard, gradient
 
 
-def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: StepFeed) -> list[Evidence]:
+def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: Feed) -> list[Evidence]:
     """Of the whole step, piece by piece: a rank's own, or a sum that ranks have in common."""
     mesh, found = parts.mesh, []
     samples = tuple(
@@ -128,7 +127,7 @@ def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]
     return tuple(sorted(ranks))
 
 
-def find_cause(parts: Parts, feed: StepFeed, *, again: bool) -> str:
+def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
     """Why the step that was just computed, and not taken, is not finite. Every rank calls it and is told the same."""
     assert parts.last is not None
     grid = parts.mesh.grid
@@ -148,7 +147,7 @@ def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
     return [each for found in parts.mesh.world.gather_objects(mine, Evidence, Of) for each in found]
 
 
-def refuse(parts: Parts, feed: StepFeed, numbers: str) -> None:
+def refuse(parts: Parts, feed: Feed, numbers: str) -> None:
     """Called on every rank when a step's sums were not finite and no rank has taken it: skip it, or end the run.
 
     Raises:

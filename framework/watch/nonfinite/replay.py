@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.data_parallel.sharding import Place, Sharded
-from meshwright.pipeline.executor import Result
+from meshwright.pipeline.executor import Feed, Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken
 
 if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.build import StepFeed
     from meshwright.parts import Parts
 
 
@@ -30,7 +29,7 @@ def positions_of(stage: Stage) -> dict[int, int]:
     return {id(parameter): position for position, parameter in enumerate(stage.layers.parameters())}
 
 
-def losses(parts: Parts, feed: StepFeed, result: Result, ranks: tuple[int, ...]) -> list[Evidence]:
+def losses(parts: Parts, feed: Feed, result: Result, ranks: tuple[int, ...]) -> list[Evidence]:
     """Of each micro-batch, on the last stage."""
     last = len(parts.blueprint.stages) - 1
     forwards = [span.action for span in result.spans if span.action.kind is Kind.F and span.action.stage == last]
@@ -46,7 +45,7 @@ def losses(parts: Parts, feed: StepFeed, result: Result, ranks: tuple[int, ...])
     return found
 
 
-def look_again(parts: Parts, feed: StepFeed) -> list[Evidence]:
+def look_again(parts: Parts, feed: Feed) -> list[Evidence]:
     """Compute the step once more, forward and backward, and see where on this rank it stops being finite first.
 
     Every rank calls it. Gradients are this rank's own and stay in the buckets; nothing is stepped.
@@ -84,7 +83,7 @@ def _instead(target: object, name: str, value: Any) -> Iterator[None]:
 class _Look:
     """Sees each output and each gradient of one stage as it is made."""
 
-    def __init__(self, parts: Parts, feed: StepFeed, stage: Stage) -> None:
+    def __init__(self, parts: Parts, feed: Feed, stage: Stage) -> None:
         self.parts = parts
         self.feed = feed
         self.stage = stage

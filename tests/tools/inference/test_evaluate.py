@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from meshwright.config import RunConfig, resolve
+from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus
 from meshwright.data.order import OnceInOrder
 from meshwright.data.prepare.records import Form
-from meshwright.data.samples import Feed
 from meshwright.errors import DataError
 from meshwright.tools.inference.evaluate import check, count_text
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
@@ -35,7 +35,7 @@ def bytes_counted(out: Path, length: int, **options: Any) -> int | None:
     data = {"train": str(out / "train"), "tokenizer": str(out / "tokenizer.json"), "sequence_length": length, **options}
     config = resolve(RunConfig.model_validate({"data": data, "batch": {"micro_batch_size": 1, "chunks": 1}}), 1)
     corpus = Corpus(out / "train", length, **options)
-    found = count_text(Feed(corpus, OnceInOrder(corpus.num_samples)), config, corpus.num_samples)
+    found = count_text(CorpusSource(corpus, OnceInOrder(corpus.num_samples)), config, corpus.num_samples)
     return None if found is None else found.bytes
 
 

@@ -14,7 +14,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
 from meshwright.tools.verify import Layout, Row, compare, layout_config
 from meshwright.tools.verify.compare import bar_of
-from meshwright.tools.verify.run import Reference, groupings, merge, open_feed, reference_of, run_layout
+from meshwright.tools.verify.run import Reference, groupings, merge, open_verify_source, reference_of, run_layout
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
@@ -101,7 +101,7 @@ class References:
         if key not in self._found:
             plain = layout_config(config, Layout(), global_batch, dtype)
             others = groupings(global_batch)
-            self._found[key] = reference_of(plain, open_feed(plain, True), steps, dtype, 1, others)
+            self._found[key] = reference_of(plain, open_verify_source(plain, True), steps, dtype, 1, others)
         return self._found[key]
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.feeds import open_feeds
 from meshwright.data.prepare.records import Form
+from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool
 from meshwright.tools.verify import parse_layout, verify
 from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.support.layouts import samples
 from tests.tools.verify.cases import LATER, config_of
 
 LENGTH = 24
@@ -53,7 +54,7 @@ def test_layouts_agree(pool: RankPool, corpora: Path, model: str, corpus: str, p
     config = config_of(f"meshwright.models.{model}:build", options, LENGTH)
     data = {"train": str(corpora / corpus / "train"), "packing": packing, "document_boundaries": True}
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    batch = open_feeds(config)[0].microbatch(0, 0, 1, 8, 1, 0)
+    batch = samples(open_sources(config)[0], 0, 8)
     counting = (batch.labels != -100).sum(-1).tolist()
     assert len(set(counting)) > 2 and int(batch.inputs["starts"].sum()) > 8
     report = verify(config, [parse_layout(layout)], pool, global_batch=8, steps=2)

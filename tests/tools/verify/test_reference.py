@@ -18,8 +18,9 @@ from meshwright.tools.verify import Layout, layout_config, parse_layout, run_ref
 from meshwright.tools.verify import run as verify_run
 from meshwright.tools.verify.dropout import KeyedDropout, keep_mask, key_of
 from meshwright.tools.verify.initial import difference, initial_problems
-from meshwright.tools.verify.rank import open_feed
+from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import Findings
+from tests.support.layouts import samples
 from tests.tools.verify import models
 from tests.tools.verify.cases import config_of
 
@@ -33,7 +34,7 @@ def config(name: str, **options: Any) -> RunConfig:
 
 def plain(name: str, steps: int = 2, **options: Any) -> Findings:
     found = config(name, **options)
-    return run_reference(found, open_feed(found, True), steps, torch.float64)
+    return run_reference(found, open_verify_source(found, True), steps, torch.float64)
 
 
 # ------------------------------------------------------------------------------------------------------------ dropout
@@ -142,7 +143,7 @@ def test_a_declared_tie_is_one_parameter() -> None:
 def test_only_labels_that_count_are_in_the_loss() -> None:
     """Of an own loss that is not zero at the others, too."""
     config_ = config("own_loss")
-    _, labels, _ = open_feed(config_, True).microbatch(1, 0, 1, 1, 1, 0)
+    _, labels, _ = samples(open_verify_source(config_, True), 1, 1)
     assert (labels == IGNORED_LABEL).any()
     model = models.around(VOCAB, models.Body())
     assert not hasattr(model, "loss")
@@ -155,11 +156,13 @@ def plain_of_cross_entropy() -> Findings:
     config_ = config("own_loss")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "own_loss", lambda vocab_size: models.around(vocab_size, models.Body()))
-        return run_reference(config_, open_feed(config_, True), 1, torch.float64)
+        return run_reference(config_, open_verify_source(config_, True), 1, torch.float64)
 
 
 def test_a_model_that_does_not_run_plainly_says_so_in_one_message() -> None:
-    with pytest.raises(ModelError, match=r"the plain run of tests\.verify\.models:own_loss failed at .*no such label"):
+    with pytest.raises(
+        ModelError, match=r"the plain run of tests\.tools\.verify\.models:own_loss failed at .*no such label"
+    ):
         plain("own_loss", breaks=True)
 
 

@@ -22,7 +22,7 @@ import meshwright.data_parallel.replica
 import meshwright.step
 import meshwright.tools.verify.rank
 from meshwright.blueprint import batch_numbers
-from meshwright.build import Again, StepFeed
+from meshwright.build import Again
 from meshwright.config import RunConfig, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
@@ -32,6 +32,7 @@ from meshwright.mesh.comm import Group, Handle
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor
 from meshwright.seeding import SeededDropout
+from meshwright.step import StepFeed
 from meshwright.tools.verify import (
     Layout,
     compare,
@@ -43,7 +44,7 @@ from meshwright.tools.verify import (
     turn_dropout_on,
 )
 from meshwright.tools.verify.compare import bar_of
-from meshwright.tools.verify.rank import RankFindings, merge, open_feed, run_layout
+from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import Findings, run_reference
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify import test_traps as traps
@@ -359,7 +360,7 @@ def demo() -> Demo:
 def expected(dtype: str) -> Findings:
     """The plain run."""
     plain = layout_config(demo().config, Layout(), GLOBAL_BATCH, dtype)
-    return run_reference(plain, open_feed(plain, True), STEPS, DTYPES[dtype])
+    return run_reference(plain, open_verify_source(plain, True), STEPS, DTYPES[dtype])
 
 
 def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:

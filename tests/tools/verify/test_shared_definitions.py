@@ -12,13 +12,14 @@ import torch
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config.schema import Optimizer
-from meshwright.data.feeds import open_feeds
 from meshwright.data.indexed import write
 from meshwright.data.order import SampleOrder
+from meshwright.data.sources import open_sources
 from meshwright.model.build import build_model
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.feed import VerifyFeed, random_sample
+from meshwright.tools.verify.sources import VerifySource, random_sample
+from tests.support.layouts import microbatch, samples
 from tests.tools.verify.cases import config_of
 
 # ------------------------------------------------------------------------------------------------------- learning rate
@@ -101,7 +102,7 @@ def test_the_samples_of_a_step_are_windows_of_the_corpus_file(tmp_path: Path) ->
     assert np.array_equal(raw, tokens)
     config = config_of("tests.support.builders:plain", {"vocab_size": 97, "width": 8}, length)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": str(tmp_path / "corpus")})})
-    feed = open_feeds(config)[0]
+    feed = open_sources(config)[0]
     seen = []
     for step in range(5):  # one epoch, in steps of four
         rows = []
@@ -111,7 +112,7 @@ def test_the_samples_of_a_step_are_windows_of_the_corpus_file(tmp_path: Path) ->
                     (int(index), *inputs[row].tolist(), *labels[row].tolist())
                     for dp_rank in range(dp)
                     for m in range(chunks)
-                    for inputs, labels, indices in [feed.microbatch(4 * step, dp_rank, dp, micro, chunks, m)]
+                    for inputs, labels, indices in [microbatch(feed, 4 * step, dp_rank, dp, micro, chunks, m)]
                     for row, index in enumerate(indices)
                 ]
             )
@@ -129,8 +130,8 @@ def test_the_samples_of_a_step_are_windows_of_the_corpus_file(tmp_path: Path) ->
 @pytest.mark.parametrize("length", [4, 6, 8, 32, 33])
 def test_labels_that_count_are_uneven_from_the_first_step(length: int) -> None:
     """Among micro-batches of one and two, and among two and four replicas of a step of eight samples."""
-    feed = VerifyFeed(random_sample(1, 50, length))
-    counts = [int((feed.microbatch(i, 0, 1, 1, 1, 0)[1] != -100).sum()) for i in range(8)]
+    feed = VerifySource(random_sample(1, 50, length))
+    counts = [int((samples(feed, i, 1)[1] != -100).sum()) for i in range(8)]
     for group in (1, 2, 4):
         sums = {sum(counts[at : at + group]) for at in range(0, 8, group)}
         assert len(sums) > 1, (length, group, counts)

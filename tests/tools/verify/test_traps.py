@@ -21,6 +21,7 @@ import meshwright.model.build
 import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
+from meshwright.blueprint import batch_numbers
 from meshwright.build import Again
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
@@ -290,15 +291,14 @@ def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
 
 def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     """The sampler does not know of dp: all replicas train on the first one's part."""
-    feed = meshwright.step.StepFeed
+    indices = meshwright.step.StepFeed.indices
 
-    class First(NamedTuple):
-        feed: Any
+    def of_the_first(feed: meshwright.step.StepFeed, m: int) -> range:
+        found, per_replica = indices(feed, m), batch_numbers(feed.parts.config).global_batch // feed.parts.mesh.grid.dp
+        before = feed.parts.mesh.at.dp_rank * per_replica
+        return range(found.start - before, found.stop - before)
 
-        def microbatch(self, samples_seen: int, dp_rank: int, *args: int) -> Any:
-            return self.feed.microbatch(samples_seen, 0, *args)
-
-    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, First(source), seen))
+    patch.setattr(meshwright.step.StepFeed, "indices", of_the_first)
 
 
 def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:

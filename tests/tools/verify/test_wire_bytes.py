@@ -24,7 +24,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tensor_parallel.layers import vocab_slice
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_feed
+from meshwright.tools.verify.run import open_verify_source
 from tests.tools.verify.cases import LATER, Size, config_of, model_config
 
 SIZE = Size(heads=4, sequence_length=8, num_blocks=2, global_batch=8)
@@ -91,7 +91,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
-    parts = build(config, mesh, (open_feed(config, True), None))
+    parts = build(config, mesh, (open_verify_source(config, True), None))
     take_step(parts)
     for replica in parts.replicas.values():
         replica.ready_all()

@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
-from meshwright.data.feeds import open_feeds
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.data.sources import open_sources
 from meshwright.errors import CheckpointError, DataError, ModelError
 from meshwright.launch.conversion import convert
 from meshwright.launch.pool import RankPool
@@ -127,7 +127,7 @@ def test_a_corpus_that_does_not_fit_the_vocabulary_is_refused(corpus: Path, tmp_
     data = {"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")}
     config = run_config(directory("llama", tmp_path), data=data)
     with pytest.raises(DataError, match="67"):
-        open_feeds(config)
+        open_sources(config)
 
 
 def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path, pool: RankPool) -> None:

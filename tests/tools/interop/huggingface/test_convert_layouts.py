@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
-from meshwright.data.feeds import open_feeds
-from meshwright.data.samples import IGNORE
+from meshwright.data.causal import IGNORE
+from meshwright.data.sources import open_sources
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.models.blocks import AttentionCore
@@ -107,7 +107,7 @@ def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
     assert f"starting from the weights of {done.path}" in said
 
     # the loss of the first step is that of their model on the same samples
-    feed = open_feeds(one)[0]
+    feed = open_sources(one)[0]
     ids, labels, _ = feed.microbatch(0, 0, 1, 4, 1, 0)
     with torch.no_grad():
         expected = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)

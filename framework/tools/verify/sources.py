@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.data.feeds import Source
+from meshwright.data.sources import Source
 from meshwright.data.span_corruption import corrupt, lengths, spans_of
 from meshwright.errors import ConfigError
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import derive
 
 
-class VerifyFeed(NamedTuple):
+class VerifySource(NamedTuple):
     """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m the next odd number from S/2 on.
 
     So samples count unevenly from the first step, and so do two or four replicas, since m is odd. A loss averaged per
@@ -27,12 +27,8 @@ class VerifyFeed(NamedTuple):
 
     sample: Callable[[int], tuple[Any, Tensor]]
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """Micro-batch m of a replica, as :class:`meshwright.data.samples.Feed` numbers them."""
-        first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
-        indices = list(range(first, first + micro_batch_size))
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return (inputs, labels) of these sample indices, some labels of each set to IGNORED_LABEL."""
         rows = [self.sample(index) for index in indices]
         labels = torch.stack([row[1] for row in rows])
         for row, index in enumerate(indices):
@@ -42,7 +38,7 @@ class VerifyFeed(NamedTuple):
                 labels[row, : index * 7 % (max(1, labels.shape[1] // 2) | 1)] = IGNORED_LABEL
             elif index % 8 in (1, 2, 7):
                 labels[row] = IGNORED_LABEL
-        return default_collate([row[0] for row in rows]), labels, torch.tensor(indices)
+        return default_collate([row[0] for row in rows]), labels
 
 
 def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -86,11 +82,11 @@ def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Calla
     return sample
 
 
-def own_sample(feed: Source) -> Callable[[int], tuple[Any, Tensor]]:
+def own_sample(source: Source) -> Callable[[int], tuple[Any, Tensor]]:
     """The run's own samples, in its own order."""
 
     def sample(index: int) -> tuple[Any, Tensor]:
-        inputs, labels, _ = feed.microbatch(index, 0, 1, 1, 1, 0)
+        inputs, labels = source.read([index])
         return tree_map(lambda leaf: leaf[0], inputs), labels[0]
 
     return sample

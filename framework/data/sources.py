@@ -1,19 +1,20 @@
-"""Where a run's samples come from: the feeds that a configuration names, training and validation."""
+"""Sources of samples that a configuration names, training and validation; and the data fingerprint of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from meshwright.config import RunConfig
+from meshwright.data import fingerprint
+from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Blend, Corpus, whole_weights
-from meshwright.data.dataset import DatasetFeed, open_dataset
+from meshwright.data.dataset import DatasetSource, open_dataset
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder
-from meshwright.data.samples import Feed
-from meshwright.data.span_corruption import SpanCorruptionFeed, open_corpus
+from meshwright.data.span_corruption import SpanCorruptionSource, open_corpus
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.errors import DataError
 from meshwright.model.build import vocabulary
@@ -21,19 +22,21 @@ from meshwright.seeding import derive
 
 
 class Source(Protocol):
-    """Where micro-batches come from: one of :data:`AnyFeed`, or verify's own."""
+    """Samples by their index in the run: the i-th sample that a run trains on, on any layout. One of :data:`AnySource`,
+    or a tool's own."""
 
-    def microbatch(
-        self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
-    ) -> tuple[Any, Tensor, Tensor]:
-        """(inputs, each tensor (B, ...), labels (B, ...), global sample indices (B,)) of micro-batch m of a replica."""
-
-
-AnyFeed = Feed | SpanCorruptionFeed | DatasetFeed
-"""What the data room reads a run's own samples with."""
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return (inputs, each tensor (B, ...), labels (B, ...)), on the CPU."""
 
 
-def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
+SAMPLED = "sampled bytes"
+"""Prefix of names in a data fingerprint whose value hashes a sample of the bytes; older checkpoints have none."""
+
+AnySource = CorpusSource | SpanCorruptionSource | DatasetSource
+"""Sources that a configuration can name."""
+
+
+def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
     """The training feed, shuffled by the seed, and the validation feed, once in order.
 
     Raises:
@@ -42,24 +45,24 @@ def open_feeds(config: RunConfig) -> tuple[AnyFeed, AnyFeed | None]:
     eod_id = _end_of_document_id(config)
     training, held_out = (_open(config, split, eod_id) for split in ("train", "validation"))
     assert training is not None
-    if isinstance(training, DatasetFeed) and isinstance(held_out, DatasetFeed):
+    if isinstance(training, DatasetSource) and isinstance(held_out, DatasetSource):
         alike = held_out.samples._replace(like=training.samples.like)  # the stages know one shape
         alike.sample(0)
         held_out = held_out._replace(samples=alike)
     return training, held_out
 
 
-def open_validation(config: RunConfig) -> AnyFeed | None:
+def open_validation(config: RunConfig) -> AnySource | None:
     """The validation feed alone: the training corpus of a model that is done with it need not be there any more."""
     if config.data.builder is not None:
-        return open_feeds(config)[1]
+        return open_sources(config)[1]
     return _open(config, "validation", _end_of_document_id(config))
 
 
-def describe_feed(feed: Source, num_samples: int) -> str:
+def describe_source(source: Source, num_samples: int) -> str:
     """What is not to be seen in the configuration, for a run of so many samples: how often each of several corpora is
     gone through, documents that are cut. Lines, or nothing."""
-    corpus = feed.corpus if isinstance(feed, Feed | SpanCorruptionFeed) else None
+    corpus = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     if corpus is None:
         return ""
     parts = corpus.corpora if isinstance(corpus, Blend) else (corpus,)
@@ -77,6 +80,44 @@ def describe_feed(feed: Source, num_samples: int) -> str:
     return "\n".join(lines)
 
 
+def data_fingerprint(source: Source) -> dict[str, str]:
+    """Return what must be the same after a resume, by name: hashes of the fingerprint, and a sampled hash of the
+    bytes."""
+    if isinstance(source, DatasetSource):
+        return source.samples.fingerprint()
+    if not isinstance(source, CorpusSource | SpanCorruptionSource):
+        return {}
+    corpus = source.corpus
+    if isinstance(corpus, Corpus):
+        return _fingerprint_of(corpus)
+    return {
+        f"{name} of data.train[{i}] (weight {weight:g})": value
+        for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
+        for name, value in _fingerprint_of(each).items()
+    }
+
+
+def corpus_times(source: Source) -> dict[str, int]:
+    """Return the modification times of the files that a run's corpora consist of, in ns, by path."""
+    if not isinstance(source, CorpusSource | SpanCorruptionSource):
+        return {}
+    corpora = [source.corpus] if isinstance(source.corpus, Corpus) else source.corpus.corpora
+    return {path: at for corpus in corpora for path, at in corpus.modified().items()}
+
+
+def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
+    known = fingerprint.read(corpus.prefix.parent)
+    sampled = {SAMPLED: corpus.sampled()}
+    if known is None or corpus.known is None:
+        return {"train_tokens": str(len(corpus.stream))} | sampled
+    name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
+    found = {"train": known.sha256_of(f"{name}.bin")} | sampled
+    found["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
+    if corpus.mask:
+        found["mask"] = known.sha256_of(f"{name}.mask")
+    return found
+
+
 def _end_of_document_id(config: RunConfig) -> int | None:
     """Of ``data.tokenizer``, for corpora that do not say it themselves; None without one."""
     if config.data.tokenizer is None:
@@ -92,7 +133,7 @@ def _end_of_document_id(config: RunConfig) -> int | None:
     return end_of_document_id(tokenizer)
 
 
-def _open(config: RunConfig, split: str, eod_id: int | None) -> AnyFeed | None:
+def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None:
     """The feed of one split; None where there is none."""
     data, seed = config.data, config.run.seed
 
@@ -101,7 +142,7 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnyFeed | None:
 
     if data.builder is not None:
         samples = open_dataset(config, split)
-        return None if samples is None else DatasetFeed(samples, order(samples.num_samples))
+        return None if samples is None else DatasetSource(samples, order(samples.num_samples))
     where = data.train if split == "train" else data.validation
     if where is None:
         return None
@@ -129,7 +170,9 @@ def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:
     )
 
 
-def _feed(config: RunConfig, corpus: Corpus | Blend, order: Callable[[int], int | None]) -> Feed | SpanCorruptionFeed:
+def _feed(
+    config: RunConfig, corpus: Corpus | Blend, order: Callable[[int], int | None]
+) -> CorpusSource | SpanCorruptionSource:
     if config.data.task == "span_corruption":
-        return SpanCorruptionFeed(corpus, order, config.data.sequence_length, config.run.seed)
-    return Feed(corpus, order)
+        return SpanCorruptionSource(corpus, order, config.data.sequence_length, config.run.seed)
+    return CorpusSource(corpus, order)

@@ -12,10 +12,11 @@ import torch
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load, parse, to_toml
 from meshwright.config.load import dump
-from meshwright.data.feeds import describe_feed, open_feeds
-from meshwright.data.samples import Feed
+from meshwright.data.causal import CorpusSource
+from meshwright.data.sources import describe_source, open_sources
 from meshwright.errors import ConfigError, DataError, ModelError
 from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.support.layouts import microbatch, samples
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +35,15 @@ def config_of(corpora: Path, **data: Any) -> RunConfig:
 
 
 def test_samples_are_drawn_by_weight_the_same_in_every_layout(corpora: Path) -> None:
-    training, _ = open_feeds(config_of(corpora))
-    assert isinstance(training, Feed) and training.num_samples == 5 + 20
-    whole = training.microbatch(0, 0, 1, 160, 1, 0)
+    training, _ = open_sources(config_of(corpora))
+    assert isinstance(training, CorpusSource) and training.num_samples == 5 + 20
+    whole = samples(training, 0, 160)
     assert Counter(whole.inputs[:, 0].tolist()).most_common() == [(64, 140), (65, 20)]
     step = 16  # as dp 2 x chunks 4 x 2 samples, from any sample on
     for seen in range(0, 160, step):
-        parts = [training.microbatch(seen, dp_rank, 2, 2, 4, m).inputs for dp_rank in range(2) for m in range(4)]
+        parts = [microbatch(training, seen, dp_rank, 2, 2, 4, m).inputs for dp_rank in range(2) for m in range(4)]
         assert torch.equal(torch.cat(parts), whole.inputs[seen : seen + step])
-    assert describe_feed(training, 160).splitlines() == [
+    assert describe_source(training, 160).splitlines() == [
         f"data       {corpora}/a/train: 87.5% of the samples, 28 times through it; 5 of 5 documents are longer than 12 "
         f"tokens and cut",
         f"data       {corpora}/b/train: 12.5% of the samples, 1 times through it; 20 of 20 documents are longer than "
@@ -51,8 +52,8 @@ def test_samples_are_drawn_by_weight_the_same_in_every_layout(corpora: Path) -> 
 
 
 def test_a_list_of_one_is_drawn_as_often(corpora: Path) -> None:
-    one = open_feeds(config_of(corpora, train=[{"path": str(corpora / "b/train")}]))[0]
-    assert Counter(one.microbatch(0, 0, 1, 40, 1, 0).inputs[:, 0].tolist()) == {65: 40}
+    one = open_sources(config_of(corpora, train=[{"path": str(corpora / "b/train")}]))[0]
+    assert Counter(samples(one, 0, 40).inputs[:, 0].tolist()) == {65: 40}
 
 
 def test_lists_in_files_and_on_the_command_line(corpora: Path, tmp_path: Path) -> None:
@@ -100,11 +101,11 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(corpora: Path) -> No
     with pytest.raises(
         DataError, match=r"made with a tokenizer of 257 tokens, and the model's vocabulary has 256: set"
     ):
-        open_feeds(small)
+        open_sources(small)
     tokenizer = {"tokenizer": str(corpora / "tokenizer/tokenizer.json")}
     small = small.model_copy(update={"data": small.data.model_copy(update=tokenizer)})
     with pytest.raises(DataError, match=r"tokenizer\.json has token ids up to 256, and the model's vocabulary 256"):
-        open_feeds(small)
+        open_sources(small)
 
 
 def test_a_model_that_takes_no_boundaries(corpora: Path) -> None:

@@ -1,0 +1,54 @@
+"""Causal language modelling over a corpus: token ids in, the next token as the label.
+
+B samples of S tokens each. Every rank that reads the same indices gets the same samples from the same memory-mapped
+file, so no tokens go over the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.data.corpus import IGNORE, Blend, Corpus
+
+
+class CorpusSource(NamedTuple):
+    """A corpus, and the order in which a run reads it."""
+
+    corpus: Corpus | Blend
+    order: Callable[[int], int | None]
+    """Sample index of the run -> sample of the corpus, None past the end: one of :mod:`meshwright.data.order`."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of the corpus."""
+        return self.corpus.num_samples
+
+    def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return (token ids (B, S) int64, labels (B, S) int64) of these sample indices of the run.
+
+        A label is the next token, or IGNORE. Past the end of a corpus that is read once, rows have only IGNORE labels
+        (and tokens 0). With document boundaries the inputs are {"tokens": (B, S) int64, "starts": (B, S) bool}.
+        """
+        shape = len(indices), self.corpus.sequence_length
+        tokens = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        starts = np.zeros(shape, dtype=np.bool_)
+        starts[:, 0] = True
+        for row, index in enumerate(indices):
+            number = self.order(index)
+            if number is not None:
+                tokens[row], labels[row], starts[row] = self.corpus.example(number)
+        inputs: Any = torch.from_numpy(tokens)
+        if self.corpus.document_boundaries:
+            inputs = {"tokens": inputs, "starts": torch.from_numpy(starts)}
+        return inputs, torch.from_numpy(labels)
+
+
+def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
+    """Global batches until every sample was seen once, or ``at_most``; at least 1."""
+    return min(at_most, -(-num_samples // global_batch))

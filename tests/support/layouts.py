@@ -1,0 +1,28 @@
+"""Micro-batches of a layout, as a step reads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from meshwright.config.schema import Batch, RunConfig
+from meshwright.data.sources import Source
+from meshwright.pipeline.executor import Microbatch
+from meshwright.step import StepFeed
+
+
+def microbatch(
+    source: Source, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+) -> Microbatch:
+    """Return micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``."""
+    batch = Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=micro_batch_size * chunks * dp)
+    mesh = SimpleNamespace(at=SimpleNamespace(dp_rank=dp_rank), device=torch.device("cpu"))
+    parts: Any = SimpleNamespace(config=RunConfig(batch=batch), mesh=mesh, data_s=0.0)
+    return StepFeed(parts, source, samples_seen).microbatch(m)
+
+
+def samples(source: Source, first: int, count: int) -> Microbatch:
+    """Return ``count`` samples of the run from index ``first`` on, as one micro-batch."""
+    return microbatch(source, first, 0, 1, count, 1, 0)
