@@ -33,6 +33,7 @@ from meshwright.pipeline.values import Loss, cross_entropy
 from meshwright.seeding import Draw
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
+from meshwright.watch.nonfinite.guard import refuse
 
 
 def split_vocab_size(blueprint: Blueprint) -> int | None:
@@ -167,9 +168,10 @@ def build(
         end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
-    return Parts(
-        config, mesh, blueprint, executor, replicas, optimizer, training, validation, data_fingerprint(training)
-    )
+    fingerprint = data_fingerprint(training)
+    parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
+    parts.on_nonfinite = refuse
+    return parts
 
 
 def make_stage(

@@ -1,22 +1,29 @@
-"""What one rank holds: its parts, and where its run stands."""
+"""Parts of one rank, the state of its run, and the protocol of observers.
+
+build     Parts          everything that one rank needs to train
+step      StepStats      the numbers of one optimizer step, the same on every rank
+train     StepEvent      one step, as observers see it; Observer is what train calls between steps
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import Behind
 from meshwright.config import RunConfig
 from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.pipeline.executor import Executor, Result
+from meshwright.pipeline.executor import Executor, Feed, Result
 from meshwright.pipeline.running_stats import running_values
-from meshwright.system.signals import StopRequest
+
+STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
+"""A rank was asked to end the run; a rank could not write its share of a checkpoint; the run's directory is gone."""
 
 
 @dataclass
@@ -60,18 +67,17 @@ class Parts(Forward):
     """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
     last: Result | None = None
-    """What the last step's row has brought: when each action ran."""
-    asked: StopRequest = field(default_factory=StopRequest)
-    """Looked at in each step: a request to one rank ends the run on all of them after it."""
-    behind: Behind = field(default_factory=Behind)
-    """The checkpoint that is being written. Looked at in each step: a failure of one rank is known to all of them."""
-    files_lost: Callable[[], bool] = lambda: False
-    """Looked at in each step: the run's directory is no longer the one that it began in. See run/files."""
+    """The last step's row as it ran: when each action began and ended."""
+    flags: dict[str, Callable[[], bool]] = field(default_factory=lambda: dict.fromkeys(FLAGS, lambda: False))
+    """Each of FLAGS is read once per step on each rank; :class:`StepStats` has those that were raised on any rank."""
     restarts: int = 0
-    """How often the run had been started before."""
+    """Starts of this run before this one."""
     on_gradients: Callable[[Parts, float], None] | None = None
-    """Called in each step with (parts, factor) when gradients are whole, before clipping; gradient = factor x what lies
-    in the buckets. For whoever wants to look: verify does."""
+    """Called in each step when gradients are complete, before clipping: (parts, factor); gradient = factor x what lies
+    in the buckets."""
+    on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
+    """Called on all ranks after a step whose loss or gradient norm is NaN or Inf, which no rank has taken: (parts, the
+    step's feed, the numbers). It raises, or counts the step as skipped. None: the step is skipped."""
 
     @property
     def num_layers(self) -> int:
@@ -84,3 +90,70 @@ class Parts(Forward):
         for stage in self.executor.stages.values():
             found |= running_values(stage.layers, self.blueprint.running)
         return found
+
+
+class StepStats(NamedTuple):
+    """Numbers of one optimizer step; the same on every rank."""
+
+    loss: float
+    """Mean over the labels of the global batch that count."""
+    grad_norm: float
+    """Norm of the whole model's gradient, before clipping."""
+    learning_rate: float
+    num_tokens: int
+    """Labels that counted."""
+    bubble_share: float
+    """Share of the time from the first forward to the last backward in which a rank did not compute; mean of ranks."""
+    flags: frozenset[str] = frozenset()
+    """FLAGS that some rank raised."""
+    skipped: bool = False
+    """Loss or gradient were NaN or Inf: weights and optimizer are as before."""
+
+
+class StragglerShare(NamedTuple):
+    """A rank, a link or a sum over replicas that makes the other ranks wait."""
+
+    name: str
+    """As in "rank 5 on h2"; empty: nothing holds the others up for long enough."""
+    rank: int
+    share: float
+    """Share of the step for which the others wait."""
+
+
+@dataclass
+class StepEvent:
+    """One step, as observers see it. An observer fills its own field for those after it."""
+
+    stats: StepStats
+    step_s: float
+    is_first: bool
+    """The first step since this start of the run."""
+    is_last: bool
+    is_stopping: bool
+    """A rank was asked to end the run: it ends after this step."""
+    is_saving: bool
+    """A checkpoint of this step is due."""
+    save_s: float | None = None
+    """Seconds of the checkpoint that appeared since the step before."""
+    straggler: StragglerShare | None = None
+    """None: not measured in this step, or not on this rank."""
+    validation_loss: float | None = None
+
+
+class Observer:
+    """Callbacks of the training loop, all of them empty here.
+
+    Every rank has the same observers in the same order, so that each may communicate.
+    """
+
+    def before_step(self, parts: Parts) -> None:
+        """Run before each step."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Run after each step; raise to end the run on every rank."""
+
+    def after_training(self, parts: Parts) -> None:
+        """Run once, after the last step and the last ``after_step``."""
+
+    def on_error(self, parts: Parts, error: Exception) -> None:
+        """Run when training ends by an error that is raised on every rank in the same step."""

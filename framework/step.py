@@ -18,32 +18,9 @@ from meshwright.data.sources import AnySource, Source
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parts import Forward, Parts
+from meshwright.parts import FLAGS, Forward, Parts, StepStats
 from meshwright.pipeline.executor import Microbatch, Result
 from meshwright.pipeline.values import cast_floats
-from meshwright.watch.nonfinite.guard import refuse
-
-
-class StepStats(NamedTuple):
-    """What one step has shown; the same on every rank."""
-
-    loss: float
-    """Mean over the labels of the global batch that count."""
-    grad_norm: float
-    """Of the whole model's gradient, before clipping."""
-    learning_rate: float
-    num_tokens: int
-    """Labels that counted."""
-    bubble_share: float
-    """Share of the time from the first forward to the last backward in which a rank did not compute; mean of ranks."""
-    stop: bool
-    """Some rank was asked to end the run: save now, and leave."""
-    not_written: bool
-    """Some rank could not write its share of the checkpoint that is under way."""
-    skipped: bool = False
-    """Loss or gradient were not finite: weights and optimizer are as they were."""
-    files_lost: bool = False
-    """The run's directory, or its lock, is not what it was when the run began."""
 
 
 @dataclass
@@ -97,10 +74,10 @@ def validation_batches(parts: Parts) -> int:
 
 
 def take_step(parts: Parts) -> StepStats:
-    """One optimizer step on the next global batch.
+    """Take one optimizer step on the next global batch.
 
     Raises:
-        NonFiniteError: on every rank; see :mod:`meshwright.watch.nonfinite.guard`.
+        NonFiniteError: on every rank, from ``parts.on_nonfinite``.
     """
     found: list[StepStats] = []
     parts.data_s = 0.0
@@ -109,11 +86,11 @@ def take_step(parts: Parts) -> StepStats:
     skips = parts.config.watch.on_nonfinite == "skip"
     running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
     feed = StepFeed(parts, parts.source, parts.state.samples_seen)
-    parts.executor.step = lambda result: found.append(_optimizer_step(parts, result))
-    parts.last = parts.executor.run(feed)
+    parts.last = parts.executor.run(feed, lambda result: found.append(_optimizer_step(parts, result)))
     (stats,) = found
     if stats.skipped:  # the same on every rank
-        refuse(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}")
+        if parts.on_nonfinite is not None:
+            parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}")
         for name, buffer in parts.running().items():
             buffer.copy_(running[name])
     else:
@@ -125,54 +102,70 @@ def take_step(parts: Parts) -> StepStats:
     return stats
 
 
-def _optimizer_step(parts: Parts, result: Result) -> StepStats:
-    """STEP of the schedule: one small reduction over all ranks, then my shards are stepped and on their way to others.
+class StepSums(NamedTuple):
+    """Sums over all ranks that a step needs before its update, in the order in which they are reduced."""
 
-    The buckets hold the gradient of loss_sum / expected tokens; the mean over the labels that counted needs the factor
+    loss_sum: float
+    num_tokens: float
+    """Labels that counted."""
+    square_norm: float
+    """Square of the norm of the gradient in the buckets."""
+    busy_s: float
+    """Seconds in which the stages computed."""
+    passed_s: float
+    """Seconds from the first forward to the last backward."""
+    stop: float
+    not_written: float
+    files_lost: float
+    """Ranks that raise each of FLAGS."""
+
+
+def _optimizer_step(parts: Parts, result: Result) -> StepStats:
+    """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
+
+    The buckets hold the gradient of loss_sum / expected labels. The mean over the labels that counted needs the factor
     expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
     """
     config = parts.config
-    loss_sum, counted, square_norm, busy, passed, stop, not_written, lost = sum_numbers(parts, result).tolist()
-    counted = max(counted, 1.0)
+    sums = StepSums(*sum_numbers(parts, result).tolist())
+    counted = max(sums.num_tokens, 1.0)
     factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
-    grad_norm = math.sqrt(square_norm) * factor
+    grad_norm = math.sqrt(sums.square_norm) * factor
     rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
     stats = StepStats(
-        loss_sum / counted,
+        sums.loss_sum / counted,
         grad_norm,
         rate,
         int(counted),
-        1.0 - busy / passed,
-        stop > 0,
-        not_written > 0,
-        files_lost=lost > 0,
+        1.0 - sums.busy_s / sums.passed_s,
+        frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
     )
-    if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
+    if not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
         return stats._replace(skipped=True)
     parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
     return stats
 
 
 def sum_numbers(parts: Parts, result: Result) -> Tensor:
-    """Sum tied-weight gradients, then all-reduce (8,) float64 over all ranks: loss, labels that counted, square of the
-    gradient's norm, busy and passed time, requests to stop, checkpoints that failed, run files that are lost. Nothing
-    is read on the host."""
+    """Sum tied-weight gradients, then all-reduce the step's scalars: (8,) float64, the fields of :class:`StepSums`.
+
+    Blocks for the ranks, not for the device: nothing is read on the host.
+    """
     mesh = parts.mesh
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    speaks = mesh.at.tp_rank == 0  # all tp ranks have the same loss
-    loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if speaks else zero
-    num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if speaks else zero
-    busy_s, passed_s = result.computing()
-    spare = parts.optimizer.spare_square_norm() * 0.0  # not finite where another rank's copy may well be
-    notes = [parts.asked.requested(), parts.behind.failed(), parts.files_lost()]
-    own = torch.tensor([busy_s, passed_s, *notes], dtype=torch.float64, device=mesh.device)
+    is_counted = mesh.at.tp_rank == 0  # all tp ranks have the same loss
+    loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if is_counted else zero
+    num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if is_counted else zero
+    spare = parts.optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
+    flags = [parts.flags[flag]() for flag in FLAGS]
+    own = torch.tensor([*result.computing(), *flags], dtype=torch.float64, device=mesh.device)
     norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
-    shared = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
-    mesh.world.all_reduce(shared).wait()
-    return shared
+    sums = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
+    mesh.world.all_reduce(sums).wait()
+    return sums
 
 
 def validate(parts: Parts) -> float:

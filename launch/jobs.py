@@ -35,8 +35,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
     if local.has_children(config):
-        local.warm_up(config, "meshwright.train")
-    from meshwright.train import check, run_directory, work
+        local.warm_up(config, "meshwright.launch.work")
+    from meshwright.launch.work import check, work
+    from meshwright.run.directory import run_directory
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
     num_ranks = checked.launch.processes
@@ -65,7 +66,7 @@ def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
     """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
-    from meshwright.train import check, work
+    from meshwright.launch.work import check, work
 
     checked, _ = check(config, world_size)
     if checked.launch.max_restarts and os.environ["RANK"] == "0":

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
 from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import Blend, Corpus, whole_weights
+from meshwright.data.corpus import Blend, Corpus, unigram_entropy, whole_weights
 from meshwright.data.dataset import DatasetSource, open_dataset
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder
 from meshwright.data.span_corruption import SpanCorruptionSource, open_corpus
@@ -103,6 +103,13 @@ def corpus_times(source: Source) -> dict[str, int]:
         return {}
     corpora = [source.corpus] if isinstance(source.corpus, Corpus) else source.corpus.corpora
     return {path: at for corpus in corpora for path, at in corpus.modified().items()}
+
+
+def unigram_nats(source: Source | None) -> float | None:
+    """Return the unigram entropy of a corpus in nats per token; None where its fingerprint has no token counts."""
+    if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
+        return unigram_entropy(source.corpus).nats
+    return None
 
 
 def _fingerprint_of(corpus: Corpus) -> dict[str, str]:

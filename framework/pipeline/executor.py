@@ -156,7 +156,6 @@ class Executor:
     end_reducing: Callable[[int], None] | None = None
     """Given: the other Bs and Ws are reduced too, and this is called after each."""
     reduce: Callable[[int], None] = lambda stage: None
-    step: Callable[[Result], None] = lambda result: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
     _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle | None]] = field(default_factory=dict)
     _sends: deque[Handle] = field(default_factory=deque)
@@ -194,8 +193,9 @@ class Executor:
         assert stage.output_spec is not None
         return _Message(action, (Kind.B, index + 1, microbatch), peer, stage.output_spec.with_gradient)
 
-    def run(self, feed: Feed) -> Result:
-        """One step: every item of my row, in order."""
+    def run(self, feed: Feed, step: Callable[[Result], None] = lambda result: None) -> Result:
+        """Run every item of this rank's row, in order; ``step`` is what STEP does."""
+        self._on_step = step
         run = Result(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
         for do, what in self._row:
             do(what, feed, run)
@@ -336,7 +336,7 @@ class Executor:
         start = run.clock.read()
         before_s = self._activity.waited_s
         run.waited_s += before_s
-        self.step(run)
+        self._on_step(run)
         run.waited_in_step_s = self._activity.waited_s - before_s
         run.readings.append((action, start, run.clock.read()))
 

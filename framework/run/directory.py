@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 
@@ -15,6 +16,11 @@ MANIFEST = "manifest.json"
 RUNS = Path("runs")
 """Where runs are kept when nobody says otherwise."""
 MOST_NAMED = 8
+
+
+def run_directory(config: RunConfig) -> Path:
+    """Return the directory that holds all files of a run."""
+    return Path(config.run.directory) / config.run.name
 
 
 def is_run(place: Path) -> bool:

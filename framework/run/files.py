@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 from meshwright.checkpoint.files import Warn
 from meshwright.checkpoint.read import find
+from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
-from meshwright.run.directory import RESOLVED
+from meshwright.run.directory import RESOLVED, run_directory
 from meshwright.run.lock import FILE, RunLock
 from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
@@ -53,6 +54,28 @@ def check_run_files(directory: Path) -> None:
             found.append(f"{directory / name} {why}: move it away, or choose another run.name")
     if found:
         raise ConfigError(found)
+
+
+def make_directory(config: RunConfig) -> Path:
+    """Make the run's directory, and check that it can be written to.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    directory = run_directory(config)
+    problem = None
+    try:
+        make_directory_synced(directory)
+    except OSError as error:
+        problem = "is a file" if isinstance(error, FileExistsError) else f"cannot be made: {error.strerror}"
+    if problem is None and not os.access(directory, os.W_OK | os.X_OK):
+        problem = "cannot be written to"
+    if problem is not None:
+        raise ConfigError(
+            f"the directory of this run, {directory}, {problem}; choose another run.directory or run.name"
+        )
+    check_run_files(directory)
+    return directory
 
 
 class Recovery(NamedTuple):

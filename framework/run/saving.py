@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.checkpoint import Attempt, Head, Kind, ShardReport, begin, find, prune, to_host
+from meshwright.checkpoint import Attempt, Behind, Head, Kind, ShardReport, begin, find, prune, to_host
 from meshwright.checkpoint.files import Warn, to_stderr
 from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
 from meshwright.checkpoint.save import merge
 from meshwright.checkpoint.shard import DTYPES, file_name
 from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError, ConfigError, RunFilesError
-from meshwright.parts import Parts, TrainState
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts, TrainState
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
 from meshwright.run.tensors import named_weights, pieces
 
@@ -63,8 +63,13 @@ class Saver:
         self._files = files
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
+        self.writer = Behind()
+        """Writes this rank's share; a failure on one rank reaches all of them as a flag of the next step."""
         self._attempt: Attempt | None = None
         """Under way; the same on all ranks."""
+        parts.flags[NOT_WRITTEN] = self.writer.failed
+        if files is not None:
+            parts.flags[FILES_LOST] = files.are_lost
         self.saved_step: int | None = None
         """The last step whose checkpoint has appeared for sure; the same on all ranks."""
         self._save_s: float | None = None
@@ -94,7 +99,7 @@ class Saver:
             frozenset(shard_name(pp, tp) for pp in range(grid.pp) for tp in range(grid.tp)),
         )
         checkpoint = parts.config.checkpoint
-        parts.behind.start(
+        self.writer.start(
             self._attempt,
             shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
             to_host(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
@@ -121,7 +126,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, of a failure with ``checkpoint.on_failure = "fail"``.
         """
-        attempt, behind = self._attempt, self.parts.behind
+        attempt, behind = self._attempt, self.writer
         if attempt is not None:
             problems = self._problems() if self._wait(behind.settled) else []
             if problems:
@@ -163,7 +168,7 @@ class Saver:
             RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
         """
         assert self._files is not None
-        mesh, behind = self.parts.mesh, self.parts.behind
+        mesh, behind = self.parts.mesh, self.writer
         behind.abandon()
         behind.end()
         self._attempt = None
@@ -192,13 +197,13 @@ class Saver:
 
     def _are_files_lost(self) -> bool:
         """The same on every rank. Every rank calls it."""
-        return bool(self.parts.mesh.world.gather_objects(self.parts.files_lost())[0])
+        return bool(self.parts.mesh.world.gather_objects(self.parts.flags[FILES_LOST]())[0])
 
     # -------------------------------------------------------------------------------------------------------- pieces
 
     def _begin(self, step: int) -> _Begun:
         attempt = secrets.token_hex(4)
-        if self.parts.files_lost() and self._files is not None:  # what would be made there is not this run's
+        if self.parts.flags[FILES_LOST]() and self._files is not None:  # what would be made there is not this run's
             return _Begun(attempt, f"{self.directory} is gone, or another's", may_pass=True)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
@@ -220,7 +225,7 @@ class Saver:
         before, since_s = -1.0, time.monotonic()
         while True:
             stuck = time.monotonic() - since_s > limit_s
-            mine = [not done(), parts.behind.failed(), stuck, parts.behind.written_bytes]
+            mine = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
             shared = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
             mesh.world.all_reduce(shared).wait()
             waiting, failed, stuck_ranks, written = shared.tolist()
@@ -240,14 +245,14 @@ class Saver:
     def _problems(self) -> list[str]:
         """What has failed on which rank. Every rank calls it."""
         mesh = self.parts.mesh
-        found = mesh.world.gather_objects(self.parts.behind.problem)
+        found = mesh.world.gather_objects(self.writer.problem)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
 
     def _give_up(self, attempt: Attempt, problems: list[str]) -> None:
         self._attempt = None
-        self.parts.behind.abandon()
+        self.writer.abandon()
         if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
-            self.parts.behind.end()  # what was written is removed before this process ends
+            self.writer.end()  # what was written is removed before this process ends
         self._tell(attempt.head.step, problems)
 
     def _tell(self, step: int, problems: list[str]) -> None:
@@ -272,7 +277,7 @@ class Saver:
         return bool(self.parts.mesh.world.gather_objects(stands)[0])
 
     def _tell_published(self) -> None:
-        published = self.parts.behind.take_published()
+        published = self.writer.take_published()
         if published is not None:
             path, self._save_s = published
             self._say(f"saved {path}")

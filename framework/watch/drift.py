@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from meshwright.data_parallel.sharding import Sharded, Tie, kind_of
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
+from meshwright.parts import Parts
 from meshwright.watch.ranks import numbers, ranks_at
-
-if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.parts import Parts
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMED = 4

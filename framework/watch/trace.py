@@ -13,28 +13,20 @@ what cannot be written is said on stderr.
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from meshwright.errors import DataError, ScheduleError
-from meshwright.schedule.action import Action, Kind, Schedule, format_schedule, parse_schedule
+from meshwright.schedule.action import Action, Schedule, parse_schedule
 from meshwright.schedule.analysis.draw import Reading, name_of
 from meshwright.schedule.analysis.simulate import Span, Timeline
 from meshwright.system.bounded import read_bytes
-from meshwright.tracking.tracker import quietly, warn_on_stderr
 
-if TYPE_CHECKING:
-    from meshwright.mesh.mesh import Mesh
-    from meshwright.parts import Parts
-
-BARRIERS = 9
-"""Between machines; on one machine a single one, so that all ranks begin together."""
 FILE_NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -89,39 +81,6 @@ def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
     return min(steps_taken + trace_step, steps) if trace_step > 0 else None
 
 
-def align(mesh: Mesh) -> tuple[float, ...]:
-    """Let all ranks begin together, and read the clock after each barrier. Every rank of the mesh calls it; blocks."""
-    if mesh.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(mesh.device)  # the row's first event is then not behind the step before
-    ticks = []
-    for _ in range(BARRIERS if len(set(mesh.nodes)) > 1 else 1):
-        mesh.world.barrier()
-        ticks.append(time.perf_counter())
-    return tuple(ticks)
-
-
-def gather(parts: Parts, ticks: tuple[float, ...]) -> list[Seen]:
-    """What the ranks of each pipeline have seen of the step that was just taken. Every rank calls it; blocks."""
-    mesh, result = parts.mesh, parts.last
-    assert result is not None, "no step was taken"
-    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
-    everyone: list[Seen] = mesh.pp.gather_objects(mine, Seen, Span, Action, Kind)
-    return everyone
-
-
-def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
-    """Write the trace of the step that was just taken; rank 0 does, the others come for nothing."""
-    if parts.mesh.rank != 0:
-        return
-    try:
-        trace = assemble(everyone, parts)
-        write(trace, directory / "traces" / f"step-{parts.state.step:08d}.json")
-    except Exception as error:
-        quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
-
-
 def on_one_clock(everyone: Sequence[Seen]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
     """(spans, readings, by how much the clocks of two hosts may be off), in seconds since the first rank began."""
     offsets, error_s = clock_offsets(everyone)
@@ -133,24 +92,6 @@ def on_one_clock(everyone: Sequence[Seen]) -> tuple[tuple[Span, ...], tuple[Read
         spans += [Span(rank, span.action, start + span.start, start + span.end) for span in seen.spans]
         readings += [Reading(rank, start + first, start + last) for first, last in seen.data]
     return tuple(spans), tuple(readings), error_s
-
-
-def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
-    """Put the ranks on one clock. ``everyone``: by pipeline rank."""
-    import torch
-
-    spans, readings, error_s = on_one_clock(everyone)
-    return Trace(
-        run=parts.config.run.name,
-        step=parts.state.step,
-        torch=torch.__version__,
-        device=parts.mesh.device.type,
-        hosts=tuple(seen.host for seen in everyone),
-        clock_error_s=error_s,
-        schedule=format_schedule(parts.blueprint.schedule),
-        spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),
-        data=tuple((each.rank, each.start, each.end) for each in readings),
-    )
 
 
 def clock_offsets(everyone: Sequence[Seen]) -> tuple[list[float], float]:

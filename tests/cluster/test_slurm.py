@@ -21,7 +21,7 @@ import pytest
 from meshwright.config import RunConfig, load
 from meshwright.data.prepare.stdlib import prepare_stdlib
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.cluster.hosts import until
 from tests.cluster.slurm import Slurm
 from tests.end_to_end.driving import (

@@ -1,4 +1,4 @@
-"""Runs as users have them: a configuration, ranks that call ``meshwright.train.work``, and what is left on the disk."""
+"""Runs as users have them: a configuration, ranks that call ``meshwright.launch.work.work``, and their files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from meshwright.config import RunConfig, resolve
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
+from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
-from meshwright.train import run_directory, work
 
 GPT2 = {
     "vocab_size": 300,

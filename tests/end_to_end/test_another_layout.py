@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import (
     GPT2,
     LATER,

@@ -19,9 +19,10 @@ from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES
 from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
+from meshwright.run.directory import run_directory
 from meshwright.run.starts import note_start
-from meshwright.train import run_directory, work
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
 

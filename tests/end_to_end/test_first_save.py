@@ -10,7 +10,8 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.pool import RankPool
-from meshwright.train import check, run_directory, work
+from meshwright.launch.work import check, work
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

@@ -16,8 +16,9 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import check
+from meshwright.run.directory import run_directory
 from meshwright.run.tensors import saved_weights
-from meshwright.train import check, run_directory
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 
 

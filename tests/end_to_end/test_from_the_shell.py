@@ -14,8 +14,8 @@ import pytest
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
+from meshwright.run.directory import run_directory
 from meshwright.tracking.jsonl import read_records
-from meshwright.train import run_directory
 from tests.end_to_end.driving import (
     GPT2,
     differing,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import GPT2, layout, run_config
 from tests.end_to_end.shell import Shell, written
 

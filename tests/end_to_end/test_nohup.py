@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.run.directory import run_directory
 from meshwright.system.signals import SIGNALS, StopRequest, ignored
-from meshwright.train import run_directory
 from tests.end_to_end.driving import layout, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 

@@ -16,8 +16,9 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import LockError
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
+from meshwright.run.directory import run_directory
 from meshwright.run.lock import FILE, PATIENCE_S, RunLock
-from meshwright.train import run_directory, work
 from tests.end_to_end.driving import layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 

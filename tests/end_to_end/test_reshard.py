@@ -15,8 +15,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import RunConfig, load, parse
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
+from meshwright.run.directory import run_directory
 from meshwright.tools.reshard import reshard
-from meshwright.train import run_directory
 from tests.end_to_end.driving import (
     GPT2,
     LATER,

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import (
     GPT2,
     differing,

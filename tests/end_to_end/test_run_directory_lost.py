@@ -21,8 +21,9 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig, parse
 from meshwright.errors import UserError
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
+from meshwright.run.directory import run_directory
 from meshwright.run.lock import FILE, RunLock
-from meshwright.train import run_directory, work
 from tests.end_to_end.driving import (
     LATER,
     changed,

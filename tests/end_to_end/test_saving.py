@@ -21,10 +21,10 @@ from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.parts import Parts
+from meshwright.parts import NOT_WRITTEN, Parts
+from meshwright.run.directory import run_directory
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
-from meshwright.train import run_directory
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors
 
 
@@ -38,7 +38,7 @@ def opened(config: RunConfig, world_size: int) -> Parts:
 def step(parts: Parts, saver: Saver, times: int = 1) -> None:
     """As the loop does."""
     for _ in range(times):
-        saver.look(take_step(parts).not_written)
+        saver.look(NOT_WRITTEN in take_step(parts).flags)
 
 
 def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> None:
@@ -48,16 +48,16 @@ def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> No
     for _ in range(2):
         step(parts, saver, 2)
         if slow:
-            held = parts.behind.start
+            held = saver.writer.start
 
             def later(*what: Any, held: Any = held, **how: Any) -> None:
                 step(parts, saver, 2)
                 parts.state.step -= 2
                 held(*what, **how)
 
-            parts.behind.start = later  # type: ignore[method-assign]
+            saver.writer.start = later  # type: ignore[method-assign]
             saver.start()
-            del parts.behind.start
+            del saver.writer.start
             break
         saver.start()
     saver.finish()
@@ -112,7 +112,7 @@ def meets_a_full_disk(rank: int, world_size: int, config: RunConfig) -> tuple[li
             parts.mesh.world.barrier()
             saver.start()
             step(parts, saver)
-            if parts.mesh.world.gather_objects(parts.behind.failed())[0]:
+            if parts.mesh.world.gather_objects(saver.writer.failed())[0]:
                 step(parts, saver)
             saver.finish()
             found.append(len(warned))
@@ -160,7 +160,7 @@ def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str
     if rank == world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     saver.start()
-    while not parts.behind.settled() and rank > 0:  # the first waits for the shares of all
+    while not saver.writer.settled() and rank > 0:  # the first waits for the shares of all
         time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     signal.signal(signal.SIGXFSZ, handler)

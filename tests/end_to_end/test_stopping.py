@@ -19,11 +19,13 @@ from meshwright.checkpoint import find
 from meshwright.config import RunConfig, parse
 from meshwright.errors import Preempted
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.parts import STOP
+from meshwright.run.directory import run_directory
 from meshwright.step import take_step
 from meshwright.system.signals import SIGNALS, StopRequest
-from meshwright.train import run_directory, work
 from tests.end_to_end.driving import (
     differing,
     exact_losses,
@@ -80,8 +82,8 @@ def asked_in_step(rank: int, world_size: int, config_json: str, whom: int, when:
     parts = build(config, mesh)
     said = []
     for step in (1, 2, 3):
-        parts.asked.signal = signal.SIGTERM if rank == whom and step == when else None
-        said.append(take_step(parts).stop)
+        parts.flags[STOP] = lambda step=step: rank == whom and step == when
+        said.append(STOP in take_step(parts).flags)
     close_mesh(mesh)
     return said
 

@@ -23,13 +23,13 @@ from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.run.directory import run_directory
 from meshwright.terminal.output import visible
 from meshwright.tools.inference.evaluate import Evaluation, of_corpus
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
 from meshwright.tools.inference.sample import SAME_TEXT, Ask, Sampling, sample, write
 from meshwright.tools.inference.sample import check as check_sampling
-from meshwright.train import run_directory
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
 from tests.support.plain import load_plain

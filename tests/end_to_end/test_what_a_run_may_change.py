@@ -14,7 +14,7 @@ from meshwright.data import fingerprint
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import GPT2, LLAMA, changed, exact_losses, layout, run_config, tensors, train
 
 

@@ -16,7 +16,7 @@ import meshwright.models.gpt2
 from meshwright.data import fingerprint
 from meshwright.data.order import SampleOrder
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import GPT2, LATER, initial_weights, layout, lines, run_config, size, tensors, train
 
 LENGTH = 32

@@ -11,7 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.data.dataset import open_dataset
 from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
-from meshwright.train import check
+from meshwright.launch.work import check
 
 
 def config_of(runs: Path, fault: str = "in_place", sample: str = "", **sections: Any) -> RunConfig:

@@ -13,8 +13,8 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
+from meshwright.run.directory import run_directory
 from meshwright.tools.verify import default_layouts, parse_layout, traits_of, verify
-from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
 from tests.support.plain import load_plain
 

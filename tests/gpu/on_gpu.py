@@ -45,7 +45,6 @@ def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
     """The actions of a row, in order, and when each ran, in a step that is not the first."""
     parts = parts_of(config)
     take_step(parts)
-    parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
     result = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen))
@@ -168,7 +167,6 @@ def measured_by_ranks(config: RunConfig) -> None:
     rank = int(os.environ["RANK"])
     parts = parts_of(config)
     take_step(parts)
-    parts.executor.step = lambda result: None
     for replica in parts.replicas.values():
         replica.begin_step()
     spans = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen)).spans

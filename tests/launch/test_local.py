@@ -224,7 +224,7 @@ def test_a_signal_while_the_server_starts_is_not_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda signum, frame: came.append(signum))
     try:
-        warm_up(config(tmp_path, 1), "meshwright.train")
+        warm_up(config(tmp_path, 1), "meshwright.launch.work")
         time.sleep(0)  # a handler runs between two instructions
     finally:
         signal.signal(signal.SIGTERM, before)

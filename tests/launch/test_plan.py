@@ -16,12 +16,13 @@ import meshwright.tools.planner.calibrate as calibrating
 from meshwright.config import RunConfig, default_world_size, load
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import check, work
+from meshwright.run.directory import run_directory
 from meshwright.tools.planner.calibrate import Measured, put_together, to_toml
 from meshwright.tools.planner.choices import choice_of
 from meshwright.tools.planner.hardware import Link, Rate, read_hardware
 from meshwright.tools.planner.search import BEST
 from meshwright.tracking.jsonl import read_records
-from meshwright.train import check, run_directory, work
 
 CONFIG = """
 [run]

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.run.directory import run_directory
 from meshwright.tracking.jsonl import read_records
-from meshwright.train import run_directory
 from tests.end_to_end.driving import layout, run_config, with_own_samples
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 

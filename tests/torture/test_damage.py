@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.checkpoint import find, newest_valid
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import changed, exact_losses, layout, run_config, train
 
 

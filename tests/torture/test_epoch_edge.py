@@ -18,9 +18,9 @@ from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.step import take_step
-from meshwright.train import run_directory
 from tests.end_to_end.driving import Recording, layout, run_config, save, size
 
 RESUMES = 20

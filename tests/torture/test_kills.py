@@ -18,7 +18,7 @@ import pytest
 from meshwright.checkpoint import find, newest_valid
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import (
     changed,
     differing,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import GPT2, LoadedRank, differing, layout, load_rank, run_config, size, tensors, train
 
 LAYOUTS = ["", "dp2", "pp2", "tp2", "dp2,pp2,zero3", "dp4,tp2,zero2,shard2,offload", "pp4,tp2", "dp2,pp2,tp2"]

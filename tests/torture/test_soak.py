@@ -20,7 +20,7 @@ from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
 from meshwright.launch.pool import RankPool
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import changed, differing, exact_losses, layout, lines, run_config, tensors, train_rank
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 

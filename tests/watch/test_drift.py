@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import meshwright.launch.work
 import meshwright.train
 from meshwright.config import RunConfig, parse
 from meshwright.errors import DriftError
@@ -257,9 +258,9 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", stepping)
-        patch.setattr(meshwright.train, "speak", quiet)
+        patch.setattr(meshwright.launch.work, "speak", quiet)
         try:
-            meshwright.train.work(parse(config_json))
+            meshwright.launch.work.work(parse(config_json))
         except DriftError as error:
             return str(error)
     return None

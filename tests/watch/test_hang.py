@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
-from meshwright.train import run_directory
+from meshwright.run.directory import run_directory
 from meshwright.watch.hang.heartbeat import Status, read_status
 from meshwright.watch.hang.watchdog import LATER_S
 from tests.end_to_end.driving import GPT2, layout, lines, run_config

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright.launch.work
 import meshwright.train
 from meshwright.config import RunConfig, parse
 from meshwright.errors import NonFiniteError
@@ -330,9 +331,9 @@ def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", spoiling)
-        patch.setattr(meshwright.train, "speak", quiet)
+        patch.setattr(meshwright.launch.work, "speak", quiet)
         try:
-            meshwright.train.work(parse(config_json))
+            meshwright.launch.work.work(parse(config_json))
         except NonFiniteError as error:
             assert error.exit_code == 17
             return str(error)

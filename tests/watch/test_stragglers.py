@@ -10,11 +10,11 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
 from meshwright.launch.status import describe
+from meshwright.run.directory import run_directory
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Span, Timeline
 from meshwright.tracking.jsonl import read_records
-from meshwright.train import run_directory
 from meshwright.watch.stragglers import NOBODY, Straggler, Told, judge
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, LATER, layout, run_config, train

@@ -226,8 +226,7 @@ def _step(parts: Parts) -> None:
         sum_numbers(parts, result)
         parts.optimizer.step(0.1, 0.5)
 
-    parts.executor.step = step
-    parts.executor.run(StepFeed(parts, parts.source, 0))
+    parts.executor.run(StepFeed(parts, parts.source, 0), step)
 
 
 def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:

@@ -399,9 +399,9 @@ def play_back(templates: Templates, config: RunConfig, rank: int, drawn: Drawn, 
             mesh.device,
             on_microbatch=on_microbatch,
             reduce=lambda stage: _ignore(player.play(Action(Kind.REDUCE, stage))),
-            step=lambda result: _ignore(player.play(Action(Kind.STEP))),
         )
-        executor.run(_Feed(FakeSource(blueprint.example), config))
+        feed = _Feed(FakeSource(blueprint.example), config)
+        executor.run(feed, lambda result: _ignore(player.play(Action(Kind.STEP))))
         recorder.begun.insert(0, Begun(0, "before"))
         return told(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.on_host)
 

@@ -20,7 +20,6 @@ not finite there is nothing to compute again. What does not come again was no fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -28,14 +27,12 @@ from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import Place, Sharded
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
+from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, Result
 from meshwright.terminal.output import tell
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import look_again, losses, positions_of
 from meshwright.watch.ranks import ranks_at
-
-if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.parts import Parts
 
 
 def remains(parts: Parts, feed: Feed, result: Result) -> list[Evidence]:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.data_parallel.sharding import Place, Sharded
+from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, Result
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken
-
-if TYPE_CHECKING:  # the parts hold what is in this room
-    from meshwright.parts import Parts
 
 
 def positions_of(stage: Stage) -> dict[int, int]:

@@ -16,9 +16,10 @@ from meshwright.data.sources import open_sources
 from meshwright.errors import CheckpointError, DataError, ModelError
 from meshwright.launch.conversion import convert
 from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
+from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.restructure.export import export
 from meshwright.tools.interop.huggingface.restructure.library import library
-from meshwright.train import run_directory, work
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface.architectures import directory, run_config
 

@@ -21,9 +21,9 @@ from meshwright.launch.arguments import build_parser
 from meshwright.launch.arguments.common import size
 from meshwright.launch.cli import main, split_overrides
 from meshwright.launch.pool import RankPool
+from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.convert.exporting import take
 from meshwright.tools.interop.huggingface.convert.families import FAMILIES
-from meshwright.train import run_directory
 from tests.end_to_end.driving import initial_weights, layout, run_config
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs

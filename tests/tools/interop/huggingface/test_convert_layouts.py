@@ -20,11 +20,11 @@ from meshwright.data.sources import open_sources
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.models.blocks import AttentionCore
+from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.convert.exporting import take
 from meshwright.tools.interop.huggingface.convert.importing import bring
 from meshwright.tools.reshard import reshard
 from meshwright.tools.verify import parse_layout
-from meshwright.train import run_directory
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs

@@ -1,0 +1,119 @@
+"""Observers of one run on disk: its files, validation, peak memory, checkpoints and the end by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.checkpoint import find
+from meshwright.errors import CheckpointError, DriftError, NonFiniteError, Preempted
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, Observer, Parts, StepEvent
+from meshwright.run.peaks import note_peaks
+from meshwright.run.saving import Saver
+from meshwright.system.signals import StopRequest
+
+
+class RunFilesCheck(Observer):
+    """The run's files, made again on every rank in the step in which they are found lost."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Recover the run's directory.
+
+        Raises:
+            RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
+        """
+        if FILES_LOST in event.stats.flags:
+            self._saver.recover()
+        event.save_s = self._saver.take_save_s()
+
+
+class Validation(Observer):
+    """Validation every ``train.validate_every`` steps and after the last."""
+
+    def __init__(self, validate: Callable[[Parts], float], report: Callable[[float], None]) -> None:
+        """``report``: called with the last validation loss, after the last checkpoint."""
+        self._validate, self._report = validate, report
+        self._last: float | None = None
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Validate, unless the run is asked to end. Collective over all ranks; blocks."""
+        every = parts.config.train.validate_every
+        is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
+        if is_due and not event.is_stopping and parts.validation is not None:
+            with parts.mesh.activity.during("validating"):
+                event.validation_loss = self._last = self._validate(parts)
+
+    def after_training(self, parts: Parts) -> None:
+        """Report the last validation loss."""
+        if self._last is not None:
+            self._report(self._last)
+
+
+class PeakMemory(Observer):
+    """``memory.json``: the peak memory of every rank, after the first step and with each checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Gather and write the peaks. Collective over all ranks."""
+        if event.is_saving or event.is_first:
+            note_peaks(parts.mesh, self._directory, parts.state.step)
+
+
+class Checkpoints(Observer):
+    """Checkpoints when they are due, after a request to end the run, and after the last step."""
+
+    def __init__(self, saver: Saver, request: StopRequest) -> None:
+        self._saver, self._request = saver, request
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Start a save that is due, and end the run where a rank was asked to. Collective over all ranks.
+
+        Raises:
+            CheckpointError: on every rank, when a checkpoint cannot be written and the run may not go on without.
+            Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
+        """
+        saver, flags = self._saver, event.stats.flags
+        saver.look(NOT_WRITTEN in flags and FILES_LOST not in flags)
+        if event.is_saving:
+            with parts.mesh.activity.during("saving a checkpoint"):
+                saver.start()
+                if FILES_LOST in flags:
+                    saver.finish(retention=False)
+        if event.is_stopping:
+            raise Preempted(
+                f"stopped by {self._signals(parts)} after step {parts.state.step} of {parts.config.train.steps}; "
+                f"{self._kept(parts)}, and the same command goes on from there"
+            )
+        if event.is_last:
+            with parts.mesh.activity.during("saving a checkpoint"):
+                saver.finish_or_fail()
+
+    def on_error(self, parts: Parts, error: Exception) -> None:
+        """Finish the checkpoint under way: it is of a sound step. Collective over all ranks."""
+        if isinstance(error, NonFiniteError | DriftError):  # on all ranks alike
+            with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
+                self._saver.finish()
+
+    def _signals(self, parts: Parts) -> str:
+        """Return the signal, and the rank that got it when not all did. Collective over all ranks."""
+        mine = self._request.signal.name if self._request.signal is not None else None
+        found = parts.mesh.world.gather_objects(mine)
+        rank = next(rank for rank, name in enumerate(found) if name is not None)
+        return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"
+
+    def _kept(self, parts: Parts) -> str:
+        """Return what the same command goes on from. Collective over all ranks."""
+        saver = self._saver
+        with parts.mesh.activity.during("saving a checkpoint"):
+            saver.finish(retention=False)
+        if saver.saved_step == parts.state.step:
+            return "it is saved"
+        if parts.mesh.world.gather_objects(bool(parts.mesh.rank == 0 and find(saver.directory)))[0]:
+            return "it could not be saved, the last checkpoint stands"
+        return "it could not be saved, and there is no other checkpoint"

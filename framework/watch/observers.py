@@ -1,0 +1,113 @@
+"""Observers of drift, of stragglers, and of one traced step; see :class:`meshwright.parts.Observer`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright.mesh.mesh import Mesh
+from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
+from meshwright.schedule.action import Action, Kind, format_schedule
+from meshwright.schedule.analysis.simulate import Span
+from meshwright.tracking.tracker import quietly, warn_on_stderr
+from meshwright.watch.drift import check_drift
+from meshwright.watch.stragglers import Stragglers
+from meshwright.watch.trace import Seen, Trace, on_one_clock, traced_step, write
+
+BARRIERS = 9
+"""Barriers that align the clocks of two machines; on one machine a single one, so that all ranks begin together."""
+
+
+class Timing(Observer):
+    """The traced step of a start, and the search for stragglers: both align all ranks before the step."""
+
+    def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
+        config = parts.config
+        self._directory, self._say = directory, say
+        self._traced = traced_step(config.tracking.trace_step, parts.state.step, config.train.steps)
+        self._stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
+        self._ticks: tuple[float, ...] = ()
+        self._seen: list[Seen] = []
+
+    def before_step(self, parts: Parts) -> None:
+        """Align the ranks where this step is traced or searched. Collective over all ranks; blocks."""
+        step = parts.state.step + 1
+        self._ticks = align(parts.mesh) if step == self._traced or self._stragglers.due(step) else ()
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Note this rank's times; gather those of the pipeline, write the trace, and judge."""
+        self._stragglers.note(parts.last, event.step_s)
+        if not self._ticks:
+            return
+        seen = gather(parts, self._ticks)
+        if parts.state.step == self._traced:
+            keep(seen, parts, self._directory)
+        if self._stragglers.due(parts.state.step):
+            found = self._stragglers.look(seen)
+            if found is not None:
+                event.straggler = StragglerShare(found.who, found.rank, found.share)
+                if self._stragglers.is_news(found):
+                    self._say(str(found))
+
+
+class DriftCheck(Observer):
+    """Replicas compared every ``watch.drift_every`` steps, and before each checkpoint."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Compare the copies that must be equal. Collective over all ranks; blocks.
+
+        Raises:
+            DriftError: on every rank, when some copies differ.
+        """
+        every = parts.config.watch.drift_every
+        if every and (event.is_saving or parts.state.step % every == 0):
+            check_drift(parts)
+
+
+def align(mesh: Mesh) -> tuple[float, ...]:
+    """Let all ranks begin together; return this rank's clock after each barrier. Collective over all ranks; blocks."""
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # the row's first event is then not behind the step before
+    ticks = []
+    for _ in range(BARRIERS if len(set(mesh.nodes)) > 1 else 1):
+        mesh.world.barrier()
+        ticks.append(time.perf_counter())
+    return tuple(ticks)
+
+
+def gather(parts: Parts, ticks: tuple[float, ...]) -> list[Seen]:
+    """Gather the spans of the last step from the ranks of each pipeline. Collective over pp; blocks."""
+    mesh, result = parts.mesh, parts.last
+    assert result is not None, "no step was taken"
+    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
+    everyone: list[Seen] = mesh.pp.gather_objects(mine, Seen, Span, Action, Kind)
+    return everyone
+
+
+def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
+    """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
+    if parts.mesh.rank != 0:
+        return
+    try:
+        write(assemble(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
+    except Exception as error:
+        quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
+
+
+def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
+    """Put the spans of all pipeline ranks on one clock. ``everyone``: by pipeline rank."""
+    spans, readings, error_s = on_one_clock(everyone)
+    return Trace(
+        run=parts.config.run.name,
+        step=parts.state.step,
+        torch=torch.__version__,
+        device=parts.mesh.device.type,
+        hosts=tuple(seen.host for seen in everyone),
+        clock_error_s=error_s,
+        schedule=format_schedule(parts.blueprint.schedule),
+        spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),
+        data=tuple((each.rank, each.start, each.end) for each in readings),
+    )

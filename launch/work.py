@@ -1,0 +1,143 @@
+"""One rank of a run, from the environment that a launcher has set to the end of training.
+
+check(config, world size)   refuses what cannot work before a process exists; the launcher calls it once
+work(config)                one rank: mesh, parts, resume, train, leave
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+
+from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
+from meshwright.build import build
+from meshwright.checkpoint.files import to_stderr
+from meshwright.checkpoint.space import check_space, checkpoint_bytes
+from meshwright.config import RunConfig, keep, resolve
+from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources
+from meshwright.errors import Preempted, RunFilesError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
+from meshwright.optimizer.flat import states_of
+from meshwright.parts import Parts
+from meshwright.run.directory import run_directory
+from meshwright.run.files import RunFiles, make_directory
+from meshwright.run.lock import alone_in
+from meshwright.run.resume import resume
+from meshwright.run.saving import check_manifest
+from meshwright.run.starts import note_start
+from meshwright.run.summary import WIDTH, summarise
+from meshwright.run.tensors import saved_weights
+from meshwright.step import validate
+from meshwright.system.process import GiveUp, end_process
+from meshwright.system.signals import StopRequest
+from meshwright.terminal.output import say as speak
+from meshwright.tracking.build import build_tracker
+from meshwright.tracking.tracker import Tracker
+from meshwright.tracking.wandb import WandbMode
+from meshwright.train import describe_validation, observe, train
+from meshwright.watch.hang.watchdog import LATER_S, Watchdog
+from meshwright.watch.nodes import check_nodes
+
+
+def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
+    """Refuse what cannot work, before any process group exists; return the resolved config and its blueprint.
+
+    Raises:
+        UserError: one message with all that was found.
+    """
+    config = resolve(config, world_size)
+    blueprint = draw_blueprint(config)
+    source, _ = open_sources(config)
+    check_manifest(blueprint, data_fingerprint(source))
+    check_space(
+        make_directory(config),
+        checkpoint_bytes(saved_weights(blueprint), len(states_of(config.optimizer))),
+        keep_last=config.checkpoint.keep_last,
+        steps=config.train.steps,
+        warn=to_stderr if environment_rank()[0] == 0 else _keep_quiet,
+    )
+    return config, blueprint
+
+
+def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+    """One rank of a run, from the environment that a launcher has set (torchrun's names) to the end of training.
+
+    ``give_up`` ends this process when the run hangs.
+    """
+    _, world_size, _ = environment_rank()
+    config = resolve(config, world_size)
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    mesh = open_mesh(
+        Grid(parallel.pp, parallel.dp, parallel.tp),
+        config.train.device,
+        timeout_s=config.launch.timeout_s + LATER_S,
+        tp_across_nodes=parallel.tp_across_nodes,
+    )
+    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
+    check_nodes(mesh, directory)
+    with alone_in(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
+        _train_in(files, config, mesh, give_up)
+
+
+def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
+    """Build, resume, train and leave the mesh; ``config`` is resolved."""
+    directory = files.directory
+    parts = build(config, mesh)
+    say = speak if mesh.rank == 0 else _keep_quiet
+    say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if of_data := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
+        say(of_data)
+    request = StopRequest()
+    resume(parts, directory, say)
+    if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
+        keep(directory, config)
+        if parts.state.step < config.train.steps:
+            parts.restarts = note_start(
+                directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.source), say
+            )
+        files.remember()
+    tracker = build_tracker(
+        directory,
+        is_writer=mesh.rank == 0,
+        name=config.run.name,
+        config=config.model_dump(mode="json"),
+        total_steps=config.train.steps,
+        resumed_step=parts.state.step,
+        log_every=config.tracking.log_every,
+        console=config.tracking.console,
+        unit=parts.blueprint.example.unit,
+        wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
+        project=config.tracking.project,
+        is_ours=lambda: not files.are_lost(),
+    )
+    watchdog = Watchdog(mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up)
+    with request:  # to the end: what comes after the last step, or after the first signal, changes nothing
+        try:
+            with watchdog, mesh.activity.during("training"), tracker:
+                _train(parts, files, tracker, request, say)
+        except Preempted:
+            close_mesh(mesh)
+            raise
+        close_mesh(mesh)
+    if tracker.lost is not None:
+        raise RunFilesError(f"{tracker.lost}. The run itself is done and saved up to step {parts.state.step}")
+
+
+def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]) -> None:
+    """Train, or print how a run that has taken all its steps stands."""
+    steps, step = parts.config.train.steps, parts.state.step
+    if step < steps:
+        train(parts, observe(parts, files, tracker, request, say))
+        return
+    taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
+    if parts.validation is not None:  # on this layout: the same number as on the one that trained
+        with parts.mesh.activity.during("validating"):
+            say(describe_validation(parts, validate(parts)))
+    say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
+
+
+def _keep_quiet(text: str) -> None:
+    """Print nothing: rank 0 prints for all."""
