@@ -6,7 +6,7 @@ before it have found:
     RunFilesCheck    the run's directory is still there                      run/observers.py
     Timing           the traced step, stragglers                             watch/observers.py
     Validation       the validation loss, when it is due                     run/observers.py
-    Tracking         the step's record: metrics.jsonl, console, wandb        tracking/observer.py
+    Records          the step's record: metrics.jsonl, console, wandb        tracking/observer.py
     DriftCheck       replicas are equal, before they are saved               watch/observers.py
     PeakMemory       memory.json                                             run/observers.py
     Checkpoints      saves, and the end after a signal                       run/observers.py
@@ -25,7 +25,7 @@ from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Val
 from meshwright.run.saving import Saver
 from meshwright.step import take_step, validate
 from meshwright.system.signals import StopRequest
-from meshwright.tracking.observer import Tracking
+from meshwright.tracking.observer import Records
 from meshwright.tracking.tracker import Tracker
 from meshwright.watch.observers import DriftCheck, Timing
 
@@ -81,7 +81,7 @@ def observe(
         RunFilesCheck(saver),
         Timing(parts, files.directory, say),
         Validation(validate, lambda loss: say(describe_validation(parts, loss))),
-        Tracking(tracker),
+        Records(tracker),
         DriftCheck(),
         PeakMemory(files.directory),
         Checkpoints(saver, request),

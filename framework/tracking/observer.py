@@ -10,7 +10,7 @@ from meshwright.tracking.throughput import peak_flops
 from meshwright.tracking.tracker import Tracker
 
 
-class Tracking(Observer):
+class Records(Observer):
     """One record per step, written by rank 0."""
 
     def __init__(self, tracker: Tracker) -> None:
