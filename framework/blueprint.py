@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.partition import partition, partition_explicit
+from meshwright.pipeline.recompute import check_recompute, recomputed_names
 from meshwright.pipeline.running_stats import BufferWatch, cast_running, cast_statistics, check_running
 from meshwright.pipeline.standalone import LayerWatch
 from meshwright.pipeline.values import (
@@ -124,97 +124,39 @@ def batch_numbers(config: RunConfig) -> BatchNumbers:
 
 
 def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
-    """Work out a resolved config. ``tp``: my tensor-parallel group; None stands for tp rank 0 without any process.
+    """Work out a resolved config: describe the model, check it, shard it, plan its stages.
+
+    Args:
+        tp: this rank's tensor-parallel group; None stands for tp rank 0, without any process.
 
     Raises:
         UserError: whatever cannot work, before any process group exists.
     """
-    parallel, batch = config.parallel, batch_numbers(config)
+    parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-    if tp is None:
-        tp = Group("tp", tuple(range(grid.tp)), 0)
     shapes = Example(*example(config, batch.micro_batch_size))
-    if parallel.sequence:
-        for path, leaf in tree_flatten_with_path(shapes.inputs)[0]:
-            if not leaf.is_floating_point() and leaf.dim() > 1:
-                of_corpus = config.data.builder is None and leaf.shape[1] == config.data.sequence_length
-                check_sequence_length(leaf.shape[1], grid.tp, None if of_corpus else f"inputs{keystr(path)}")
+    check_lengths(config, shapes)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     check_impossible(config, model)
-    last_name = list(model.layers._modules)[-1]
-    inputs = shapes.cast(torch.float32).inputs  # as the model is built, before the training dtype
-    on_meta = meta_copy(model.layers)
-    watch = BufferWatch(on_meta)
-    try:
-        watch_layers = LayerWatch(on_meta, model.layers)
-        _, whole = describe_boundaries(on_meta, [range(len(on_meta))], inputs, watch_layers)  # names what does not fit
-    except ModelError as error:
-        if not config.data.document_boundaries:
-            raise
-        raise ModelError(
-            f'{error}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": (B, S) '
-            f"bool, where documents begin}}: let it take that (docs/data.md), or set data.document_boundaries = false"
-        ) from error
-    running = watch.changed()
-    if model.loss is None:
-        check_output(whole, shapes.labels, f"layer {last_name}")
-    else:
-        check_loss(model.loss, whole, shapes.cast(torch.float32).labels)
-    check_recompute(config, model)
-    recomputed = recomputed_names(config, model)
+    whole = describe(config, model, shapes)
+    check_recompute(config.pipeline, model, config.model.builder)
+    recomputed = recomputed_names(config.pipeline, model)
     schedule = draw_schedule(config)
-    check_running(
-        model.layers,
-        running,
-        schedule,
-        dp=grid.dp,
-        tp=grid.tp,
-        plan=model.plan,
-        sequence=parallel.sequence,
-        dtype=DTYPES[config.train.dtype],
-        recomputed=recomputed,
-    )
+    check_buffers(config, model, whole, schedule, recomputed)
     costs = count_layers(
         model.layers,
         shapes.inputs,
         shapes.labels,
         reference(config.train.device, config.train.dtype),
-        dtype=DTYPES[config.train.dtype],
+        dtype=dtype,
         loss=model.loss or cross_entropy,
         recompute=recomputed,
     )
     stages = cut(config, costs, schedule.num_stages)
-    infos = sharding.apply(
-        model.layers,
-        plan=model.plan,
-        tied=model.tied,
-        group=tp,
-        sequence=parallel.sequence,
-        divisible=model.divisible,
-    )
-    if config.optimizer.name == "adamw8bit":
-        infos = with_blocks(infos, config.optimizer.block_size)
-    dtype = DTYPES[config.train.dtype]
-    cast_parameters(model.layers, dtype)
-    cast_running(model.layers, running, dtype)
-    cast_statistics(model.layers, dtype)
+    infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(meta_copy(model.layers), stages, shapes.cast(dtype).inputs)
-    last_layer = model.layers[-1]
-    if model.loss is not None and local.leaves[0].shape != whole.leaves[0].shape:
-        raise ModelError(
-            f"with parallel.tp = {grid.tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
-            f"{whole.leaves[0].shape}, and the model's own loss wants all of it: leave that layer out of the "
-            f"sharding_plan"
-        )
-    if local.leaves[0].shape != whole.leaves[0].shape and not any(
-        isinstance(m, VocabHead) for m in last_layer.modules()
-    ):
-        raise ModelError(
-            f"with parallel.tp = {grid.tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
-            f"{whole.leaves[0].shape}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
-            f"Make that linear part of the last layer, or leave it out of the sharding_plan"
-        )
+    check_sharded_output(model, whole.output, local, grid.tp)
     return Blueprint(
         config,
         grid,
@@ -225,9 +167,107 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         schedule,
         boundaries,
         costs,
-        tuple(running),
+        tuple(whole.running),
         tuple(recomputed),
     )
+
+
+class Description(NamedTuple):
+    """A forward of the whole model on meta, before it is sharded."""
+
+    output: ValueSpec
+    """The last layer's output."""
+    running: list[str]
+    """Buffers that forward changes."""
+
+
+def check_lengths(config: RunConfig, shapes: Example) -> None:
+    """Raise :class:`ConfigError` for token inputs whose sequence dim sequence parallelism cannot cut."""
+    for path, leaf in tree_flatten_with_path(shapes.inputs)[0] if config.parallel.sequence else ():
+        if not leaf.is_floating_point() and leaf.dim() > 1:
+            of_corpus = config.data.builder is None and leaf.shape[1] == config.data.sequence_length
+            name = None if of_corpus else f"inputs{keystr(path)}"
+            check_sequence_length(leaf.shape[1], config.parallel.tp, name)
+
+
+def describe(config: RunConfig, model: PlainModel, shapes: Example) -> Description:
+    """Run the whole model forward on meta, as it was built, and hold its output against the labels.
+
+    Raises:
+        ModelError: a layer does not take what the one before returns, or the loss does not take the output.
+    """
+    inputs = shapes.cast(torch.float32).inputs  # before the training dtype
+    on_meta = meta_copy(model.layers)
+    watch = BufferWatch(on_meta)
+    try:
+        watch_layers = LayerWatch(on_meta, model.layers)
+        _, output = describe_boundaries(on_meta, [range(len(on_meta))], inputs, watch_layers)
+    except ModelError as error:
+        if not config.data.document_boundaries:
+            raise
+        raise ModelError(
+            f'{error}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": (B, S) '
+            f"bool, where documents begin}}: let it take that (docs/data.md), or set data.document_boundaries = false"
+        ) from error
+    if model.loss is None:
+        check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
+    else:
+        check_loss(model.loss, output, shapes.cast(torch.float32).labels)
+    return Description(output, watch.changed())
+
+
+def check_buffers(
+    config: RunConfig, model: PlainModel, whole: Description, schedule: Schedule, recomputed: list[str]
+) -> None:
+    """Raise :class:`ModelError` for running buffers that would mean something else on this layout."""
+    check_running(
+        model.layers,
+        whole.running,
+        schedule,
+        dp=int(config.parallel.dp),
+        tp=config.parallel.tp,
+        plan=model.plan,
+        sequence=config.parallel.sequence,
+        dtype=DTYPES[config.train.dtype],
+        recomputed=recomputed,
+    )
+
+
+def shard(config: RunConfig, model: PlainModel, whole: Description, tp: Group) -> dict[str, ParameterInfo]:
+    """Apply the sharding plan and the training dtype to the model, in place; return its parameters by name."""
+    dtype, optimizer = DTYPES[config.train.dtype], config.optimizer
+    infos = sharding.apply(
+        model.layers,
+        plan=model.plan,
+        tied=model.tied,
+        group=tp,
+        sequence=config.parallel.sequence,
+        divisible=model.divisible,
+    )
+    cast_parameters(model.layers, dtype)
+    cast_running(model.layers, whole.running, dtype)
+    cast_statistics(model.layers, dtype)
+    return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos
+
+
+def check_sharded_output(model: PlainModel, whole: ValueSpec, local: ValueSpec, tp: int) -> None:
+    """Raise :class:`ModelError` where sharding changes the shape of the output, and the loss cannot take that."""
+    last_name, last_layer = list(model.layers.named_children())[-1]
+    if local.leaves[0].shape == whole.leaves[0].shape:
+        return
+    gives = (
+        f"with parallel.tp = {tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
+        f"{whole.leaves[0].shape}"
+    )
+    if model.loss is not None:
+        raise ModelError(
+            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan"
+        )
+    if not any(isinstance(module, VocabHead) for module in last_layer.modules()):
+        raise ModelError(
+            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
+            f"Make that linear part of the last layer, or leave it out of the sharding_plan"
+        )
 
 
 def check_impossible(config: RunConfig, model: PlainModel) -> None:
@@ -239,53 +279,6 @@ def check_impossible(config: RunConfig, model: PlainModel) -> None:
     ):
         if wanted and key in model.impossible:
             raise ModelError(f"{config.model.builder}: {model.impossible[key]}; this rules out {instead}")
-
-
-def check_recompute(config: RunConfig, model: PlainModel) -> None:
-    """Raise :class:`ModelError` where ``pipeline.recompute`` would recompute nothing."""
-    pipeline = config.pipeline
-    if pipeline.recompute == "none":
-        return
-    names = list(model.layers._modules)
-    if not pipeline.recompute_layers:
-        raise ModelError(
-            f'pipeline.recompute = "{pipeline.recompute}" with pipeline.recompute_layers = []: name layers, such as '
-            f'["block*"], or set pipeline.recompute = "none"'
-        )
-    for pattern in pipeline.recompute_layers:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModelError(
-                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}"
-            )
-    if pipeline.recompute == "full":
-        return
-    if not model.selective_recompute:
-        raise ModelError(
-            f'pipeline.recompute = "selective", but {config.model.builder} does not say what is cheap to compute and '
-            f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
-            f'["block*.attention.core"], or choose "full"'
-        )
-    parts = [name for name, _ in model.layers.named_modules()]
-    for pattern in model.selective_recompute:
-        if not any(fnmatchcase(name, pattern) for name in parts):
-            raise ModelError(f"{config.model.builder}: selective_recompute holds {pattern!r}, which fits no submodule")
-    if not recomputed_names(config, model):
-        raise ModelError(
-            f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
-            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed'
-        )
-
-
-def recomputed_names(config: RunConfig, model: PlainModel) -> list[str]:
-    """Names of the layers, or parts of layers, that backward computes again."""
-    pipeline = config.pipeline
-    if pipeline.recompute == "none":
-        return []
-    chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
-    if pipeline.recompute == "full":
-        return chosen
-    parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
-    return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:

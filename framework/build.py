@@ -140,24 +140,7 @@ def build(
             for layer in layers:
                 layer.compile()
         stages[index] = make_stage(blueprint, index, layers, loss, replicas[index].ready)
-    buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
-    optimizer = FlatOptimizer(
-        [
-            Shard(
-                bucket.master,
-                bucket.shard_gradient,
-                bucket.kind.decays,
-                bucket.kind.in_blocks,
-                bucket.kind.owns(mesh.at.tp_rank) and sharding.copies.rank == 0,
-                bucket.bring_gradient,
-                bucket.gather,
-            )
-            for bucket in buckets
-        ],
-        config.optimizer,
-        order=[buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)],
-        host=host,
-    )
+    optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host)
     executor = Executor(
         blueprint.schedule,
         mesh.pp,
@@ -172,6 +155,33 @@ def build(
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
     parts.on_nonfinite = refuse
     return parts
+
+
+def make_optimizer(
+    config: RunConfig, replicas: Mapping[int, Replica], tp_rank: int, *, owns_copy: bool, host: HostMemory | None
+) -> FlatOptimizer:
+    """Build the optimizer over this rank's shards of all buckets, stepped in the order of the backward pass.
+
+    ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
+    """
+    buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
+    return FlatOptimizer(
+        [
+            Shard(
+                bucket.master,
+                bucket.shard_gradient,
+                bucket.kind.decays,
+                bucket.kind.in_blocks,
+                bucket.kind.owns(tp_rank) and owns_copy,
+                bucket.bring_gradient,
+                bucket.gather,
+            )
+            for bucket in buckets
+        ],
+        config.optimizer,
+        order=[buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)],
+        host=host,
+    )
 
 
 def make_stage(

@@ -30,7 +30,7 @@ CORE: dict[str, set[str]] = {
     "schedule": {"config"},
     "optimizer": {"config", "mesh"},
     "tensor_parallel": {"mesh"},
-    "pipeline": {"mesh", "model", "schedule"},
+    "pipeline": {"config", "mesh", "model", "schedule"},
     "data_parallel": {"mesh", "optimizer"},
 }
 """Room of the core -> rooms that it may import besides GROUND and WORDS."""
@@ -76,8 +76,8 @@ MOST_DOORS = {
     "schedule": 12,
     "tensor_parallel": 5,
     "pipeline": 10,
-    "data": 14,
     "checkpoint": 7,
+    "data": 14,
     "run": 11,
     "tracking": 8,
     "watch": 8,
@@ -86,7 +86,6 @@ MOST_DOORS = {
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
 LARGE_FILES = {
-    "framework/blueprint.py": 305,
     "framework/checkpoint/manifest.py": 308,
     "framework/config/load.py": 309,
     "framework/config/rules.py": 344,
@@ -110,7 +109,7 @@ LARGE_FILES = {
     "framework/tools/interop/huggingface/convert/decoders.py": 319,
     "framework/tools/interop/huggingface/convert/importing.py": 305,
     "framework/tools/planner/cost.py": 374,
-    "framework/tools/planner/layout_model.py": 310,
+    "framework/tools/planner/layout_model.py": 311,
     "framework/tools/planner/memory.py": 330,
     "framework/tools/planner/operations.py": 417,
     "framework/tools/planner/profile.py": 367,
@@ -122,8 +121,6 @@ LARGE_FILES = {
     "models/t5_layers.py": 304,
 }
 LONG_FUNCTIONS = {
-    "framework/blueprint.py:draw_blueprint": 105,
-    "framework/build.py:build": 61,
     "framework/checkpoint/shard.py:write_shard": 62,
     "framework/data_parallel/buckets.py:__init__": 61,
     "framework/mesh/mesh.py:open_mesh": 63,
@@ -211,7 +208,7 @@ SAME_NAMES = {
     "Wire",
 }
 """Classes of one name in several rooms."""
-PROSE = 2280
+PROSE = 2279
 """Docstrings that break a rule of tests/support/prose.py."""
 
 

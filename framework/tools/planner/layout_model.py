@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, check_recompute, cut, recomputed_names
+from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, cut
 from meshwright.config import RunConfig
 from meshwright.data.example import example
 from meshwright.mesh.comm import PaperGroup
@@ -24,6 +24,7 @@ from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.pipeline.costs import LayerCost, count_layers
 from meshwright.pipeline.outline import outline_of
+from meshwright.pipeline.recompute import check_recompute, recomputed_names
 from meshwright.pipeline.values import Example, Loss, cross_entropy
 from meshwright.run.summary import Elements
 from meshwright.schedule.action import Schedule
@@ -128,8 +129,8 @@ class Workbench:
         """Names of the layers, or parts of layers, that backward computes again."""
         key = ("recomputed", config.pipeline.recompute, tuple(config.pipeline.recompute_layers))
         if key not in self.seen:
-            check_recompute(config, self.model)
-            self.seen[key] = tuple(recomputed_names(config, self.model))
+            check_recompute(config.pipeline, self.model, config.model.builder)
+            self.seen[key] = tuple(recomputed_names(config.pipeline, self.model))
         names: tuple[str, ...] = self.seen[key]
         return names
 
