@@ -162,6 +162,7 @@ READING_PATH = (
     *("optimizer/flat", "optimizer/learning_rate", "build", "step", "train"),
 )
 READING_LINES = 3_900
+README_LINES = 200
 SAME_NAMES = {
     "Ask",
     "Attempt",
@@ -481,6 +482,15 @@ def test_a_class_name_means_one_thing() -> None:
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     found = [finding for path in modules().values() for finding in findings(path)]
     assert len(found) <= PROSE, "\n".join(map(str, found))
+
+
+def test_the_readme_is_read_at_one_sitting() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= README_LINES
+    missing = [path for path in READING_PATH if f"`{path}`" not in readme]
+    assert not missing, f"the reading path in the README lacks {missing}"
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert all(path.name in index for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 
 
 @pytest.mark.parametrize(
