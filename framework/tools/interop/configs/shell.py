@@ -23,7 +23,7 @@ from meshwright.tools.interop.configs.translation import Item
 LAUNCHER = "launcher."
 """Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
 PROGRAM = f"{LAUNCHER}program"
-"""Key of the Python file that the launcher starts; its item has the file's name as key, and no value."""
+"""Key of the Python file that the launcher starts; the ``key`` of its item is the file's name, the value True."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 DECLARE = ("export", "declare", "local", "readonly", "typeset")

@@ -25,7 +25,7 @@ def keep_quiet(done: int, total: int) -> None:
 
 
 def named(out: Path) -> Path:
-    """Resolve ``out`` to a path with a name of its own (not ``.``, not a link), and check that it is new or empty.
+    """Resolve ``out`` to a path with a name (not ``.``, not a link), and check that it is new or empty.
 
     Raises:
         CheckpointError: ``out`` is a file or not empty, or a file stands in place of a parent directory.

@@ -1,7 +1,7 @@
 """Rules that build a meshwright tensor from transformers tensors, and back: same values, other order, bit for bit.
 
 In names and comments, "ours" is the tensor of the meshwright model and "theirs" are the tensors of transformers.
-Ours are fused. Their rows form units, so that a shard of consecutive units is itself a valid layer (see
+Ours is fused: its rows form units, and a shard of consecutive units is itself a valid layer (see
 ``models/__init__.py``). A rule holds the number of units, and the rows that each of theirs contributes to a unit::
 
     ours   | q0 q1 | k0 | v0 | q2 q3 | k1 | v1 |       units = 2, rows = (2 d, d, d)
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     transposed: bool = False
     """True if theirs is stored as (inputs, outputs), as in GPT-2's Conv1D."""
     same_as: tuple[str, ...] = ()
-    """Further names under which their files may repeat this tensor (tied weights); never written."""
+    """Further transformers names under which files may repeat this tensor (tied weights); never written."""
 
     def shapes(self, ours: Shape) -> dict[str, Shape]:
         """Return the name and shape of each transformers tensor, given the global shape of ours."""
@@ -80,7 +80,7 @@ class Rule(NamedTuple):
         return torch.split(units, list(self.rows), dim=1)
 
     def _sections(self, theirs: Tensor) -> Sequence[Tensor]:
-        """Split their stacked tensor into views, one per part."""
+        """Split a stacked transformers tensor into views, one per part."""
         return torch.split(theirs, [self.units * rows for rows in self.rows])
 
     def _turned(self, theirs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Description of one model type on both sides: ``config.json`` <-> ``model.options``, their tensors <-> ours."""
+"""Conversion table of a model type: ``config.json`` <-> ``model.options``, transformers <-> meshwright tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Options = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """Conversion table of one ``model_type`` of transformers."""
+    """Names, functions and exceptions for converting one ``model_type`` of transformers."""
 
     model_type: str
     architecture: str
     """Transformers class with the language-modelling head."""
     builder: str
     read: Callable[[Settings], dict[str, Any]]
-    """Function from the fields of its config.json to the options of the meshwright builder."""
+    """Function from a transformers config.json to the options of the meshwright builder."""
     write: Callable[[Options], dict[str, Any]]
-    """Function from options to the fields of its config.json that they determine."""
+    """Function from options to the config.json fields that they determine."""
     holds: Callable[[Options], str | None]
     """Function that returns the reason why a model with these options is not of this family; None: it is."""
     rules: Callable[[Options], list[Rule]]
     """Function that returns one rule per tensor of the model, in the order of the exported tensors."""
     left_out: tuple[str, ...] = ()
-    """Name patterns of tensors in their files that are no weights (masks, rotary tables) and are ignored."""
+    """Name patterns of tensors in transformers files that are no weights (masks, rotary tables); they are ignored."""
     prefix: str = ""
     """Prefix of transformers names; files without it on any name hold the bare model, without the head class."""
     unprefixed: tuple[str, ...] = ("lm_head.weight",)

@@ -13,7 +13,10 @@ from meshwright.tools.interop.huggingface.rules import Rule
 
 
 def rules(options: Options) -> list[Rule]:
-    """Return the rules of all tensors. Their fused qkv holds all heads of q, then k, then v; ours goes head by head."""
+    """Return the rules of all tensors.
+
+    The fused qkv of transformers holds all heads of q, then k, then v. In meshwright q, k and v of a head are adjacent.
+    """
     heads = options["num_heads"]
     head_dim = options["hidden_size"] // heads
     tied = options["tied"]

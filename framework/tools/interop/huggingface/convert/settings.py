@@ -156,7 +156,7 @@ class Settings:
             self.problems.append(f"{name} = {json.dumps(found)} is not supported, only {allowed}")
 
     def end(self) -> None:
-        """Check token ids and quantisation, raise the collected problems, and add a note for each unread field.
+        """Check token ids and quantisation, raise the collected problems, and add a note for each unknown field.
 
         Raises:
             ModelError: all problems found, a line each.

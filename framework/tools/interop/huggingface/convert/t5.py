@@ -55,7 +55,7 @@ def rules(options: Options) -> list[Rule]:
 
 
 def _up(options: Options, ours: str, theirs: str) -> Rule:
-    """Return the rule of the up projection. Ours fuses gate and up in blocks (``meshwright.models.t5_layers.Mlp``)."""
+    """Return the rule of the up projection, in blocks of gate and up rows: see ``meshwright.models.t5_layers.Mlp``."""
     if not options["gated"]:
         return Rule(ours, (f"{theirs}.wi.weight",))
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]

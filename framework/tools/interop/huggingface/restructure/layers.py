@@ -165,8 +165,8 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
         Name of each planned module in the Sequential -> its name in transformers, and the Sequential of pieces.
 
     Raises:
-        ModelError: the plan misses a module, a parameter belongs to no planned module, or the forward does not call
-            each planned module exactly once.
+        ModelError: the plan names a module that the model lacks, a parameter belongs to no planned module, or the
+            forward does not call each planned module exactly once.
     """
     planned: dict[str, nn.Module] = {}
     in_lists: set[str] = set()

@@ -119,7 +119,7 @@ def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, li
     found: dict[str, list[str]] = {}
     for column in (name for name, kind in kinds.items() if kind == "column_whole"):
         parent = column.rpartition(".")[0]
-        if parent.count(".") < 1:  # the head: nothing but itself
+        if parent.count(".") < 1:  # the head: no sibling uses its output
             continue
         for name, module in layers.get_submodule(parent).named_children():
             if f"{parent}.{name}" not in kinds and any(True for _ in module.parameters()):

@@ -216,8 +216,8 @@ def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
 def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]) -> tuple[list[str], list[str]]:
     """Judge the weights that act on sharded tensors; return :attr:`Seen.of_heads` and :attr:`Seen.unsaid`.
 
-    A weight of shape (d,) that acts only on tensors of shape (..., heads, ..., d) with at least 4 dims is shared by all
-    heads. Any other weight is a problem.
+    A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims, the last of size d.
+    Any other weight is a problem.
     """
     of_heads: list[str] = []
     unsaid: list[str] = []
