@@ -13,7 +13,7 @@ Options = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """Names, functions and exceptions for converting one ``model_type`` of transformers."""
+    """Names, conversion functions and special cases of one ``model_type`` of transformers."""
 
     model_type: str
     architecture: str

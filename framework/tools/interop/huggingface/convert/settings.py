@@ -1,7 +1,7 @@
-"""Validated access to the fields of a ``config.json``: fields to convert, fields with one supported value, and fields
-without effect on the logits.
+"""Validated access to the fields of a ``config.json``.
 
-Fields that remain unread at the end are reported: an unsupported field may change the outputs of the model.
+There are fields to convert, fields with only some supported values, and fields without effect on the logits. All other
+fields are reported at the end, since an unknown field may change the outputs of the model.
 """
 
 from __future__ import annotations

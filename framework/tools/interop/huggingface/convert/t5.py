@@ -1,4 +1,4 @@
-"""T5, version 1.0 and 1.1: ``meshwright.models.t5:build`` on our side.
+"""T5, version 1.0 and 1.1 (``meshwright.models.t5:build``).
 
 In transformers the relative position bias is a parameter of the first block of each stack. In meshwright every block
 has it, and the copies of one stack are tied.

@@ -213,7 +213,10 @@ class Frame:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, value: Tensor, positions: Tensor, documents: bool) -> Tensor:
-        """Return the logits (B, S, V): the model's computations after its last module, whose output is ``value``."""
+        """Run the computations after the last module, whose output is ``value``, and return the logits.
+
+        ``value`` and logits: (B, S, V), or (B, S, V/tp) if the head is sharded. ``positions``: (B, S).
+        """
         model, play = self._at(value.device)
         try:
             logits = self._run(model, play, self.num_marks, value, positions, documents, None, value).logits
@@ -264,8 +267,8 @@ class Piece(nn.Module):
     """One layer of the Sequential: consecutive planned modules, each with the model's computations in front of it.
 
     Input: token ids (B, S), or a dict of ``input_ids`` and ``position_ids``, or the dict of the layer before. Output: a
-    dict of hidden states (B, S, D) and positions (B, S). The last layer returns logits (B, S, V). Under sequence
-    parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
+    dict of hidden states (B, S, D) and positions (B, S). The last layer returns logits (B, S, V), or this rank's shard
+    (B, S, V/tp). Under sequence parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
     """
 
     def __init__(self, frame: Frame, first: int, names: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
