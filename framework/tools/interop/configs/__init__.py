@@ -1,4 +1,4 @@
-"""Configurations of other frameworks -> ours: what each key becomes, and what could not come along. Pure: no torch."""
+"""Import of other frameworks' configurations, with a report on each key that was not carried over. Pure: no torch."""
 
 from meshwright.tools.interop.configs.account import account, file_text
 from meshwright.tools.interop.configs.convert import Adopted, adopt, which

@@ -1,4 +1,4 @@
-"""The account of an import, for people: what was decided, what stays behind and why."""
+"""Report of an import for the user: decisions, assumed defaults, and keys that were not carried over."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshwright.tools.interop.configs.translation import Left, Why
 
 WIDTH = 118
 ORDER = (Why.BY_HAND, Why.DIFFERS, Why.NONE)
-"""What a reader has to act on comes first."""
+"""Order of the reasons in the report: keys that the user has to act on come first."""
 
 
 def account(adopted: Adopted) -> str:
-    """Many lines."""
+    """Format the report of an import, as several lines of text."""
     lost = [left for left in adopted.left if left.why is not Why.NEEDLESS]
     name = NAMES[adopted.framework]
     lines = [
@@ -36,13 +36,13 @@ def account(adopted: Adopted) -> str:
 
 
 def file_text(adopted: Adopted, source: str) -> str:
-    """The configuration as a TOML file, with the account of it in comments on top."""
+    """Format the configuration as a TOML file that opens with the report in comments."""
     told = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {account(adopted)}".splitlines())
     return f"{told}\n\n{to_toml(adopted.config)}"
 
 
 def _lines(those: list[Left]) -> Iterator[str]:
-    """A line for each thing that is said, with all keys of which it is."""
+    """Yield a line for each distinct explanation, with all keys that share it."""
     said: dict[str, list[Left]] = {}
     for left in those:
         said.setdefault(left.said, []).append(left)
@@ -52,7 +52,7 @@ def _lines(those: list[Left]) -> Iterator[str]:
 
 
 def _key(left: Left) -> str:
-    """``key = value (line 7)``; a flag that stands alone has no value."""
+    """Format a key as ``key = value (line 7)``; a flag without a value is only its name."""
     line = left.item.place.rpartition(":")[2]
     return f"{left.item.written} (line {line})" if line.isdigit() else left.item.written
 

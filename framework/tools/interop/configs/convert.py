@@ -1,4 +1,4 @@
-"""A file of another framework -> a :class:`~meshwright.config.RunConfig`, and what became of each of its keys."""
+"""Conversion of another framework's file to a :class:`~meshwright.config.RunConfig`, with an account of its keys."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ NAMES = {"torchtitan": "torchtitan", "nanotron": "nanotron", "megatron": "Megatr
 
 
 class Adopted(NamedTuple):
-    """What came of a file."""
+    """Result of an import: the configuration, and an account of the file's keys."""
 
     config: RunConfig
     framework: str
-    """``torchtitan``, ``nanotron`` or ``megatron``."""
+    """Source framework: ``torchtitan``, ``nanotron`` or ``megatron``."""
     num_keys: int
-    """In the file."""
+    """Number of keys in the file."""
     decided: list[str]
     assumed: list[str]
-    """Keys that the file does not have, at their framework's defaults."""
+    """Keys missing from the file, with the defaults of their framework."""
     left: list[Left]
 
 
 def which(path: Path) -> str:
-    """Whose file it is, by its name's end: TOML torchtitan's, YAML nanotron's, all else a list of Megatron-LM's flags.
+    """Detect the framework of a file by its suffix: TOML is torchtitan, YAML nanotron, all else Megatron-LM flags.
 
     Raises:
-        ConfigError: a Python file, which torchtitan configures with since 2026.
+        ConfigError: a Python file, the form of torchtitan's configurations since 2026.
     """
     if path.suffix == ".py":
         raise ConfigError(
@@ -55,10 +55,16 @@ def which(path: Path) -> str:
 
 
 def adopt(path: Path, framework: str | None = None, overrides: Sequence[str] = (), ranks: int | None = None) -> Adopted:
-    """Read a file. ``overrides``: keys of ours on top, as on any command line; ``ranks``: of the whole job.
+    """Import a configuration file of another framework.
+
+    Args:
+        path: the file.
+        framework: a key of ``TRANSLATE``; None: detected by the suffix.
+        overrides: meshwright keys that replace the imported ones, in command-line form.
+        ranks: number of ranks of the whole job, if the file does not fix it.
 
     Raises:
-        ConfigError: the file cannot be read, has a model that there is not, or does not hold together here.
+        ConfigError: the file cannot be read, names an unsupported model, or gives an invalid configuration.
     """
     framework = framework or which(path)
     items = _read(path, framework)
@@ -94,10 +100,10 @@ def _read(path: Path, framework: str) -> dict[str, Item]:
 
 
 def _check(config: RunConfig, place: str) -> None:
-    """That it resolves, and that its schedule can be built.
+    """Check that the configuration resolves, and that its schedule can be built.
 
     Raises:
-        ConfigError: it does not; an override of a key would help.
+        ConfigError: it does not; overriding a key can help.
     """
     try:
         resolve(config, default_world_size(config, 0))

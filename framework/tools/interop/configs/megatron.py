@@ -1,4 +1,7 @@
-"""Megatron-LM's flags -> ours. What they do, and their defaults: ``megatron/training/arguments.py``, 0.12 to 2026."""
+"""Translation of Megatron-LM's flags.
+
+Source of their meaning and defaults: ``megatron/training/arguments.py``, versions 0.12 to 2026.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
-    """Read all flags. ``ranks``: of the whole job; left out, what the launcher in the script makes up.
+    """Translate all flags.
+
+    Args:
+        draft: the flags; receives the meshwright keys.
+        ranks: number of ranks of the whole job; None: as the launcher in the script starts.
 
     Raises:
-        ConfigError: a value is none that Megatron-LM takes, or the model is none that there is here.
+        ConfigError: Megatron-LM does not accept a value, or meshwright has no such model.
     """
     num_layers = draft.count("num-layers", 1, most=MOST_LAYERS) if draft.own_model else model(draft)
     size = ranks or _ranks(draft)
@@ -30,7 +37,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
 
 
 def _ranks(draft: Draft) -> int | None:
-    """nproc_per_node x nnodes, where the script says both."""
+    """Return the number of ranks, nproc_per_node x nnodes (default 1 node); None if the script does not fix both."""
     per_node = draft.value(f"{LAUNCHER}nproc-per-node")
     nodes = draft.value(f"{LAUNCHER}nnodes", None)
     if not str(per_node).isdigit() or not str(1 if nodes is None else nodes).isdigit():
@@ -151,7 +158,7 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
 
 
 def _batch(draft: Draft) -> int | None:
-    """Returns the samples of a step, if they are known."""
+    """Translate the batch, and return the samples per step; None if the data-parallel size is unknown."""
     micro = draft.maybe_count("micro-batch-size") or draft.maybe_count("batch-size")
     if micro is None:
         micro = 1
@@ -167,10 +174,13 @@ def _batch(draft: Draft) -> int | None:
 
 
 def _learning_rate(draft: Draft, samples: int | None) -> float:
-    """Steps, schedule, warm-up. Returns the highest learning rate."""
+    """Translate steps, learning-rate schedule and warm-up, and return the peak learning rate.
+
+    ``samples``: samples per step, for flags that count samples; None: unknown.
+    """
 
     def in_steps(name: str) -> float | None:
-        """Of ``--NAME-iters`` or ``--NAME-samples``."""
+        """Return ``--NAME-iters``, or ``--NAME-samples`` converted to steps; None if neither is given."""
         found = draft.number(f"{name}-iters")
         by_samples = draft.number(f"{name}-samples")
         if found is None and by_samples is not None:
@@ -261,7 +271,7 @@ def _data(draft: Draft) -> None:
 
 
 def _documents(draft: Draft) -> None:
-    """What is learned across the ends of documents."""
+    """Translate the flags on document boundaries: positions, attention and labels across them."""
     resets = ("reset-position-ids", "reset-attention-mask")
     apart, masked = [draft.truth(name) for name in resets], draft.truth("eod-mask-loss")
     if all(apart) and not draft.own_model:
@@ -275,7 +285,7 @@ def _documents(draft: Draft) -> None:
 
 
 def _corpora(value: object) -> str | list[dict[str, object]] | None:
-    """One path, or several with weights; None: it is neither, or not said."""
+    """Parse a data path: one path, or several ``{path, weight}``; None if it is missing or of another form."""
     words = value if isinstance(value, list) else [value]
     if len(words) == 1:
         return str(words[0]) if _is_path(words[0]) else None
@@ -288,7 +298,7 @@ def _corpora(value: object) -> str | list[dict[str, object]] | None:
 
 
 def _weight(word: object) -> float | None:
-    """A number above 0."""
+    """Parse a finite number above 0; None if it is none."""
     try:
         found = float(str(word))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags: what becomes of those that no reader of their own takes."""
+"""Tables of the Megatron-LM flags that no code reads: why they are not carried over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDLESS = """
     no-mmap-bin-files no-create-attention-mask-in-dataloader no-data-sharding no-use-* no-pin-*
     make-vocab-size-divisible-by attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32
 """
-"""Patterns of flags that change how fast Megatron-LM does something, or what it tells: nothing is lost with them."""
+"""Patterns of flags that affect only the speed or the logging of Megatron-LM: nothing is lost without them."""
 REST = (
     Rest(f"{LAUNCHER}*", Why.NEEDLESS),
     Rest("skipped.*", Why.BY_HAND, "it stands in a branch, loop or function of the script that is not followed here"),
@@ -80,4 +80,4 @@ REST = (
     Rest("hierarchical-context-parallel-sizes", Why.NONE, "there is no context parallelism"),
     *(Rest(pattern, Why.NEEDLESS) for pattern in NEEDLESS.split()),
 )
-"""What becomes of all other flags, first row that fits."""
+"""Rows for all flags that no code reads; the first match applies."""

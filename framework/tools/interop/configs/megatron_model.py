@@ -1,4 +1,4 @@
-"""Which of our models a list of Megatron-LM's flags describes: Llama's way, GPT-2's, or neither."""
+"""Choice of the meshwright model that Megatron-LM's flags describe: Llama, GPT-2 or neither."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ OTHER = {
     "encoder-num-layers": "an encoder in Megatron-LM's form",
     "spec": "layers of its own",
 }
-"""Flags of models that neither builder makes."""
+"""Flags of models that neither builder supports -> the feature, for the error message."""
 MOST_LAYERS = 100_000
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Of tokenizers that are one and the same everywhere."""
+"""Vocabulary sizes of tokenizers that have only one version."""
 
 
 def model(draft: Draft) -> int:
-    """``model.builder`` and its options. Returns the number of layers.
+    """Translate the model to ``model.builder`` and its options, and return the number of layers.
 
     Raises:
-        ConfigError: no such model here; names the flag.
+        ConfigError: meshwright has no such model; names the flag.
     """
     program = draft.items.get(PROGRAM)
     if program is not None and re.search(r"pretrain_(?!gpt)\w+\.py$", program.key):
@@ -82,7 +82,11 @@ def model(draft: Draft) -> int:
 
 
 def _is_llama(draft: Draft) -> bool:
-    """Rotary positions, RMSNorm, SwiGLU and no biases; or none of them, which is GPT-2's way."""
+    """Return True for Llama (rotary positions, RMSNorm, SwiGLU, no biases), False for GPT-2 (none of these).
+
+    Raises:
+        ConfigError: the flags have only some of these, or other positions.
+    """
     position = draft.text("position-embedding-type", "learned_absolute")
     norm = draft.text("normalization", "LayerNorm")
     rotary = draft.truth("use-rotary-position-embeddings") or position == "rope"

@@ -1,4 +1,7 @@
-"""nanotron's YAML files -> ours. Keys, defaults and what they do: ``src/nanotron/config`` and ``helpers.py``."""
+"""Translation of nanotron's YAML files.
+
+Source of keys, defaults and meaning: ``src/nanotron/config`` and ``helpers.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ NOT_LLAMA = {
     "moe_config": "mixture of experts",
     "rope_seq_len_interpolation_factor": "interpolated positions",
 }
-"""What meshwright.models.llama has not; off, they do no harm."""
+"""Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
 
 REST = (
     Rest("checkpoints.resume_checkpoint_path", Why.BY_HAND, "the same command goes on; nanotron's are not read"),
@@ -76,7 +79,7 @@ REST = (
 
 
 def canonical(key: str) -> str:
-    """Where a key stands in the newest files: the optimizer's own once stood one level higher."""
+    """Return the name of a key in the newest files. In older ones the optimizer's keys are one level higher."""
     section, _, name = key.partition(".")
     if section == "optimizer" and (name.startswith("adam_") or name in ("torch_adam_is_fused", "name")):
         return f"{FACTORY}.{name}"
@@ -84,10 +87,14 @@ def canonical(key: str) -> str:
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
-    """Read all of a file. ``ranks`` must be what its degrees make up, if it is given.
+    """Translate all keys of a file.
+
+    Args:
+        draft: the keys; receives the meshwright keys.
+        ranks: number of ranks of the whole job; if given, it must equal the file's dp x pp x tp.
 
     Raises:
-        ConfigError: a value is none that nanotron takes, or the model is none that there is here.
+        ConfigError: nanotron does not accept a value, or meshwright has no such model.
     """
     if not draft.own_model:
         _model(draft)
@@ -205,7 +212,10 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _learning_rate(draft: Draft) -> None:
-    """lr_scheduler_builder: up to ``lr_warmup_steps``, flat to ``lr_decay_starting_step``, down, flat at the end."""
+    """Translate nanotron's lr_scheduler_builder.
+
+    Its rate rises until ``lr_warmup_steps``, is flat until ``lr_decay_starting_step``, falls, and is flat at the end.
+    """
     steps = draft.count("tokens.train_steps", 100)
     rate = draft.number(f"{RATE}.learning_rate", 3e-4)
     low = draft.number(f"{RATE}.min_decay_lr", rate)

@@ -1,4 +1,4 @@
-"""Files of others as flat items with the line of each: TOML and YAML."""
+"""Reading of foreign TOML and YAML files as flat items with line numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.tools.interop.configs.translation import Item
 
 
 def read_text(path: Path) -> str:
-    """A file as text.
+    """Read a text file of at most 1 MiB.
 
     Raises:
-        ConfigError: there is none, or it is none.
+        ConfigError: the file is missing, a directory, unreadable, or not UTF-8 text.
     """
     try:
         return read_bytes(path, MIB).decode()
@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
 
 
 def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"a": {"b": 1}}`` -> ("a.b", 1). An empty table is a value."""
+    """Flatten nested tables: ``{"a": {"b": 1}}`` -> ("a.b", 1). An empty table counts as a value."""
     for name, value in table.items():
         key = f"{above}{name}"
         if isinstance(value, dict) and value:
@@ -41,7 +41,7 @@ def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_toml(path: Path, text: str) -> dict[str, Item]:
-    """Dotted key -> item.
+    """Parse TOML: dotted key -> item.
 
     Raises:
         ConfigError: not TOML, with the line.
@@ -59,7 +59,7 @@ def _place(path: Path, line: int | None) -> str:
 
 
 def read_yaml(path: Path, text: str) -> dict[str, Item]:
-    """Dotted key -> item. Tags are not followed: nothing in a file can run code.
+    """Parse YAML: dotted key -> item. Tags are ignored, so that a file cannot run code.
 
     Raises:
         ConfigError: not YAML, or no mapping, with the line.

@@ -1,10 +1,10 @@
-"""The flags that a shell script gives to Megatron-LM, without running it.
+"""Extraction of the flags that a shell script passes to Megatron-LM, without running the script.
 
-NAME=value, ARRAY=( ... ), ARRAY+=( ... )    kept, with the line of each word
-$NAME ${NAME:-default} ${ARRAY[@]} $((A*B))  put in; what the file does not define stays as it is written, `$NAME`
-if [[ "$A" == "b" ]]; then ... else ... fi   followed where the condition can be told; else its flags are not taken
+NAME=value, ARRAY=( ... ), ARRAY+=( ... )    stored, with the line of each word
+$NAME ${NAME:-default} ${ARRAY[@]} $((A*B))  expanded; names that the file does not define stay as written, `$NAME`
+if [[ "$A" == "b" ]]; then ... else ... fi   followed if the condition can be evaluated; else its flags are skipped
 for, while, case, functions, $(...)          not run
-torchrun ... pretrain_gpt.py --flag value    the words after the .py are the flags, those before it the launcher's
+torchrun ... pretrain_gpt.py --flag value    words after the .py are Megatron-LM's flags, words before the launcher's
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from meshwright.tools.interop.configs.shell_words import Part, Token, split_word
 from meshwright.tools.interop.configs.translation import Item
 
 LAUNCHER = "launcher."
-"""Before the names of the launcher's own flags, such as ``launcher.nproc-per-node``."""
+"""Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
 PROGRAM = f"{LAUNCHER}program"
-"""The Python file that is started; without a value."""
+"""Key of the Python file that the launcher starts; the ``key`` of its item is the file's name, the value True."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
 ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")
-"""What more a script may be given when it is called."""
+"""Expansions of the script's arguments or of an undefined array, which are no values of a flag."""
 VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|([A-Za-z_]\w*|[0-9@*#?!$-]))")
 
 
 MAX_SCRIPT_CHARACTERS = 2**17
 MAX_EXPANDED = 2**20
-"""Characters that variables and arrays may come to in all."""
+"""Upper limit of the characters that all expansions of variables and arrays produce together."""
 MAX_SUM = 1000
-"""Characters of one arithmetic expression."""
+"""Upper limit of the characters of one arithmetic expression."""
 
 
 class Word(NamedTuple):
-    """What is left of a token when variables are put in."""
+    """Word after expansion of variables, with its line."""
 
     text: str
     line: int
 
 
 class Script:
-    """What a script has defined so far, and the commands it has come to."""
+    """Variables and commands of a script, collected by the constructor without running it."""
 
     def __init__(self, text: str, path: Path) -> None:
         self.path = path
         self.variables: dict[str, list[Word]] = {}
         self.commands: list[list[Word]] = []
         self.skipped: list[list[Word]] = []
-        """Commands and arrays in branches and loops that were not followed."""
+        """Commands, assignments and arrays in branches, loops and functions that were not followed."""
         self.lines = text.splitlines()
         self.rest = tokens(text, path)
         self.arrays: set[str] = set()
@@ -64,7 +64,10 @@ class Script:
     # -- statements
 
     def _statements(self, *, live: bool, until: tuple[str, ...]) -> str:
-        """Statements up to one of the words that end them, which is returned and gone."""
+        """Consume statements up to and including one of the words ``until``, and return that word ("" at the end).
+
+        If not ``live``, commands and assignments only go to ``skipped``.
+        """
         while self.rest:
             token = self.rest[0]
             word = token.keyword
@@ -165,7 +168,7 @@ class Script:
     # -- words
 
     def _expand(self, token: Token) -> list[Word]:
-        """A token with variables put in: one word, or several where an unquoted variable or an array holds several."""
+        """Expand the variables of a token; an unquoted variable or an array may give several words."""
         array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", token.bare)
         if array:
             held = self.variables.get(array[1])
@@ -179,7 +182,7 @@ class Script:
         return [Word(each, self._line(each, token.line)) for each in split_words(text)]
 
     def _line(self, flag: str, otherwise: int) -> int:
-        """Where a flag that came out of a variable was written down."""
+        """Return the line where a flag that came from a variable is written."""
         if flag.startswith("--"):
             for words in self.variables.values():
                 for word in words:
@@ -188,8 +191,11 @@ class Script:
         return otherwise
 
     def _written(self, flag: str, first: int) -> int:
-        """The line that it stands in: the next from ``first`` on, where quotes may begin that go over many, or, where
-        these have only taken over what was there, any."""
+        """Return the line of a flag in the script: the first from ``first`` on, else the first anywhere.
+
+        ``first`` is the line of an assignment. Its quoted text may span several lines, or only repeat the contents of a
+        variable that was assigned before.
+        """
         having = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
         return min((number for number in having if number >= first), default=min(having, default=first))
 
@@ -221,7 +227,11 @@ class Script:
         return " ".join(word.text for word in words)
 
     def _count(self, characters: int) -> None:
-        """Add to what variables have come to; a script that doubles one ends here."""
+        """Add to the characters expanded so far, and stop scripts that grow a variable exponentially.
+
+        Raises:
+            ConfigError: more than ``MAX_EXPANDED`` characters.
+        """
         self._expanded += characters
         if self._expanded > MAX_EXPANDED:
             raise ConfigError(
@@ -240,7 +250,7 @@ class Script:
             return written
 
     def inside(self, word: Word) -> list[Word]:
-        """A whole command in one word, as in ``eval "$cmd"`` or ``bash -c "..."``, taken apart; else the word alone."""
+        """Split a word that holds a whole command, as in ``eval "$cmd"`` or ``bash -c "..."``; else return the word."""
         if ".py --" not in word.text and word.text.count(" --") < 2:
             return [word]
         return [Word(each, self._line(each, word.line)) for each in split_words(word.text)]
@@ -248,7 +258,7 @@ class Script:
     # -- conditions
 
     def _condition(self, condition: list[Token]) -> bool | None:
-        """Whether ``[[ ... ]]`` holds; None where it cannot be told without running it."""
+        """Evaluate a chain of ``[[ ... ]]`` tests; None if the result is unknown without running the script."""
         words = [token.operator or "".join(map(self._put_in, token.parts)) for token in condition]
         words = [word for word in words if word not in (";", "\n")]
         told: bool | None = None
@@ -269,13 +279,13 @@ class Script:
 
 
 def read_script(path: Path, text: str) -> dict[str, Item]:
-    """Flag without its dashes -> item. The value: True for one alone, text for one word, a list for several.
+    """Read the flags of a script: flag without its dashes -> item.
 
-    The launcher's own flags have :data:`LAUNCHER` before their names; flags of branches that were not followed are
-    under ``skipped``.
+    The value is True for a flag alone, text for one word, a list for several. The launcher's flags have the prefix
+    :data:`LAUNCHER`. Flags of branches that were not followed have the prefix ``skipped.``.
 
     Raises:
-        ConfigError: a quote or bracket is never closed.
+        ConfigError: a quote or bracket is never closed, or the script exceeds a limit of length or nesting.
     """
     if len(text) > MAX_SCRIPT_CHARACTERS:
         raise ConfigError(
@@ -301,9 +311,11 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
 
 
 def _launched(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
-    """(the launcher's words, the program, Megatron's) of the command that trains: the last with a .py and flags.
+    """Find the training command, the last one with a .py file and flags after it.
 
-    A file without such a command is a list of flags, or of arrays of them.
+    Returns:
+        The launcher's words, the .py file, and Megatron-LM's words. For a file without such a command, all words that
+        are flags, or the contents of its arrays and variables with flags.
     """
     for command in reversed(script.commands):
         words = [inner for word in command for inner in script.inside(word)]
@@ -326,7 +338,7 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:
             continue
         flag, equals, value = word.text.partition("=")
         values = [value] if equals else []
-        if " " in flag:  # an array's element of two words, "--fp8-format hybrid"
+        if " " in flag:  # one element of an array that holds two words, "--fp8-format hybrid"
             flag, *values = split_words(flag)
         while at < len(words) and not re.match(r"--[A-Za-z]", words[at].text):
             if not ARGUMENTS.fullmatch(words[at].text):

@@ -1,4 +1,4 @@
-"""What a shell script's conditions and sums come to, where that can be told without running it."""
+"""Static evaluation of a shell script's conditions and arithmetic. None means unknown without running the script."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 
 
 def either(one: bool | None, other: bool | None) -> bool | None:
-    """``one || other``."""
+    """Evaluate ``one || other`` in three-valued logic."""
     return True if one or other else None if one is None or other is None else False
 
 
 def both(one: bool | None, other: bool | None) -> bool | None:
-    """``one && other``."""
+    """Evaluate ``one && other`` in three-valued logic."""
     return False if one is False or other is False else None if one is None or other is None else True
 
 
 def holds(words: list[str]) -> bool | None:
-    """Of ``[[ words ]]``; None: it cannot be told."""
+    """Evaluate the test ``[[ words ]]``; None if it contains unresolved variables or an unsupported form."""
     if any("$" in word or "`" in word for word in words):
         return None
     match words:
@@ -40,10 +40,10 @@ def _whole(text: str) -> bool:
 
 
 def compute(node: ast.expr) -> int:
-    """Arithmetic of whole numbers.
+    """Evaluate arithmetic of whole numbers: + - * // % and negation.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the expression contains anything else.
     """
     match node:
         case ast.Constant(value=int(number)):

@@ -1,4 +1,4 @@
-"""The words of a shell script: quotes, comments and continued lines, as POSIX and bash have them."""
+"""Tokenizer of shell scripts: quotes, comments and continued lines by the rules of POSIX and bash."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ REDIRECT = re.compile(r"\d*(>>|>&|<<<|<<|>|<|&>)")
 
 
 class Part(NamedTuple):
-    """A piece of a word, as it was quoted."""
+    """Piece of a word with one kind of quoting."""
 
     text: str
     quote: str
-    """``'``, ``"`` or nothing."""
+    """Quote character: ``'``, ``"`` or empty."""
 
 
 class Token(NamedTuple):
-    """A word, or an operator (which has no parts)."""
+    """Word, or operator (without parts), of a script."""
 
     parts: tuple[Part, ...]
     operator: str
@@ -30,17 +30,17 @@ class Token(NamedTuple):
 
     @property
     def bare(self) -> str:
-        """As written, without quotes."""
+        """Text as written, without quotes."""
         return self.operator or "".join(part.text for part in self.parts)
 
     @property
     def keyword(self) -> str:
-        """What a shell would take for ``if`` or ``fi``: only where nothing is quoted."""
+        """Text that a shell compares with keywords such as ``if``: empty for an operator or a quoted word."""
         return self.bare if self.parts and not any(part.quote for part in self.parts) else ""
 
 
 def tokens(text: str, path: Path) -> list[Token]:
-    """The words and operators of a script; comments and continued lines are gone.
+    """Split a script into words and operators; comments and line continuations are removed.
 
     Raises:
         ConfigError: a quote or a ``$(`` is never closed.
@@ -70,7 +70,7 @@ def tokens(text: str, path: Path) -> list[Token]:
 
 
 def _word(text: str, at: int, place: str) -> tuple[list[Part], int]:
-    """One word from ``at`` on -> (its parts, where it ends)."""
+    """Parse the word that starts at index ``at``; return its parts and its end index."""
     parts: list[Part] = []
     start = at
 
@@ -116,7 +116,7 @@ def _closing(text: str, at: int, quote: str, place: str) -> int:
 
 
 def _balanced(text: str, at: int, place: str) -> int:
-    """After ``$(...)``, ``$((...))``, ``${...}`` or backticks."""
+    """Return the index after the ``$(...)``, ``$((...))``, ``${...}`` or backticks that start at index ``at``."""
     if text[at] == "`":
         return _closing(text, at, "`", place) + 1
     opening = text[at + 1]
@@ -131,7 +131,10 @@ def _balanced(text: str, at: int, place: str) -> int:
 
 
 def split_words(text: str) -> list[str]:
-    """As a shell would, where quotes inside a variable (``"--split '99,1,0'"``) were meant as quotes."""
+    """Split text at spaces, honouring quotes inside the value of a variable (``"--split '99,1,0'"``) as intended.
+
+    Text with unbalanced quotes is split at spaces only.
+    """
     try:
         return shlex.split(text)
     except ValueError:

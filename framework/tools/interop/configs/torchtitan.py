@@ -1,7 +1,7 @@
-"""torchtitan's TOML files (``JobConfig``, 2024 to February 2026) -> ours.
+"""Translation of torchtitan's TOML files (``JobConfig``, 2024 to February 2026).
 
-Keys, defaults and what they do: ``torchtitan/config/job_config.py`` and what reads it. Names are those of the last
-version; ``torchtitan_keys.MOVED`` has where they were before.
+Source of keys, defaults and meaning: ``torchtitan/config/job_config.py`` and the code that reads it. Keys have their
+names of the last version; ``torchtitan_keys.MOVED`` maps older names to them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from meshwright.tools.interop.configs.translation import Draft, Why, is_off
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
-    """Read all of a file. ``ranks``: of the whole job, if it is known.
+    """Translate all keys of a file.
+
+    Args:
+        draft: the keys; receives the meshwright keys.
+        ranks: number of ranks of the whole job; None: unknown.
 
     Raises:
-        ConfigError: a value is none that torchtitan takes, or the model is none that there is here.
+        ConfigError: torchtitan does not accept a value, or meshwright has no such model.
     """
     num_layers = None if draft.own_model else _model(draft)
     _layout(draft, ranks)
@@ -30,7 +34,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
 
 
 def _model(draft: Draft) -> int:
-    """The sizes that a word stands for. Returns the number of layers."""
+    """Translate the model's name and flavor to its sizes, and return the number of layers."""
     name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
     if name not in FLAVORS:
         raise draft.no_such_model("model.name", f"the sizes of {name}, only of {' and '.join(FLAVORS)},")
@@ -104,7 +108,7 @@ def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
 
 
 def _pipeline(draft: Draft, num_layers: int | None) -> int:
-    """The schedule. Returns the number of stages of a rank."""
+    """Translate the pipeline schedule, and return the number of stages per rank."""
     pp = draft.tree["parallel.pp"]
     theirs = (draft.text("parallelism.pipeline_parallel_schedule", "1F1B" if pp > 1 else None) or "").lower()
     per_stage = draft.maybe_count("parallelism.pipeline_parallel_layers_per_stage")
@@ -119,7 +123,8 @@ def _pipeline(draft: Draft, num_layers: int | None) -> int:
         draft.put("pipeline.schedule", schedule)
     if theirs not in SEVERAL_STAGES:
         return 1
-    # pipeline_llm: without a number of layers two stages a rank; with one, embedding and head count as a layer each
+    # torchtitan's pipeline_llm: two stages per rank, unless the number of layers per stage is given; then embedding
+    # and head count as a layer each
     interleave = 2 if per_stage is None or num_layers is None else max(1, -(-(num_layers + 2) // per_stage) // pp)
     draft.put("pipeline.interleave", interleave)
     return interleave
@@ -270,7 +275,7 @@ def _services(draft: Draft) -> None:
 
 
 def _switched_off(draft: Draft) -> None:
-    """Keys of features that the file does not use."""
+    """Mark the keys of disabled features as read."""
     for section, switch in SWITCHES.items():
         if is_off(draft.items[switch].value if switch in draft.items else None):
             draft.skip(f"{section}.*")

@@ -1,4 +1,4 @@
-"""torchtitan's keys: where they have moved, and what becomes of those that no reader of their own takes."""
+"""Tables of torchtitan's keys: moved keys, and keys that no code reads, with the reason why they are left out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
         )
     },
 }
-"""Where a key stood before -> where it stood last."""
+"""Old name of a key -> its name in the last version with TOML files."""
 
 SCHEDULES = {
     "1f1b": "1f1b",
@@ -49,7 +49,7 @@ SWITCHES = {
     "fault_tolerance": "fault_tolerance.enable",
     "memory_estimation": "memory_estimation.enable",
 }
-"""Section -> the key without which its others do nothing."""
+"""Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
     Rest("job.description", Why.NONE, "a comment in the file does it"),
@@ -97,4 +97,4 @@ REST = (
     Rest("debug.*", Why.NONE),
     Rest("experimental.*", Why.NONE),
 )
-"""What becomes of all other keys, first row that fits."""
+"""Rows for all keys that no code reads; the first match applies."""

@@ -1,8 +1,8 @@
-"""Sizes that torchtitan's files name by a word, ``model.flavor = "8B"``, and which stand in its code.
+"""Model sizes that torchtitan's files name by a flavor, ``model.flavor = "8B"``; torchtitan defines them in code.
 
-pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` of February 2026 (the last with TOML files) and
-``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. The ffn size is computed there: two thirds of 4 x
-hidden size, times ``ffn_dim_multiplier``, up to the next ``multiple_of``; here it is written out.
+Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` of February 2026 (the last version with TOML
+files), and ``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. torchtitan computes the ffn size: 2/3 of
+4 x hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is written out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """The arguments of ``meshwright.models.llama:build`` that a flavor stands for."""
+    """Arguments of ``meshwright.models.llama:build`` for one flavor."""
 
     hidden_size: int
     num_layers: int
@@ -41,4 +41,4 @@ FLAVORS = {"llama3": LLAMA3, "llama2": LLAMA2}
 """Model name -> flavor -> sizes."""
 
 VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
-"""Ends of a flavor that change its attention, not its sizes."""
+"""Suffixes of a flavor that change its attention and not its sizes."""

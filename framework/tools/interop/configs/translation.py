@@ -1,8 +1,10 @@
-"""What is known while a foreign configuration is read: its keys, ours as far as they are put, and what was decided.
+"""State of the translation of a foreign configuration: its keys, the meshwright keys so far, and decisions to report.
 
-Item per key of the file --read--> Draft.put(our key) --> tree ----> config.change --> RunConfig
+Item per key of the file --read--> Draft.put(meshwright key) --> tree ----> config.change --> RunConfig
                          --leave-> left, with the reason
-                         --neither--> left, as unknown: no key of the file gets lost in silence
+                         --neither--> left, as unknown: no key of the file is lost silently
+
+In names and comments, "theirs" is the other framework and "ours" is meshwright.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from meshwright.errors import ConfigError
 
 
 class Why(StrEnum):
-    """Why a key did not come along."""
+    """Reason why a key was not carried over."""
 
     BY_HAND = "to be said by hand"
     DIFFERS = "differs in meaning"
@@ -32,14 +34,14 @@ class Item(NamedTuple):
     """One key of the file."""
 
     key: str
-    """As it is written there."""
+    """Name of the key as written in the file."""
     value: Any
     place: str
-    """``file:line``."""
+    """Location in the file, ``file:line``."""
 
     @property
     def written(self) -> str:
-        """``key = value``, a flag with its words; the value of what looks like a secret is not told."""
+        """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
         if names_a_secret(self.key):
             return f"{self.key} = (not shown)"
         if not self.key.startswith("-") and not self.key.endswith(".py"):
@@ -49,7 +51,7 @@ class Item(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A key that was not carried over, or not as it was meant."""
+    """Key that was not carried over, or only with another meaning."""
 
     item: Item
     why: Why
@@ -57,7 +59,7 @@ class Left(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What becomes of keys that have no reader of their own: a row of a table."""
+    """Row of a table of keys that no code reads: a pattern of keys, and why they are not carried over."""
 
     pattern: str
     why: Why
@@ -65,42 +67,42 @@ class Rest(NamedTuple):
 
 
 OFF = (None, False, "", "none", "disabled", "off")
-"""Values of an option that is not in use: there is nothing to carry over. Empty lists and tables are such, too."""
+"""Values of an option that is not in use, so that nothing is lost. 0, empty lists and empty tables count as well."""
 
 
 ALONE = ("_degree", "_size", "-size")
-"""Ends of degrees: 1 is none."""
+"""Suffixes of keys that hold a parallel degree, for which 1 means not in use."""
 
 
 def is_off(value: Any) -> bool:
-    """Whether an option of this value does nothing."""
+    """Return True if an option with this value is not in use."""
     return value in ([], {}, 0) or any(value is each or (value == each and isinstance(each, str)) for each in OFF)
 
 
 class Draft:
-    """A configuration in the making. Names of theirs are canonical: where a key has moved, the newest place."""
+    """Configuration under translation. Keys of the file have canonical names: the newest one if a key was moved."""
 
     def __init__(self, items: Mapping[str, Item], framework: str, *, own_model: bool = False) -> None:
         self.items = dict(items)
         self.framework = framework
         self.own_model = own_model
-        """The command line names model.builder: theirs is not looked at."""
+        """True if the command line sets model.builder; the model of the file is then ignored."""
         self.read: set[str] = set()
         self.tree: dict[str, Any] = {}
-        """Our dotted key -> value."""
+        """Dotted meshwright key -> value."""
         self.decided: list[str] = []
         self.assumed: list[str] = []
-        """Keys that the file does not have, at their framework's default."""
+        """Keys missing from the file, with the defaults of their framework: ``key = value``."""
         self.left: list[Left] = []
 
-    # -- theirs
+    # -- keys of the file
 
     def given(self, name: str) -> bool:
-        """Whether the file sets it; ``null`` does not."""
+        """Return True if the file sets a key; ``null`` does not count."""
         return name in self.items and self.items[name].value is not None
 
     def value(self, name: str, default: Any = None) -> Any:
-        """What the file says, or the default, which is noted when it is of any use."""
+        """Return the value in the file, or the default. A default that has an effect is recorded in ``assumed``."""
         if self.given(name):
             self.read.add(name)
             return self.items[name].value
@@ -112,7 +114,7 @@ class Draft:
         return default
 
     def integer(self, name: str, default: int | None = None) -> int | None:
-        """A whole number; ``1e3`` is one."""
+        """Return a whole number; ``1e3`` is accepted."""
         found = self.number(name, default)
         if found is None:
             return None
@@ -121,7 +123,7 @@ class Draft:
         return int(found)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """A number; YAML 1.1 takes ``3e-4`` for text."""
+        """Return a finite number, also from text, since YAML 1.1 reads ``3e-4`` as text."""
         found = self.value(name, default)
         if found is None:
             return None
@@ -136,7 +138,7 @@ class Draft:
         return value
 
     def count(self, name: str, default: int, *, most: int = 10**9) -> int:
-        """A whole number from 1 up."""
+        """Return a whole number from 1 to ``most``."""
         found = self.integer(name, default)
         assert found is not None
         if not 1 <= found <= most:
@@ -144,11 +146,11 @@ class Draft:
         return found
 
     def maybe_count(self, name: str) -> int | None:
-        """A whole number from 1 up, if the file has one."""
+        """Return a whole number from 1 up; None if the file has none."""
         return self.count(name, 1) if self.given(name) else None
 
     def truth(self, name: str, default: bool = False) -> bool:
-        """true or false; a flag that stands alone is true."""
+        """Return a boolean; a flag without a value is true."""
         found = self.value(name, default)
         if isinstance(found, str) and (found.lower() in ("true", "false") or found.startswith("$")):
             return found.lower() != "false"
@@ -157,7 +159,7 @@ class Draft:
         return found
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """One word or sentence; numbers are taken as they are written."""
+        """Return text; numbers are converted to text."""
         found = self.value(name, default)
         if isinstance(found, dict | list | bool):
             raise self._wrong(name, "text")
@@ -169,14 +171,14 @@ class Draft:
         return ConfigError(f"{self.place(name)}: {self.framework} has {wanted} here; mend it in the file")
 
     def place(self, name: str) -> str:
-        """``file:line: key = value`` for an error; of a key that is not given, that it stands at its default."""
+        """Return ``file:line: key = value`` for an error message, or a note that a missing key has its default."""
         if name not in self.items:
             return f"{name} (at {self.framework}'s default)"
         item = self.items[name]
         return f"{item.place}: {item.written}"
 
     def no_such_model(self, name: str, what: str) -> ConfigError:
-        """The refusal of a model that there is not here."""
+        """Build the error for a model that meshwright does not have."""
         return ConfigError(
             f"{self.place(name)}: there is no model with {what} here; bring one of your own with "
             f"--model.builder=module:function and its --model.options.*"
@@ -184,33 +186,33 @@ class Draft:
 
     @staticmethod
     def named(text: str) -> str:
-        """Text as a name that ``run.name`` takes."""
+        """Convert text to a valid ``run.name``."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or "imported"
 
-    # -- ours
+    # -- meshwright keys
 
     def put(self, key: str, value: Any, why: str = "") -> None:
-        """Set a key of ours. ``why``: where it is not plain from the file."""
+        """Set a meshwright key. ``why``: the reason, for the report, if the value is not obvious from the file."""
         self.tree[key] = value
         if why:
             self.decided.append(f"{key} = {shown(value)}: {why}")
 
     def decide(self, said: str) -> None:
-        """Something to be known that is not one key's."""
+        """Append a line to the report that belongs to no single key."""
         self.decided.append(said)
 
     def leave(self, name: str, why: Why, said: str = "") -> None:
-        """Say that a key of theirs stays behind, if the file has it."""
+        """Record that a key of the file is not carried over; no effect if the file does not have it."""
         if name in self.items:
             self.read.add(name)
             self.left.append(Left(self.items[name], why, said))
 
     def skip(self, *patterns: str) -> None:
-        """Keys that have no effect in this file, such as those of a feature that is switched off."""
+        """Mark keys as read that have no effect in this file, such as those of a disabled feature."""
         self.read |= {name for name in self.items if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
     def leave_rest(self, rest: Sequence[Rest]) -> None:
-        """All keys that nobody has read: by the first row that fits, or as unknown."""
+        """Record all unread keys as not carried over, by the first matching row or as unknown; skip unused options."""
         for name in [name for name in self.items if name not in self.read]:
             row = next((row for row in rest if fnmatchcase(name, row.pattern)), None)
             if row is None and self.items[name].value is not None:
@@ -225,7 +227,7 @@ class Draft:
                 self.leave(name, row.why, row.said)
 
     def nested(self) -> dict[str, Any]:
-        """The tree as sections."""
+        """Return the tree as nested sections."""
         found: dict[str, Any] = {}
         for key, value in self.tree.items():
             *tables, last = key.split(".")

@@ -1,17 +1,17 @@
-"""Models in the form that transformers reads and writes: theirs as ours, ours as theirs, and theirs as they are.
+"""Import and export of models in the Hugging Face directory format (config.json, safetensors, tokenizer files).
 
-Two halves that do not know each other:
+Two halves, neither imports the other:
 
-    convert/      a model of ours and its weights <-> a directory of theirs, without transformers
-    restructure/  any causal LM of transformers, an optional extra, as layers of a Sequential, and back
+    convert/      meshwright models and their weights <-> Hugging Face directories; transformers is not needed
+    restructure/  any causal LM of transformers (an optional extra) as layers of an nn.Sequential, and its export
 
-What both stand on:
+Modules that both use:
 
-    files.py      the files of such a directory by name; config.json and what goes along, read, written, copied
-    source.py     weights that lie on the disk, and what is damaged of them
-    rules.py      one tensor of ours <-> those of theirs: order of rows, transposition, parts
-    writing.py    a checkpoint's weights under the names of theirs -> safetensors files
-    places.py     where it is written, and appears whole
+    files.py       file names of such a directory; reading, writing and copying config.json and its side files
+    source.py      safetensors weights on disk, and checks for damage
+    rules.py       one meshwright tensor <-> its transformers tensors: order of rows, transposition, parts
+    writing.py     weights of a checkpoint under their transformers names -> safetensors files
+    destination.py output directory, published by one rename
 
 Nothing here opens a network connection or unpickles a file.
 """

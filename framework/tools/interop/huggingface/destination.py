@@ -1,4 +1,4 @@
-"""Where a conversion writes: a temporary directory beside the one asked for, which appears whole by one rename."""
+"""Output directory of a conversion: written under a temporary name beside the target, then published by one rename."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshwright.system.bounded import real_path
 from meshwright.system.durable import sync_directory
 
 OnBytes = Callable[[int, int], None]
-"""Told of the bytes that are done, and of all of them."""
+"""Progress callback: (bytes written so far, total bytes)."""
 
 
 def keep_quiet(done: int, total: int) -> None:
-    """Nobody wants to know how far it is."""
+    """Ignore the progress; the default callback."""
 
 
 def named(out: Path) -> Path:
-    """``out`` with a name of its own, also where it was given as ``.`` or is a link; it is new, or empty.
+    """Resolve ``out`` to a path with a name (not ``.``, not a link), and check that it is new or empty.
 
     Raises:
-        CheckpointError: something is there, or a file is where a directory would have to be.
+        CheckpointError: ``out`` is a file or not empty, or a file stands in place of a parent directory.
     """
     out = real_path(out) if out.name in ("", "..") or out.is_symlink() else out
     above = next(parent for parent in out.absolute().parents if parent.exists())
@@ -43,13 +43,17 @@ def named(out: Path) -> Path:
 
 @contextmanager
 def published(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Within: a temporary directory for ``num_bytes``, which is ``out`` after the block, all of it on the disk; or gone
-    if that fails.
+    """Yield a temporary directory; after the block, fsync it and rename it to ``out``. On failure it is deleted.
 
-    What a conversion to the same name has left that was killed is removed first; what one is at work in is locked.
+    Temporary directories that killed conversions to the same name left behind are removed first. A directory that a
+    running conversion writes to is locked, and stays.
+
+    Args:
+        out: the target, new or empty.
+        num_bytes: bytes that will be written; checked against the free space of the disk.
 
     Raises:
-        CheckpointError: it does not fit on the disk, or the operating system refuses something.
+        CheckpointError: the bytes do not fit on the disk, or a system call fails.
     """
     with explained(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
             yield temporary
             _sync(temporary)
             if out.is_dir():
-                out.rmdir()  # empty, as `named` has seen
+                out.rmdir()  # empty: `named` has checked it
             temporary.rename(out)
             sync_directory(out.parent)
     except BaseException:
@@ -76,7 +80,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """The temporary directories of this name, and of no other that begins so, whose conversion is gone."""
+    """Delete temporary directories of exactly this name (not of longer names) whose conversion no longer runs."""
     name = re.compile(rf"\.tmp-{re.escape(out.name)}-[0-9a-f]{{8}}")
     for path in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
         with _locked(path) as is_ours:
@@ -86,16 +90,19 @@ def _remove_leftovers(out: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Hold the lock of a directory, which goes with the process; False: another holds it, or nobody can here."""
+    """Hold the flock of a directory, which ends with the process.
+
+    Yields False if another process holds it, if the directory is gone, or if the file system has no locks.
+    """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # gone meanwhile, or no directory
+    except OSError:  # removed meanwhile, or not a directory
         yield False
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = True
-    except OSError:  # held; or a file system without locks, where a leftover stays
+    except OSError:  # held by another process; or a file system without locks, where leftovers stay
         is_ours = False
     try:
         yield is_ours
@@ -104,7 +111,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def _sync(directory: Path) -> None:
-    """Every file in a directory and below, and their names."""
+    """Synchronise a directory tree to disk: fsync every file and every directory."""
     for place, _, names in os.walk(directory):
         for name in names:
             with (Path(place) / name).open("rb") as file:

@@ -1,4 +1,4 @@
-"""The files of a model in Hugging Face's form: their names, and the small ones among them read, written and copied."""
+"""File names of a Hugging Face model directory; reading, writing and copying of the small files among them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What goes along with the weights as it is."""
+"""Tokenizer and generation files, copied unchanged along with the weights."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of weights, under the names that safetensors gives them."""
+"""Supported element types of weights: name in a safetensors header -> torch dtype."""
 
 
 def read_config(path: Path, said: str = "") -> dict[str, Any]:
-    """The fields of a directory's config.json. ``said``: before what is wrong with the path, such as who named it.
+    """Return the fields of a directory's config.json.
+
+    The second argument is a prefix of the error messages about the path, such as the option that named it.
 
     Raises:
-        ModelError: there is none, or it is no JSON object.
+        ModelError: the file is missing, or it is no JSON object.
     """
     if not path.exists():
         name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
@@ -61,7 +63,7 @@ def read_config(path: Path, said: str = "") -> dict[str, Any]:
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
-    """One JSON object. ``why``: said when the file is missing."""
+    """Read one JSON object. ``why``: reason in the error message when the file is missing."""
     if not path.is_file():
         raise ModelError(f"{path} is missing: {why}")
     try:
@@ -76,12 +78,12 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """As transformers writes its own: two spaces, a newline at the end."""
+    """Write a JSON object in the format of transformers: indented by two spaces, a newline at the end."""
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy what is there of them; their names."""
+    """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names."""
     found = [name for name in COMPANIONS if (source / name).is_file()]
     target.mkdir(parents=True, exist_ok=True)
     for name in found:

@@ -1,10 +1,11 @@
-"""How a tensor of ours is made of theirs, and theirs of ours: the same numbers in another order, bit for bit.
+"""Rules that build a meshwright tensor from transformers tensors, and back: same values, other order, bit for bit.
 
-Ours are fused, and laid out so that a contiguous run of rows is whole (see ``models/__init__.py``): a rule says of how
-many units a tensor is, and how many rows each of theirs gives to a unit::
+In names and comments, "ours" is the tensor of the meshwright model and "theirs" are the tensors of transformers.
+Ours is fused: its rows form units, and a shard of consecutive units is itself a valid layer (see
+``models/__init__.py``). A rule holds the number of units, and the rows that each of theirs contributes to a unit::
 
     ours   | q0 q1 | k0 | v0 | q2 q3 | k1 | v1 |       units = 2, rows = (2 d, d, d)
-    theirs | q0 q1 q2 q3 |   | k0 k1 |   | v0 v1 |     one tensor each, or ``stacked``: one after another in one
+    theirs | q0 q1 q2 q3 |   | k0 k1 |   | v0 v1 |     one tensor each, or ``stacked``: concatenated in one tensor
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ Shape = tuple[int, ...]
 
 
 class Rule(NamedTuple):
-    """One tensor of ours and the tensors of theirs that it is made of."""
+    """Mapping between one meshwright tensor (``ours``) and the transformers tensors in it (``theirs``)."""
 
     ours: str
     theirs: tuple[str, ...]
-    """In the order in which they follow one another in a unit."""
+    """Transformers names, in their order within a unit."""
     units: int = 1
     rows: tuple[int, ...] = ()
-    """Of each part in one unit; (): a single part, all rows."""
+    """Number of rows of each part in one unit; (): a single part with all rows."""
     stacked: bool = False
-    """Theirs is one tensor that holds the parts one after another."""
+    """True if theirs is one tensor with the parts concatenated along the rows."""
     transposed: bool = False
-    """Theirs is (inputs, outputs): GPT-2's Conv1D."""
+    """True if theirs is stored as (inputs, outputs), as in GPT-2's Conv1D."""
     same_as: tuple[str, ...] = ()
-    """Names under which theirs may hold the same numbers once more (tied weights); never written."""
+    """Further transformers names under which files may repeat this tensor (tied weights); never written."""
 
     def shapes(self, ours: Shape) -> dict[str, Shape]:
-        """Of each of theirs, when ours has this shape."""
+        """Return the name and shape of each transformers tensor, given the global shape of ours."""
         rest = ours[1:]
         order = -1 if self.transposed else 1
         if self.stacked or not self.rows:
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
         return {name: (self.units * rows, *rest)[::order] for name, rows in zip(self.theirs, self.rows, strict=True)}
 
     def join(self, read: Callable[[str], Tensor], ours: Shape, dtype: torch.dtype) -> Tensor:
-        """Ours, out of theirs by name, each read when it is its turn."""
+        """Build the meshwright tensor of shape ``ours`` in ``dtype``, calling ``read`` for one of theirs at a time."""
         whole = torch.empty(ours, dtype=dtype)
         targets = self._parts(whole)
         if self.stacked:
@@ -56,7 +57,7 @@ class Rule(NamedTuple):
         return whole
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Theirs out of ours, contiguous, one at a time."""
+        """Yield the name and the contiguous values of each transformers tensor, one at a time."""
         if not self.rows:
             yield self.theirs[0], self._turned(ours).contiguous()
             return
@@ -72,14 +73,14 @@ class Rule(NamedTuple):
             yield name, self._turned(part.reshape(-1, *rest)).contiguous()
 
     def _parts(self, ours: Tensor) -> Sequence[Tensor]:
-        """Views (units, rows of the part, ...) of ours; (): all of it as one."""
+        """Split ours into views (units, rows of the part, ...), one per part; without ``rows``, return it whole."""
         if not self.rows:
             return (ours,)
         units = ours.view(self.units, sum(self.rows), *ours.shape[1:])
         return torch.split(units, list(self.rows), dim=1)
 
     def _sections(self, theirs: Tensor) -> Sequence[Tensor]:
-        """Views of their stacked tensor, a part each."""
+        """Split a stacked transformers tensor into views, one per part."""
         return torch.split(theirs, [self.units * rows for rows in self.rows])
 
     def _turned(self, theirs: Tensor) -> Tensor:

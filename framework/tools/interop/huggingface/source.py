@@ -1,10 +1,10 @@
-"""The weights of a model in Hugging Face's form on the disk, one tensor at a time. Nothing is unpickled.
+"""Safetensors weights of a Hugging Face model directory, read one tensor at a time. Nothing is unpickled.
 
     model.safetensors                                    all in one file; or
     model.safetensors.index.json                         {"weight_map": {tensor: file, ...}}
     model-00001-of-00002.safetensors ...
 
-What is damaged is named by file and tensor before a number is read: the headers alone tell it.
+Damage is reported by file and tensor before any tensor data is read: the headers alone are enough to find it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies and what the header says of it."""
+    """Location of a tensor on disk, and its header entry."""
 
     file: Path
     key: str
@@ -35,14 +35,14 @@ class Stored(NamedTuple):
 
 
 class Source:
-    """Tensors by name. Each read opens its file anew: what was mapped for the one before is given back."""
+    """Tensors of a directory by name. Each read opens its file again, so that the previous mapping is released."""
 
     def __init__(self, path: Path, tensors: dict[str, Stored]) -> None:
         self.path = path
         self.tensors = tensors
 
     def read(self, name: str) -> Tensor:
-        """A tensor, mapped from its file: to be copied, not kept."""
+        """Return a tensor on the CPU, memory-mapped from its file. The caller copies it and does not keep it."""
         stored = self.tensors[name]
         try:
             with safe_open(stored.file, framework="pt", device="cpu") as file:
@@ -53,12 +53,15 @@ class Source:
         return found
 
     def num_bytes(self, name: str) -> int:
-        """Of a tensor whose element type is one that we read."""
+        """Return the size in bytes of a tensor, whose element type must be one of ``DTYPES``."""
         stored = self.tensors[name]
         return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
 
     def apart(self, first: str, others: Iterable[str]) -> list[str]:
-        """Of a weight that may be there under several names, what is wrong: which numbers are meant cannot be known."""
+        """Return a problem for each of ``others`` that differs from ``first``, the same tied weight.
+
+        The files then hold two values for one weight, and either may be the intended one.
+        """
         return [
             f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they are "
             f"tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
@@ -67,15 +70,18 @@ class Source:
         ]
 
     def dtypes(self, names: Iterable[str]) -> Counter[str]:
-        """How many of these tensors are of which element type."""
+        """Count the tensors of each element type."""
         return Counter(self.tensors[name].dtype for name in names)
 
 
 def open_source(path: Path) -> Source | None:
-    """The tensors of a directory, headers read and held against the index; None: it has no safetensors files.
+    """Open the safetensors files of a directory: read their headers and compare them with the index.
+
+    Returns:
+        The tensors; None if the directory has no safetensors files.
 
     Raises:
-        ModelError: every file that is missing or damaged, and every tensor that is not where the index has it.
+        ModelError: files are missing or damaged, or tensors are not in the file that the index names. Lists at most 20.
     """
     if (path / SINGLE).is_file():
         return Source(path, _header(path / SINGLE))
@@ -117,15 +123,15 @@ def open_source(path: Path) -> Source | None:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """What a file says of its tensors."""
+    """Read the header of a safetensors file: tensor name -> location, element type and shape."""
     try:
-        path.open("rb").close()  # safetensors says of one that may not be read that it is not there
+        path.open("rb").close()  # safetensors reports a file without read permission as missing
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {}
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - `file` is not a mapping
                 tensor = file.get_slice(key)
                 found[key] = Stored(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
             return found
@@ -136,5 +142,5 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def pickled(path: Path) -> list[str]:
-    """Files of a directory that may be weights, and may run code when they are opened."""
+    """Return the names of the pickled files of a directory: possible weights that can run code when opened."""
     return sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})

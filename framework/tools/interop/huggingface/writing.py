@@ -1,10 +1,10 @@
-"""The weights of a checkpoint of ours, of any layout, as safetensors files under the names of theirs.
+"""Export of a checkpoint's weights, saved under any layout, to safetensors files with transformers names.
 
     model.safetensors                                    all in one file; or
-    model-00001-of-00002.safetensors ...                 as many as they take, and
-    model.safetensors.index.json                         which tensor lies in which
+    model-00001-of-00002.safetensors ...                 several, and
+    model.safetensors.index.json                         the index: tensor -> file
 
-One tensor of ours is in hand at a time, and theirs are written one by one.
+One meshwright tensor is in memory at a time. Its transformers tensors are written one by one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from meshwright.tools.interop.huggingface.rules import Rule
 SHARD_BYTES = 5 * 10**9
 BYTES_AT_ONCE = 16 * 2**20
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""As safetensors names them."""
+"""Torch dtype -> name in a safetensors header."""
 WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in NAMES}
-"""As config.json does."""
+"""Torch dtype -> name in config.json."""
 
 
 def dtype_of(word: str | None) -> torch.dtype | None:
-    """The element type that was asked for; None stays None.
+    """Return the torch dtype of a dtype name such as "bfloat16"; None stays None.
 
     Raises:
-        ModelError: weights are not written in it.
+        ModelError: weights are not written in this dtype.
     """
     named = {known: dtype for dtype, known in WORDS.items()}
     if word is not None and word not in named:
@@ -48,7 +48,7 @@ def dtype_of(word: str | None) -> torch.dtype | None:
 
 
 class Planned(NamedTuple):
-    """One tensor of theirs, before a number is read."""
+    """One transformers tensor to be written: its name, shape and dtype, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,18 +56,22 @@ class Planned(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """On the disk."""
+        """Size on disk, in bytes."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
 class Outgoing:
-    """All weights of a checkpoint under the names that ``rules`` give them: planned, and then written.
+    """Weights of a checkpoint under the names that ``rules`` give them: planned by the constructor, then written.
 
-    ``dtype``: of all tensors; None: each as it was saved. Where master weights are kept and as many bits are asked for,
-    it is those that are taken. ``place``: where it is said what the model is.
+    Args:
+        checkpoint: the weights, saved under any layout.
+        rules: one rule for each parameter of the model.
+        dtype: element type of all tensors; None keeps the saved ones. For float32 and float64, master weights are
+            exported if the checkpoint has them.
+        place: name of the model's configuration, for error messages.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the parameters of the checkpoint are not those of ``rules``.
     """
 
     def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, place: str) -> None:
@@ -77,7 +81,7 @@ class Outgoing:
         self.checkpoint = checkpoint
         self.rules = rules
         self.planned: list[Planned] = []
-        """In the order of the rules."""
+        """Tensors to write, in the order of the rules."""
         for rule in rules:
             entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
             written = TORCH_DTYPES[entry.dtype] if dtype is None else dtype
@@ -85,14 +89,23 @@ class Outgoing:
         self.num_bytes = sum(each.num_bytes for each in self.planned)
 
     def dtypes(self) -> list[str]:
-        """Element types that occur, the one of most bytes first."""
+        """Return the names of the element types that occur, the one with the most bytes first."""
         sizes = dict.fromkeys(WORDS, 0)
         for each in self.planned:
             sizes[each.dtype] += each.num_bytes
         return [WORDS[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
 
     def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = keep_quiet) -> dict[str, int]:
-        """All tensors into files of ``shard_bytes`` at most, but for a tensor that is larger; file name -> bytes."""
+        """Write all tensors to safetensors files, with an index if there are several.
+
+        Args:
+            directory: where the files go.
+            shard_bytes: tensor bytes per file at most; a single larger tensor gets a file of its own.
+            on_bytes: progress callback.
+
+        Returns:
+            File name -> size in bytes.
+        """
         shards: list[list[Planned]] = [[]]
         for each in self.planned:
             if shards[-1] and sum(other.num_bytes for other in shards[-1]) + each.num_bytes > shard_bytes:
@@ -116,12 +129,12 @@ class Outgoing:
         }
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of theirs in the order of the plan; one of ours is read at a time, from any layout's pieces."""
+        """Yield every transformers tensor in the order of ``planned``, reading one meshwright tensor at a time."""
         for rule in self.rules:
             kind = self.kinds[rule.ours]
             ours = self.checkpoint.read(kind, ParameterInfo(rule.ours, self.checkpoint.shape(kind, rule.ours)))
             assert ours is not None, rule.ours
-            self.checkpoint.close()  # what was mapped for it
+            self.checkpoint.close()  # releases the file mappings of this tensor
             yield from rule.split(ours)
 
 
@@ -142,12 +155,12 @@ def _write_in_order(
     tensors: Iterator[tuple[str, Tensor]],
     on_tensor: Callable[[Planned], None],
 ) -> int:
-    """One safetensors file of the next tensors, each written as it comes; its size in bytes.
+    """Write one safetensors file from the next ``planned`` tensors of ``tensors``, and return its size in bytes.
 
-    The header stands before the numbers, and says where each of them will be: that is known from the plan.
+    The header precedes the data and holds the offset of each tensor, which follows from ``planned`` alone.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
-    # Wide elements first, as the library has it: each tensor is then aligned to its own element size.
+    # Wide elements first, as in the safetensors library: each tensor is then aligned to its own element size.
     start, places = 0, {}
     for each in sorted(planned, key=lambda each: -each.dtype.itemsize):
         places[each.name] = start

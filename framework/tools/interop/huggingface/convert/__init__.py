@@ -1,9 +1,9 @@
-"""A model of ours and its weights <-> a directory of theirs; transformers need not be installed.
+"""Conversion of meshwright models and weights to and from Hugging Face directories; transformers is not needed.
 
-bringing.py   a directory in Hugging Face's form -> a run directory of ours, ready to be trained on
-taking.py     a checkpoint of ours, of any layout -> such a directory
-families.py   which kinds of models there are: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3), t5.py
-family.py     what is known of one: config.json <-> model.options, tensors <-> ours
-settings.py   a config.json read field by field
-companions.py tokenizer and generation files: whether they fit, and what is made where they are not
+importing.py  a Hugging Face directory -> a run directory, ready for training
+exporting.py  a checkpoint, saved under any layout -> a Hugging Face directory
+families.py   the supported model types: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3), t5.py
+family.py     table of one model type: config.json <-> model.options, transformers <-> meshwright tensors
+settings.py   validated access to the fields of a config.json
+side_files.py tokenizer and generation files: checked against the model, written if they are missing
 """

@@ -1,4 +1,4 @@
-"""Llama and its relatives Mistral, Qwen2 and Qwen3: ``meshwright.models.llama:build`` on our side."""
+"""Llama, Mistral, Qwen2 and Qwen3, all built by ``meshwright.models.llama:build``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.tools.interop.huggingface.rules import Rule
 BUILDER = "meshwright.models.llama:build"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LEAST_THETA = 1e-3
-"""Of ``rope_theta``: from there down its powers are no float32."""
+"""Lower limit of ``rope_theta``: powers of smaller values leave the range of float32."""
 
 
 def rules(options: Options) -> list[Rule]:
-    """Of all four: what a checkpoint has no tensor for (biases, norms of q and k) is not in the model either."""
+    """Return the rules of all tensors, for all four families. Optional ones (biases, q and k norms) follow options."""
     kv_heads, ffn_size = options["num_kv_heads"], options["ffn_size"]
     head_dim = options["head_dim"] or options["hidden_size"] // options["num_heads"]
     of_group = (options["num_heads"] // kv_heads * head_dim, head_dim, head_dim)
@@ -55,7 +55,7 @@ def rules(options: Options) -> list[Rule]:
 
 
 def read_rope(settings: Settings) -> dict[str, Any]:
-    """Both ways of writing it: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` with both inside."""
+    """Convert the rotary embedding: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` that holds both."""
     theta = settings.get("rope_theta", 10_000.0)
     outer = settings.get("rope_parameters")
     rope = settings.get("rope_scaling") or outer or {}
@@ -99,14 +99,20 @@ def read_rope(settings: Settings) -> dict[str, Any]:
 
 
 def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
-    """What all four say; the defaults are those of transformers' classes, as ``length`` and ``kv_heads`` are."""
+    """Convert the fields that all four families share, with the defaults of transformers' config classes.
+
+    Args:
+        settings: the config.json.
+        length: the class's default of ``max_position_embeddings``, in tokens.
+        kv_heads: the class's default of ``num_key_value_heads``; None: the number of heads.
+    """
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
     settings.must_be("is_causal", True)
     heads = settings.number("num_attention_heads", most=WIDEST)
     hidden = settings.number("hidden_size", most=WIDEST)
     if kv_heads is None or "num_key_value_heads" in settings.fields:
-        kv_heads = heads  # also what null means
+        kv_heads = heads  # null means the same
     found = {
         "vocab_size": settings.number("vocab_size", most=MOST_ROWS),
         "hidden_size": hidden,
@@ -132,7 +138,7 @@ def read_common(settings: Settings, *, length: int, kv_heads: int | None = None)
 
 
 def read_llama(settings: Settings) -> dict[str, Any]:
-    """LlamaConfig."""
+    """Convert a LlamaConfig to model.options."""
     found = read_common(settings, length=2048)
     if settings.flag("attention_bias", False):
         found |= {"qkv_bias": True, "out_bias": True}
@@ -142,7 +148,11 @@ def read_llama(settings: Settings) -> dict[str, Any]:
 
 
 def read_mistral(settings: Settings) -> dict[str, Any]:
-    """MistralConfig. A window that no sequence is longer than is no window."""
+    """Convert a MistralConfig to model.options.
+
+    A missing ``sliding_window`` is transformers' default of 4096 tokens, and null is none. A window has no effect on
+    sequences that are no longer than it.
+    """
     found = read_common(settings, length=4096 * 32, kv_heads=8)
     window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
     if window is not None:
@@ -152,13 +162,16 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
 
 
 def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
-    """All layers alike, and nothing said."""
+    """Return the supported values of ``layer_types``: missing, or the same type for every layer."""
     kind = "sliding_attention" if sliding else "full_attention"
     return [None, [kind] * num_layers]
 
 
 def _read_qwen(settings: Settings) -> dict[str, Any]:
-    """What both say of windows: only the layers from ``max_window_layers`` on have one."""
+    """Convert the fields that Qwen2 and Qwen3 share.
+
+    Only layers from ``max_window_layers`` on have a sliding window. All layers must be alike.
+    """
     found = read_common(settings, length=32768, kv_heads=32)
     layers = found["num_layers"]
     if not settings.flag("use_sliding_window", False):
@@ -184,12 +197,12 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
 
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
-    """Qwen2Config: q, k and v have biases, and nothing says so."""
+    """Convert a Qwen2Config to model.options. q, k and v always have biases; it has no field for them."""
     return _read_qwen(settings) | {"qkv_bias": True}
 
 
 def read_qwen3(settings: Settings) -> dict[str, Any]:
-    """Qwen3Config."""
+    """Convert a Qwen3Config to model.options."""
     found = _read_qwen(settings) | {"qk_norm": True}
     if settings.fields.get("head_dim") is None:
         found["head_dim"] = 128
@@ -199,7 +212,7 @@ def read_qwen3(settings: Settings) -> dict[str, Any]:
 
 
 def write_common(options: Options) -> dict[str, Any]:
-    """The fields of all four. Positions are said twice: as transformers 4 reads them, and as 5 does."""
+    """Return the config.json fields of all four families, the rotary ones in the forms of transformers 4 and 5."""
     scaling = None
     if options["rope_scaling_factor"] != 1:
         scaling = {
@@ -229,12 +242,12 @@ def write_common(options: Options) -> dict[str, Any]:
 
 
 def write_llama(options: Options) -> dict[str, Any]:
-    """LlamaConfig."""
+    """Convert model.options to a LlamaConfig."""
     return write_common(options) | {"attention_bias": options["qkv_bias"], "mlp_bias": options["mlp_bias"]}
 
 
 def write_mistral(options: Options) -> dict[str, Any]:
-    """MistralConfig."""
+    """Convert model.options to a MistralConfig."""
     return write_common(options) | {"sliding_window": options["sliding_window"]}
 
 
@@ -250,18 +263,18 @@ def _write_qwen(options: Options) -> dict[str, Any]:
 
 
 def write_qwen2(options: Options) -> dict[str, Any]:
-    """Qwen2Config, whose head_dim is said only where it is another than hidden_size over heads."""
+    """Convert model.options to a Qwen2Config, with ``head_dim`` only if it is not hidden_size / num_heads."""
     usual = options["head_dim"] in (None, options["hidden_size"] // options["num_heads"])
     return {name: value for name, value in _write_qwen(options).items() if name != "head_dim" or not usual}
 
 
 def write_qwen3(options: Options) -> dict[str, Any]:
-    """Qwen3Config."""
+    """Convert model.options to a Qwen3Config."""
     return _write_qwen(options) | {"attention_bias": options["qkv_bias"]}
 
 
 def _misfit(options: Options, **needed: Any) -> str | None:
-    """The first option that is not what a family has."""
+    """Describe the first option that differs from the value ``needed`` by a family; None: all fit."""
     for name, value in needed.items():
         if options[name] != value:
             return f"model.options.{name} = {json.dumps(options[name])}"
@@ -269,7 +282,7 @@ def _misfit(options: Options, **needed: Any) -> str | None:
 
 
 def _other_bias(options: Options) -> str | None:
-    """One of the biases of attention without the other."""
+    """Describe a model with only one of the two attention biases (qkv and out); None: both or neither."""
     if options["qkv_bias"] == options["out_bias"]:
         return None
     return (
@@ -278,7 +291,10 @@ def _other_bias(options: Options) -> str | None:
 
 
 def _uneven(options: Options) -> str | None:
-    """LlamaConfig wants the heads to divide the hidden size, also where head_dim is said."""
+    """Describe a hidden size that the number of heads does not divide; None: it does.
+
+    LlamaConfig requires this even if ``head_dim`` is given.
+    """
     hidden, heads = options["hidden_size"], options["num_heads"]
     return f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
 

@@ -1,10 +1,10 @@
-"""A checkpoint of ours, of any layout -> a directory that transformers, vLLM and lm-eval open.
+"""Export of a checkpoint, saved under any layout, to a directory that transformers, vLLM and lm-eval can load.
 
-    weights/*  -> model-00001-of-0000N.safetensors   writing.py: one tensor of ours in hand, theirs written one by one
-    config     -> config.json                        what our options decide, over the config.json that it came with
+    weights/*  -> model-00001-of-0000N.safetensors   writing.py: one meshwright tensor in memory at a time
+    config     -> config.json                        fields from model.options, over the config.json of the import
     tokenizer  -> tokenizer.json, tokenizer_config.json, generation_config.json, ...
 
-Written into a temporary directory beside ``out``, which gets its name by one rename.
+All of it is written into a temporary directory beside ``out``, which is published by one rename.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, Outgoing, 
 
 
 class Taken(NamedTuple):
-    """What was written, and what there is to say about it."""
+    """Result of an export: the written files, and notes for the user."""
 
     path: Path
     family: Family
     files: dict[str, int]
-    """Name -> bytes, of the weights."""
+    """Weight files: name -> size in bytes."""
     num_tensors: int
     dtypes: list[str]
     notes: list[str]
@@ -45,13 +45,18 @@ def take(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: OnBytes = keep_quiet,
 ) -> Taken:
-    """Write the checkpoint ``source`` as the directory ``out``, new or empty.
+    """Export a checkpoint as a Hugging Face directory.
 
-    ``dtype``: of all tensors; None: each as it was saved. float32 of a run in bfloat16 are its master weights.
-    ``shard_bytes``: of one file at most, but for a single tensor that is larger.
+    Args:
+        source: the checkpoint directory.
+        out: the directory to write, new or empty.
+        dtype: element type of all tensors; None keeps the saved ones. "float32" of a bfloat16 run exports its master
+            weights.
+        shard_bytes: tensor bytes per file at most; a single larger tensor gets a file of its own.
+        on_bytes: progress callback.
 
     Raises:
-        CheckpointError, ModelError, DataError: the checkpoint is damaged, the model or its tokenizer do not fit.
+        CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its tokenizer do not fit.
     """
     wanted = dtype_of(dtype)
     out = named(out)
@@ -90,9 +95,17 @@ def _fields(
     ids: Mapping[str, Any],
     dtype: str,
 ) -> dict[str, Any]:
-    """The config.json: what our options decide wins over ``base``, the one that the model came with."""
+    """Build the config.json: fields from ``options`` override ``base``, the config.json of the import.
+
+    Args:
+        family: the model type to write.
+        options: model.options, complete.
+        base: the imported config.json; empty if there was no import.
+        ids: special token ids, used if ``base`` is empty.
+        dtype: name of the tensors' element type.
+    """
     decided = family.write(options)
-    # A name that transformers 5 and 4 share means what it says; one that ``base`` has beside ours might contradict it.
+    # These fields of ``base`` state the same setting under another name, and could contradict ``decided``.
     contradicting = {"rope_scaling", "rope_theta", ORIGINAL_LENGTH, "torch_dtype", *family.aliases}
     fields = {name: value for name, value in base.items() if name not in contradicting}
     return {

@@ -1,4 +1,4 @@
-"""Which family a model is of, by their config.json or by our builder and its options."""
+"""Lookup of a model's family, by a transformers config.json or by a meshwright builder and its options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from meshwright.tools.interop.huggingface.convert.gpt2 import GPT2
 from meshwright.tools.interop.huggingface.convert.t5 import T5
 
 FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5)
-"""Of those that could hold a model of ours, the first that does is written."""
+"""Supported families; an export uses the first one that can hold the model."""
 
 
 def family_of_type(model_type: Any, place: str) -> Family:
-    """By the ``model_type`` of a config.json; ``place`` is its path."""
+    """Return the family with the ``model_type`` of a config.json. ``place``: its path, for the error message.
+
+    Raises:
+        ModelError: the model type is missing or not supported.
+    """
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
@@ -29,7 +33,7 @@ def family_of_type(model_type: Any, place: str) -> Family:
 
 
 def complete(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a builder with its defaults filled in."""
+    """Return the options of a builder with its defaults filled in."""
     function = find_function(builder, "model.builder", "a function that returns an nn.Sequential", ModelError)
     defaults = {
         name: parameter.default
@@ -40,10 +44,14 @@ def complete(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
-    """Which one our model can be written as; ``preferred``: a model_type, taken if it can hold the model.
+    """Return the family that a meshwright model can be exported as.
+
+    Args:
+        config: names the model's builder and options.
+        preferred: a model_type that is tried first.
 
     Raises:
-        ModelError: none can, with the reason of each.
+        ModelError: no family can hold the model; lists the reason of each.
     """
     builder = config.model.builder
     candidates = [family for family in FAMILIES if family.builder == builder]

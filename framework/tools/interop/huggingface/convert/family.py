@@ -1,4 +1,4 @@
-"""What is known of one kind of model on both sides: ``config.json`` <-> ``model.options``, their tensors <-> ours."""
+"""Conversion table of a model type: ``config.json`` <-> ``model.options``, transformers <-> meshwright tensors."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from meshwright.tools.interop.huggingface.convert.settings import Settings
 from meshwright.tools.interop.huggingface.rules import Rule
 
 Options = Mapping[str, Any]
-"""All of the builder's, defaults filled in."""
+"""All options of the builder, with defaults filled in."""
 
 
 class Family(NamedTuple):
-    """One ``model_type`` of transformers."""
+    """Names, conversion functions and special cases of one ``model_type`` of transformers."""
 
     model_type: str
     architecture: str
-    """The class with the language-modelling head."""
+    """Transformers class with the language-modelling head."""
     builder: str
     read: Callable[[Settings], dict[str, Any]]
-    """Its config.json -> options of our builder."""
+    """Function from a transformers config.json to the options of the meshwright builder."""
     write: Callable[[Options], dict[str, Any]]
-    """Options -> the fields of its config.json that they decide."""
+    """Function from options to the config.json fields that they determine."""
     holds: Callable[[Options], str | None]
-    """Why a model with these options is not of this family; None: it is."""
+    """Function that returns the reason why a model with these options is not of this family; None: it is."""
     rules: Callable[[Options], list[Rule]]
-    """Every tensor of the model, in the order in which theirs are written."""
+    """Function that returns one rule per tensor of the model, in the order of the exported tensors."""
     left_out: tuple[str, ...] = ()
-    """Patterns of tensors that their files may hold and that carry nothing: masks, tables."""
+    """Name patterns of tensors in transformers files that are no weights (masks, rotary tables); they are ignored."""
     prefix: str = ""
-    """Of their names; a file without it on any name is of the bare model, without its head class."""
+    """Prefix of transformers names; files without it on any name hold the bare model, without the head class."""
     unprefixed: tuple[str, ...] = ("lm_head.weight",)
-    """Names without it all the same."""
+    """Transformers names that have no prefix in any case."""
     head_by_file: bool = False
-    """Whether the head is tied is for the files to say: it is, when they have none that differs."""
+    """True if the files decide on tying: the head is tied unless they hold one that differs from the embedding."""
     task: str = "causal"
-    """What ``data.task`` trains it."""
+    """Value of ``data.task`` for training this model."""
     aliases: Mapping[str, str] = {}
-    """Of fields of its config.json: second name -> first."""
+    """Second names of config.json fields -> their first names."""

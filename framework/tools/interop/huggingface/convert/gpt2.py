@@ -1,5 +1,7 @@
-"""GPT-2 (``meshwright.models.gpt2:build``). In transformers its linears are Conv1D, (inputs, outputs); q, k, v are
-one."""
+"""GPT-2 (``meshwright.models.gpt2:build``).
+
+In transformers its linears are Conv1D with weights (inputs, outputs), and q, k and v are one fused linear.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from meshwright.tools.interop.huggingface.rules import Rule
 
 
 def rules(options: Options) -> list[Rule]:
-    """Of q, k and v theirs has all heads of q first; ours goes head by head."""
+    """Return the rules of all tensors.
+
+    The fused qkv of transformers holds all heads of q, then k, then v. In meshwright q, k and v of a head are adjacent.
+    """
     heads = options["num_heads"]
     head_dim = options["hidden_size"] // heads
     tied = options["tied"]
@@ -38,13 +43,13 @@ def rules(options: Options) -> list[Rule]:
 
 
 def read(settings: Settings) -> dict[str, Any]:
-    """GPT2Config."""
+    """Convert a GPT2Config to model.options."""
     settings.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     settings.must_be("scale_attn_weights", True)
     settings.must_be("scale_attn_by_inverse_layer_idx", False)
     settings.must_be("add_cross_attention", False)
     settings.must_be("is_causal", True)
-    settings.get("reorder_and_upcast_attn")  # the same numbers, rounded otherwise in half precision
+    settings.get("reorder_and_upcast_attn")  # same function, other rounding in half precision
     hidden = settings.number("n_embd", 768, most=WIDEST)
     dropouts = {name: settings.real(name, 0.1, most=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(dropouts.values())) > 1:
@@ -66,7 +71,7 @@ def read(settings: Settings) -> dict[str, Any]:
 
 
 def write(options: Options) -> dict[str, Any]:
-    """GPT2Config; ``n_inner`` is left out where it is the usual one, as in the released files."""
+    """Convert model.options to a GPT2Config. ``n_inner`` is null for the usual 4 x hidden, as in released files."""
     ffn_size, hidden = options["ffn_size"], options["hidden_size"]
     return {
         "vocab_size": options["vocab_size"],

@@ -1,11 +1,11 @@
-"""A model in Hugging Face's form -> a run directory of ours, whose training starts from its weights.
+"""Import of a Hugging Face model directory as a run directory, so that training starts from its weights.
 
-    PATH/config.json   -> model.builder, model.options   family.py: a table for each kind of model
-    PATH/*.safetensors -> checkpoints/step-00000000      rules.py: one tensor of ours at a time, any layout reads it
+    PATH/config.json   -> model.builder, model.options   family.py: a table for each model type
+    PATH/*.safetensors -> checkpoints/step-00000000      rules.py: one tensor at a time; any layout can load it
     PATH/tokenizer*    -> huggingface/                   data.tokenizer points there
 
-One tensor of ours is in hand at a time, besides what fills the file that is being written. All of it is written into a
-temporary directory beside the run's, which gets its name by one rename.
+One meshwright tensor is in memory at a time, besides the file that is being written. The output goes into a temporary
+directory beside the run directory, which is published by one rename.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from meshwright.tools.interop.huggingface.rules import Rule
 from meshwright.tools.interop.huggingface.source import Source, open_source, pickled
 
 LONGEST_SEQUENCE = 2048
-"""Of data.sequence_length, if nobody says otherwise: the memory of a step grows with it."""
+"""Upper limit, in tokens, of the default data.sequence_length: the memory of a step grows with it."""
 CORPUS = "data"
-"""In the run directory: where its config.toml looks for text, until somebody says otherwise."""
+"""Subdirectory of the run directory: default place of the corpus in its config.toml."""
 
 
 class Brought(NamedTuple):
-    """What was written, and what there is to say about it."""
+    """Result of an import: the run directory's contents, and notes for the user."""
 
     path: Path
     manifest: Manifest
@@ -69,11 +69,18 @@ def bring(
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: OnBytes = keep_quiet,
 ) -> Brought:
-    """Write the model in ``source_path`` as the run directory ``out``, new or empty; ``overrides`` go into its config.
+    """Import the model in ``source_path`` as a run directory.
+
+    Args:
+        source_path: the Hugging Face directory.
+        out: the run directory to write, new or empty.
+        overrides: configuration overrides, which go into its config.toml.
+        max_file_bytes: size limit of one checkpoint file.
+        on_bytes: progress callback.
 
     Raises:
-        CheckpointError, ModelError, DataError, ConfigError: what is damaged, not supported or does not fit; nothing is
-            written then.
+        CheckpointError, ModelError, DataError, ConfigError: the input is damaged, not supported or does not fit.
+            Nothing is written then.
     """
     out = named(out)
     fields = read_config(source_path)
@@ -106,7 +113,11 @@ def bring(
 
 
 def _opened(path: Path) -> Source:
-    """The weights of the directory."""
+    """Open the safetensors weights of a directory.
+
+    Raises:
+        CheckpointError: there are no weights, or only pickled ones.
+    """
     source = open_source(path)
     if source is not None:
         return source
@@ -122,7 +133,7 @@ def _opened(path: Path) -> Source:
 
 
 def _named_as_theirs(source: Source, family: Family) -> Source:
-    """Files of the bare model (GPT-2's own, for one) have names without the prefix of the class with the head."""
+    """Add the family's prefix to tensor names of a bare model, such as the released GPT-2, saved without head class."""
     names = source.tensors
     if not family.prefix or any(name.startswith(family.prefix) for name in names):
         return source
@@ -133,7 +144,7 @@ def _named_as_theirs(source: Source, family: Family) -> Source:
 
 
 def _under_first_names(source: Source, rules: Sequence[Rule]) -> Source:
-    """A tied weight that the files hold under another of its names only has its first one."""
+    """Rename each tied weight that the files hold only under a second name to its first name."""
     found = dict(source.tensors)
     for rule in rules:
         others = [name for name in rule.same_as if name in found]
@@ -143,7 +154,7 @@ def _under_first_names(source: Source, rules: Sequence[Rule]) -> Source:
 
 
 def _has_own_head(source: Source) -> bool:
-    """The file has a head that is not the embedding."""
+    """Return True if the files have a head (``lm_head``) that differs from the embedding (``shared``)."""
     if "lm_head.weight" not in source.tensors or "shared.weight" not in source.tensors:
         return False
     head, shared = source.tensors["lm_head.weight"], source.tensors["shared.weight"]
@@ -153,7 +164,7 @@ def _has_own_head(source: Source) -> bool:
 def _config(
     family: Family, options: Mapping[str, Any], source: Source, out: Path, overrides: Sequence[str]
 ) -> RunConfig:
-    """A configuration to fine-tune with: what the model decides, careful numbers for the rest, ``overrides`` on top."""
+    """Build a fine-tuning configuration: model fields, conservative defaults for the rest, ``overrides`` on top."""
     length = options.get("max_sequence_length", 512)
     floats = {stored.dtype for stored in source.tensors.values()}
     tree: dict[str, Any] = {
@@ -190,17 +201,17 @@ def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
 
 
 def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Of every parameter of our model, each once, under its canonical name; built on meta."""
+    """Return the global shape of every meshwright parameter by canonical name, tied ones once. Builds on meta."""
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     parameters = model.layers.named_parameters(remove_duplicate=False)
     return {name: tuple(outline.shape) for name, outline in parameters if model.canonical(name) == name}
 
 
 def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Every tensor of the model is there, of its shape and of floats, and no other.
+    """Check that the files hold exactly the tensors of the model, with its shapes and supported element types.
 
     Raises:
-        CheckpointError: all that is wrong, a line each, with file and tensor.
+        CheckpointError: the problems, a line each with file and tensor; at most 20.
     """
     assert {rule.ours for rule in rules} == shapes.keys(), sorted({rule.ours for rule in rules} ^ shapes.keys())
     there, known = source.tensors, set()
@@ -235,7 +246,7 @@ def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mappin
 
 
 def _dtypes(source: Source, rules: Sequence[Rule], config: RunConfig) -> list[str]:
-    """What is done with element types that are mixed, or that nobody trains in."""
+    """Return notes on the treatment of mixed element types, and of float16, which is no training dtype."""
     counted = source.dtypes(name for rule in rules for name in rule.theirs)
     notes = []
     if len(counted) > 1:
@@ -264,7 +275,7 @@ def _write(
     max_file_bytes: int,
     on_bytes: OnBytes,
 ) -> Manifest:
-    """The checkpoint of step 0: weights alone, which any layout begins from."""
+    """Write the checkpoint of step 0: weights without optimizer state, loadable under any layout."""
 
     total = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
 
@@ -294,7 +305,7 @@ def _write(
 
 
 def _introduction(source_path: Path, family: Family, config: RunConfig) -> str:
-    """The comment at the top of config.toml: what is still to be said."""
+    """Return the comment at the top of config.toml: the command to train, and the settings to complete."""
     return (
         f"# {family.architecture} of {source_path.name}: training starts from its weights, checkpoints/step-00000000.\n"
         f"#\n"

@@ -1,6 +1,7 @@
-"""A ``config.json`` read field by field: what is carried, what must stand at one value, what changes no number.
+"""Validated access to the fields of a ``config.json``.
 
-Whatever is left at the end is told: a field that nobody here knows may change the numbers of the model.
+There are fields to convert, fields with only some supported values, and fields without effect on the logits. All other
+fields are reported at the end, since an unknown field may change the outputs of the model.
 """
 
 from __future__ import annotations
@@ -73,23 +74,26 @@ SILENT = {
     "summary_type",
     "summary_use_proj",
 }
-"""Fields that say nothing about the logits of the model itself."""
+"""Fields without effect on the logits; they are ignored without a note."""
 
 
 MOST = 2**40
-"""No number of tokens is beyond it."""
+"""Upper limit of whole numbers, such as counts of tokens."""
 WIDEST = 2**20
-"""No width of a model, and no number of its heads."""
+"""Upper limit of a model's widths and of its number of heads."""
 MOST_LAYERS = 10_000
 MOST_ROWS = 2**26
-"""Of a table of tokens or positions."""
+"""Upper limit of the rows of a token or position embedding."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 class Settings:
-    """The fields of one config.json, with the problems found on the way, all told at once.
+    """Fields of one config.json. Each access collects problems; ``end`` raises all of them at once.
 
-    ``aliases``: second names of fields, which transformers takes as well -> the first.
+    Args:
+        fields: the parsed config.json.
+        place: its path, for messages.
+        aliases: second names of fields, which transformers accepts as well -> their first names.
     """
 
     def __init__(self, fields: Mapping[str, Any], place: str, aliases: Mapping[str, str] | None = None) -> None:
@@ -111,13 +115,13 @@ class Settings:
             )
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field as it stands there; null and a missing one are ``default``."""
+        """Return a field unchecked; ``default`` if it is null or missing."""
         self.asked.add(name)
         found = self.fields.get(name)
         return default if found is None else found
 
     def number(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
-        """A whole number from ``least`` to ``most``."""
+        """Return a field that must be a whole number from ``least`` to ``most``."""
         found = self.get(name, default)
         if not _is_whole(found) or not least <= found <= most:
             said = "is missing" if found is None else f"= {json.dumps(found)}"
@@ -127,7 +131,7 @@ class Settings:
         return int(found)
 
     def real(self, name: str, default: float, *, least: float = 0.0, most: float = math.inf) -> float:
-        """A finite number from ``least`` to ``most``."""
+        """Return a field that must be a finite number from ``least`` to ``most``."""
         found = self.get(name, default)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         if not is_number or not least <= found <= most or not math.isfinite(found):
@@ -137,7 +141,7 @@ class Settings:
         return float(found)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Return a field that must be true or false."""
         found = self.get(name, default)
         if not isinstance(found, bool):
             self.problems.append(f"{name} = {json.dumps(found)}: true or false is needed")
@@ -145,17 +149,17 @@ class Settings:
         return found
 
     def must_be(self, name: str, *values: Any) -> None:
-        """A field that changes numbers, of which we have only these values; the first is what a missing one means."""
+        """Require one of the supported ``values`` of a field that changes outputs; the first is its default."""
         found = self.get(name, values[0])
         if found not in values:
             allowed = " or ".join(json.dumps(value) for value in values)
             self.problems.append(f"{name} = {json.dumps(found)} is not supported, only {allowed}")
 
     def end(self) -> None:
-        """Tell of fields that nobody has asked for, and
+        """Check token ids and quantisation, raise the collected problems, and add a note for each unknown field.
 
         Raises:
-            ModelError: of all problems found.
+            ModelError: all problems found, a line each.
         """
         for name in TOKENS:
             found = self.fields.get(name)

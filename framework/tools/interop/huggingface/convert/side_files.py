@@ -1,7 +1,7 @@
-"""What goes along with the weights: tokenizer files, generation_config.json, and whether the tokenizer fits the model.
+"""Files that accompany the weights (tokenizer files, generation_config.json), and the tokenizer's fit to the model.
 
-In a run directory they lie in ``huggingface/``, where ``data.tokenizer`` points into; a run of our own has only the
-tokenizer.json that its corpus was made with, and the rest is written from that.
+An imported run keeps them in ``huggingface/`` below its run directory, and ``data.tokenizer`` points there. A run that
+was not imported has only the tokenizer.json of its corpus; the other files are generated from it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshwright.tools.interop.huggingface.files import (
 
 DIRECTORY = "huggingface"
 NUM_TOKENS = 2**32
-"""That a tokenizer can have."""
+"""Upper limit of token ids (exclusive)."""
 
 
 def place_of(run: Path, config: RunConfig) -> Path | None:
-    """Where the companions of a run are: its own, or those beside its tokenizer; None: nowhere."""
+    """Return the directory of a run's side files: its ``huggingface/``, or that of its tokenizer; None: neither."""
     if (run / DIRECTORY / CONFIG).is_file():
         return run / DIRECTORY
     if config.data.tokenizer is None:
@@ -42,12 +42,16 @@ def place_of(run: Path, config: RunConfig) -> Path | None:
 
 
 def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
-    """A line on a tokenizer with fewer tokens than the model has rows for; None when they are as many.
+    """Check that the model has an embedding row for every token of a tokenizer.
 
-    ``said``: where the model's vocabulary is from.
+    ``path`` is the tokenizer.json, ``vocab_size`` the rows of the model's token embedding. The third argument names
+    the source of ``vocab_size`` in the error message.
+
+    Returns:
+        A note if the tokenizer has fewer tokens than the model has rows; None if they are as many.
 
     Raises:
-        DataError: it has tokens that the model has no row for, or cannot be read.
+        DataError: the tokenizer has no tokens, has tokens without a row, or cannot be read.
     """
     tokens = load(path).get_vocab(with_added_tokens=True)
     if not tokens:
@@ -67,7 +71,7 @@ def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
 
 
 def check(source: Path) -> None:
-    """What a model cannot be taken away again with.
+    """Check at import that a later export can read the side files.
 
     Raises:
         ModelError: tokenizer_config.json or generation_config.json is no JSON object.
@@ -77,14 +81,20 @@ def check(source: Path) -> None:
 
 
 def said_in(source: Path | None, name: str) -> dict[str, Any]:
-    """The fields of one of the companions; none where it is not there."""
+    """Return the fields of one JSON side file; an empty dict if it does not exist."""
     return read_json(source / name, "") if source is not None and (source / name).is_file() else {}
 
 
 def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any]:
-    """Write the companions of a model into ``target``; the ids of special tokens that its config.json should name.
+    """Write the side files of a model into ``target``.
 
-    ``source``: where they are; what is not there is made from ``data.tokenizer``.
+    Args:
+        source: directory of the existing files; missing ones are generated from ``data.tokenizer``.
+        target: the exported directory.
+        config: the run's configuration.
+
+    Returns:
+        Ids of the special tokens for config.json: ``bos_token_id`` and ``eos_token_id``, None if unknown.
     """
     copied = [] if source is None else copy_companions(source, target)
     if TOKENIZER not in copied and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
@@ -100,9 +110,10 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
 
 
 def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The first that says what ends a text: generation_config.json, config.json, tokenizer_config.json, the tokenizer.
+    """Return ``bos_token_id`` and ``eos_token_id`` of the first source that has an ``eos_token_id``.
 
-    null where nobody says it: the defaults of transformers' classes are those of one released model each.
+    Order: generation_config.json, config.json, tokenizer_config.json, the tokenizer. If none has it, both are None and
+    are written as null: the defaults of transformers' config classes fit one released model each.
     """
     names = ("bos_token_id", "eos_token_id")
     said = [said_in(source, GENERATION), base_of(source)]
@@ -117,7 +128,7 @@ def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, 
 
 
 def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], config: RunConfig) -> None:
-    """As a class of no model in particular: all that the tokenizer does is in tokenizer.json."""
+    """Write a tokenizer_config.json with the generic tokenizer class, since tokenizer.json defines the tokenizer."""
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.model.options.get("max_sequence_length", config.data.sequence_length),
@@ -132,6 +143,9 @@ def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str
 
 
 def base_of(source: Path | None, model_type: str | None = None) -> dict[str, Any]:
-    """The config.json that a run was made from, if it was: fields of it that we do not decide stay."""
+    """Return the config.json that a run was imported from; its fields without a meshwright option stay in the export.
+
+    Empty if the run was not imported, or if ``model_type`` is given and differs.
+    """
     found = said_in(source, CONFIG)
     return found if model_type is None or found.get("model_type") == model_type else {}

@@ -1,6 +1,7 @@
-"""T5, version 1.0 and 1.1: ``meshwright.models.t5:build`` on our side.
+"""T5, version 1.0 and 1.1 (``meshwright.models.t5:build``).
 
-The bias by distance is in the first block of each of their stacks; ours has it in all of them, tied.
+In transformers the relative position bias is a parameter of the first block of each stack. In meshwright every block
+has it, and the copies of one stack are tied.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ FORMS = {
     "relu": {"is_gated_act": False, "dense_act_fn": "relu"},
     "gated-gelu": {"is_gated_act": True, "dense_act_fn": "gelu_new"},
 }
-"""``feed_forward_proj``, and the fields that follow from it; transformers goes by these where they say otherwise."""
+"""``feed_forward_proj`` -> the fields that follow from it. If they contradict it, transformers uses the fields."""
 
 
 def rules(options: Options) -> list[Rule]:
-    """The two embeddings are one tensor, ``shared``, under up to four names."""
+    """Return the rules of all tensors. The two embeddings are one tensor, ``shared``, under up to four names."""
     heads = options["num_heads"]
     head_dim = options["head_dim"] or options["hidden_size"] // heads
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
@@ -54,7 +55,7 @@ def rules(options: Options) -> list[Rule]:
 
 
 def _up(options: Options, ours: str, theirs: str) -> Rule:
-    """Gate and up are one projection of ours, in blocks; see ``meshwright.models.t5_layers.Mlp``."""
+    """Return the rule of the up projection, in blocks of gate and up rows: see ``meshwright.models.t5_layers.Mlp``."""
     if not options["gated"]:
         return Rule(ours, (f"{theirs}.wi.weight",))
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]
@@ -64,14 +65,17 @@ def _up(options: Options, ours: str, theirs: str) -> Rule:
 
 
 def read(settings: Settings) -> dict[str, Any]:
-    """T5Config. ``tie_word_embeddings`` is false in version 1.1; transformers 5 writes the scaling apart."""
+    """Convert a T5Config to model.options.
+
+    ``tie_word_embeddings`` is false in version 1.1. transformers 5 has a field of its own for the scaling.
+    """
     settings.must_be("feed_forward_proj", *FORMS)
     form = settings.get("feed_forward_proj", "relu")
     settings.must_be("is_causal", True)
     for name, value in FORMS.get(str(form), {}).items():
         settings.must_be(name, value)
     for name in ("is_decoder", "n_positions"):
-        settings.get(name)  # they say nothing
+        settings.get(name)  # without effect
     tied = settings.flag("tie_word_embeddings", True)
     num_layers = settings.number("num_layers", 6, most=MOST_LAYERS)
     padding_id = settings.number("pad_token_id", 0, least=-1, most=MOST_ROWS)
@@ -95,7 +99,10 @@ def read(settings: Settings) -> dict[str, Any]:
 
 
 def write(options: Options) -> dict[str, Any]:
-    """T5Config. transformers 4 scales what is tied and nothing else; 5 reads ``scale_decoder_outputs``."""
+    """Convert model.options to a T5Config.
+
+    transformers 4 scales the decoder outputs exactly if the head is tied; 5 reads ``scale_decoder_outputs``.
+    """
     hidden, heads, tied = options["hidden_size"], options["num_heads"], options["tied"]
     scaled = tied if options["scaled"] is None else options["scaled"]
     return {

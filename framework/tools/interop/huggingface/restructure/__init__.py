@@ -1,12 +1,12 @@
-"""Any causal LM of transformers as layers of a Sequential, and back.
+"""Any causal LM of transformers as layers of an nn.Sequential, and its export.
 
-layers.py     model.builder = "hf:DIRECTORY": the layers and all that they carry
-frame.py      what a model does between its layers, done by its own code
-wide.py       float64 that stays float64
-plans.py      its own plan for tensor parallelism -> a sharding plan
-probe.py      randomness that nobody can seed by name, and who works on what
-initial.py    first values: of the directory's files, or drawn by the model's rules
-directory.py  what is refused of a config.json and of weights
-back.py       a checkpoint -> a directory that transformers opens
-library.py    the one door to transformers, imported inside functions only
+layers.py     model.builder = "hf:DIRECTORY": the layers, with sharding plan, tied weights and initialisation
+frame.py      computations between the layers (positions, masks, scalings), run by the model's own code
+float64.py    float64 runs without casts to float32
+plans.py      the model's own tensor-parallel plan -> a sharding plan
+probe.py      a traced forward on meta: functional dropout, and the weights that act on sharded tensors
+initial.py    initial weights: loaded from the directory's files, or drawn by the model's rules
+directory.py  validation of config.json and of the weight files
+export.py     a checkpoint -> a directory that transformers can load
+library.py    the only import of transformers, inside a function
 """

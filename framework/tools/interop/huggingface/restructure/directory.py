@@ -1,4 +1,4 @@
-"""What transformers makes of a directory's config.json, and what its weights have to be; what is refused of both."""
+"""Transformers configuration of a directory, and checks of its config.json and weight files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.tools.interop.huggingface.restructure.library import library
 from meshwright.tools.interop.huggingface.source import Source, open_source, pickled
 
 TAKEN = ("F32", "BF16", "F16")
-"""Element types of weights whose every value is a float32, which training starts from."""
+"""Accepted element types of weights: all their values are exact in float32, the dtype that training starts from."""
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-"""How a configuration may call their number."""
+"""Configuration keys that may hold the number of layers."""
 MOST_LAYERS = 10_000
 LEADING_TO_CODE = frozenset(
     {"auto_map", "custom_generate"}
@@ -28,15 +28,14 @@ LEADING_TO_CODE = frozenset(
         for end in ("", "_internal")
     }
 )
-"""Keys with which a configuration can name code outside of transformers: modules of its own, kernels of the hub. They
-count nowhere, in no table of it."""
+"""Configuration keys that can name code outside transformers (own modules, hub kernels); ignored at any depth."""
 
 
 def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
-    """The transformers configuration of ``path``, keys of ``overrides`` (``model.options``) in the place of its own.
+    """Return the transformers configuration of ``path``, with ``overrides`` (``model.options``) in place of its keys.
 
     Raises:
-        ModelError: no directory with a configuration of a causal language model that transformers itself knows.
+        ModelError: ``path`` has no valid configuration of a causal language model that transformers itself contains.
     """
     raw = fields_of(path)
     transformers = library()
@@ -81,7 +80,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         merged["layer_types"] = merged["layer_types"][:layers]
     try:
         config = kind_of_config.from_dict(_without_code(merged))
-        config.get_text_config().base_model_pp_plan  # noqa: B018 - a part of it that is no configuration
+        config.get_text_config().base_model_pp_plan  # noqa: B018 - raises if a nested part is no configuration
     except Exception as error:
         said = " ".join(str(error).split())
         raise ModelError(f"{path / CONFIG}: transformers does not take it: {said}") from error
@@ -89,14 +88,14 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
 
 
 def _without_code(value: Any) -> Any:
-    """The same tree without the keys that lead to code."""
+    """Return the tree without the keys of ``LEADING_TO_CODE``."""
     if isinstance(value, dict):
         return {name: _without_code(inner) for name, inner in value.items() if name not in LEADING_TO_CODE}
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _with_floats(value: Any) -> Any:
-    """What transformers writes for numbers that JSON does not know, ``{"__float__": "Infinity"}``, as these numbers."""
+    """Replace transformers' form of non-finite numbers, ``{"__float__": "Infinity"}``, by the numbers themselves."""
     if isinstance(value, dict):
         tag = value.get("__float__") if len(value) == 1 else None
         return (
@@ -108,21 +107,21 @@ def _with_floats(value: Any) -> Any:
 
 
 def fields_of(path: Path) -> dict[str, Any]:
-    """``config.json`` as it stands there."""
+    """Return the fields of ``config.json`` unchanged."""
     return read_config(path, f'model.builder = "hf:{path}": ')
 
 
 def vocabulary(path: str) -> int | None:
-    """``vocab_size`` of the configuration in ``path``; None where it says nothing. Needs no transformers."""
+    """Return ``vocab_size`` of the config.json in ``path``; None if it has none. Needs no transformers."""
     found = fields_of(Path(path).expanduser()).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
 def open_weights(path: Path) -> Source | None:
-    """The weights of a directory; None where there are none.
+    """Open the weights of a directory; None if there are none.
 
     Raises:
-        ModelError: they are there in a form that is not read, or damaged.
+        ModelError: the weights are pickled, or damaged.
     """
     source = open_source(path)
     found = [] if source is not None else pickled(path)
@@ -137,11 +136,16 @@ def open_weights(path: Path) -> Source | None:
 def check_weights(
     source: Source, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str], overridden: bool
 ) -> None:
-    """Compare the files with what the model has. ``ignored``: names that mean nothing to it. ``overridden``: the model
-    is not the one of the files, which may then hold more.
+    """Compare the tensors of the files with the parameters of the model.
+
+    Args:
+        source: the files.
+        shapes: transformers name -> shape, of every parameter.
+        ignored: names in the files that need no parameter of their own.
+        overridden: model.options change the configuration, and the files may then hold further tensors.
 
     Raises:
-        ModelError: tensors that are missing, of another shape or element type, or unknown.
+        ModelError: tensors are missing, superfluous, or of another shape or element type.
     """
     there = source.tensors
     missing = [name for name in shapes if name not in there]

@@ -1,7 +1,7 @@
-"""A checkpoint of a model that ``hf:DIRECTORY`` built, of any layout -> a directory that transformers opens.
+"""Export of a checkpoint of an ``hf:DIRECTORY`` model, saved under any layout, to a directory for transformers.
 
-The names are renamed back, tensor by tensor: one is in memory at a time. ``config.json`` is the directory's own, with
-what ``model.options`` changed; tokenizer files go along.
+Tensors get their transformers names back, with one tensor in memory at a time. ``config.json`` is the directory's own,
+with the changes of ``model.options``. Tokenizer files are copied.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SCHEME = "hf:"
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """Result of an export: the written files."""
 
     path: Path
     num_tensors: int
     files: dict[str, int]
-    """Weights: name -> bytes."""
+    """Weight files: name -> size in bytes."""
     copied: list[str]
 
 
 def is_of_transformers(config: RunConfig) -> bool:
-    """Whether the model is one that ``hf:DIRECTORY`` built."""
+    """Return True if the model was built from ``hf:DIRECTORY``."""
     return config.model.builder.startswith(SCHEME)
 
 
@@ -50,14 +50,18 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: OnBytes = keep_quiet,
 ) -> Exported:
-    """Write a checkpoint, or the newest one of a run directory, as the directory ``out_dir``, new or empty.
+    """Export a checkpoint as a Hugging Face directory.
 
     Args:
-        dtype: of all tensors; None: as they were trained. float32 of a run in bfloat16 are its master weights.
-        shard_bytes: of one file at most, but for a tensor that is larger.
+        checkpoint_dir: a checkpoint, or a run directory, whose newest valid checkpoint is used.
+        out_dir: the directory to write, new or empty.
+        dtype: element type of all tensors; None keeps the saved ones. "float32" of a bfloat16 run exports its master
+            weights.
+        shard_bytes: tensor bytes per file at most; a single larger tensor gets a file of its own.
+        on_bytes: progress callback.
 
     Raises:
-        CheckpointError, ModelError: the checkpoint is damaged, of another builder, or its directory is gone.
+        CheckpointError, ModelError: the checkpoint is damaged or of another builder, or the model directory is gone.
     """
     wanted = dtype_of(dtype)
     out_dir = named(out_dir)
@@ -79,7 +83,11 @@ def export(
 
 
 def _opened(path: Path) -> Checkpoint:
-    """A verified checkpoint."""
+    """Open and verify a checkpoint, or the newest valid one of a run directory.
+
+    Raises:
+        CheckpointError: ``path`` is neither.
+    """
     if (path / MANIFEST).is_file():
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
@@ -91,14 +99,14 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _rules(model: PlainModel) -> list[Rule]:
-    """Every parameter once, tied ones under the first of their names: the one that transformers saves, too."""
+    """Return one rule per parameter. Tied ones go under their first name, as in files saved by transformers."""
     names = names_in_transformers(model.layers)
     ours = {model.canonical(name): names[model.canonical(name)] for name in names}
     return [Rule(name, (theirs,)) for name, theirs in ours.items()]
 
 
 def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The directory's own, as it was trained."""
+    """Return the config.json of ``source`` with the changes of ``options`` and the exported dtype."""
     raw = fields_of(source)
     changed = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     if "num_hidden_layers" in changed and isinstance(raw.get("layer_types"), list) and "layer_types" not in changed:
@@ -107,7 +115,10 @@ def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, A
 
 
 def _copy_companions(source: Path, target: Path, config: RunConfig) -> list[str]:
-    """The tokenizer that the run was trained with; with it the directory's other files where it is the directory's."""
+    """Copy the run's tokenizer, and return the names of the copied files.
+
+    If it is the tokenizer of the model directory ``source``, that directory's other side files are copied too.
+    """
     own, theirs = config.data.tokenizer, source / TOKENIZER
     is_theirs = own is None or (theirs.is_file() and theirs.read_bytes() == Path(own).read_bytes())
     copied = copy_companions(source, target) if is_theirs else []

@@ -1,8 +1,8 @@
-"""In float64 all of a model is in float64: what its code casts to float32, norms and softmaxes, stays as wide as it is.
+"""Float64 runs of transformers models: casts to float32 in their code (norms, softmaxes) leave float64 as it is.
 
-transformers takes float32 for the widest there is. A float64 run, which is there to compare layouts by, would be
-rounded to float32 in the middle of each layer: 1e-7 of a gradient, as much as many an error. In float32 and bfloat16,
-which models are trained in, nothing is touched.
+transformers treats float32 as the widest dtype. A float64 run, whose purpose is to compare layouts, would be rounded to
+float32 in the middle of each layer. The relative error of 1e-7 in a gradient would hide real defects of that size.
+Runs in the training dtypes, float32 and bfloat16, are not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CASTS = (Tensor.to, Tensor.type)
 
 
 class Wide(TorchFunctionMode):
-    """Within: a float64 tensor that is cast to float32, or reduced in it, remains float64."""
+    """Function mode in which a float64 tensor remains float64 when it is cast to float32 or reduced in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,5 +33,5 @@ class Wide(TorchFunctionMode):
 
 
 def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Around the forward of a layer whose numbers are of ``dtype``."""
+    """Return the context manager for the forward of a layer in ``dtype``: :class:`Wide` for float64, else none."""
     return Wide() if dtype == torch.float64 else nullcontext()

@@ -1,21 +1,22 @@
-"""What a transformers model does between its layers, done by its own code: positions, masks, scalings, softcaps.
+"""Computations of a transformers model between its layers (positions, masks, scalings, softcaps), run by its own code.
 
-The model's own ``forward`` is run with marks in the places of the planned modules. What it does before it calls the
-next mark belongs to that layer; so a piece of the pipeline holds one module, and whatever lies in front of it::
+The model's own ``forward`` runs with placeholder modules, the marks, in place of its planned modules. Computations
+before the call of a mark belong to the layer of that mark. A piece of the pipeline thus holds one module, and performs
+the computations in front of it::
 
     LlamaForCausalLM.forward, with marks             piece "block1" (mark 2)
       embed_tokens   -> mark 0                         hidden (B, S, D), position_ids (B, S)
       rotary_emb(position_ids)  -> cos, sin                |
-      create_causal_mask        -> None or mask        frame.call(2, ...): run to mark 2, whose forerunner gives hidden
-      layers[0](h, mask, cos)   -> mark 1                  |  -> the arguments that the model calls layers[1] with
+      create_causal_mask        -> None or mask        frame.call(2, ...): run up to mark 2; mark 1 returns hidden
+      layers[0](h, mask, cos)   -> mark 1                  |  -> the arguments of the model's call of layers[1]
       layers[1](h, mask, cos)   -> mark 2   <-- stop   layers[1](*arguments)
       norm(h)                   -> mark 3                  |
       lm_head(h)                -> mark 4              hidden, position_ids
       logits / softcap          -> after the last mark
 
-Nothing here knows a model: no name of an argument, no layout of a mask. Where a model hands the hidden states from one
-module to the next as they are, as between all its blocks, all that a micro-batch needs besides is made by one run for
-all of them (two small tensors of angles; a mask where a window or documents need one), and kept until the next.
+Nothing here depends on a particular model: no names of arguments, no layout of masks. Between blocks a model passes the
+hidden states on unchanged. For such marks one run per micro-batch computes the other arguments of all of them, and they
+are cached until the next micro-batch: two small tensors of rotary angles, and a mask if windows or documents need one.
 """
 
 from __future__ import annotations
@@ -32,39 +33,48 @@ from meshwright.tools.interop.huggingface.restructure.float64 import wide
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
-"""Keys of what goes in and between the layers. Positions that came with the samples may start anew within a row, where
-a document does: they go on under a name of their own."""
+"""Keys of the dict between layers. ``document_position_ids``: positions that restart with each document of a row."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Reached(BaseException):
-    """A run has come to the mark that it was for; no ``except Exception`` on the way holds it up."""
+    """Signal that ends a run at its target mark; a BaseException, so that no ``except Exception`` catches it."""
 
 
 class Play:
-    """What the marks of one frame do: note how they are called and hand on what they get, up to the one before
-    ``target``, which gives ``handed``; the target stops the run."""
+    """Shared state of the marks of one frame during a run of the model's forward.
+
+    Each mark records its arguments and returns its input. The mark before ``target`` returns ``handed`` instead, and
+    the target ends the run by raising :class:`Reached`.
+    """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.positions: dict[str, int] = {}
-        """Mark -> its place in the order of the forward; empty until that is known."""
+        """Mark name -> its index in the order of the forward; empty until ``Frame.find_order`` has run."""
         self.direct: set[int] = set()
-        """Those that are handed what the one before has given, and not something made of it."""
+        """Indices of the marks whose input is the output of the mark before, without a computation between."""
         self.met: list[str] = []
         self.last: Any = None
         self.target = -1
         self.handed: Any = None
         self.calls: list[Arguments] = []
-        """Of this run, by the marks that it met."""
+        """Arguments of each mark called in this run, in order."""
 
     def begin(self, target: int, handed: Any) -> None:
-        """Before a run."""
+        """Reset the state before a run."""
         self.target, self.handed, self.calls = target, handed, []
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a mark gives, called so."""
+        """Record the call of a mark, and return the mark's output.
+
+        While the order is unknown, the output is a new tensor, so that its identity shows whether the next mark
+        receives it unchanged.
+
+        Raises:
+            Reached: the mark is the target of this run.
+        """
         given = first_of(args, kwargs)
         if not self.positions:
             if given is self.last:
@@ -80,12 +90,12 @@ class Play:
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a module works on: what it is called with first."""
+    """Return the first argument of a call, positional or keyword: the module's input."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 def with_first(arguments: Arguments, value: Any) -> Arguments:
-    """The same call, of another value."""
+    """Return the arguments with the first one replaced by ``value``."""
     args, kwargs = arguments
     if args:
         return (value, *args[1:]), dict(kwargs)
@@ -93,7 +103,7 @@ def with_first(arguments: Arguments, value: Any) -> Arguments:
 
 
 class Mark(nn.Module):
-    """Stands for a planned module; what the model may ask of it without calling it (kind of its attention) stays."""
+    """Placeholder for a planned module. It keeps the plain attributes that a model may read, such as attention type."""
 
     def __init__(self, name: str, module: nn.Module, play: Play) -> None:
         super().__init__()
@@ -109,9 +119,9 @@ class Mark(nn.Module):
 
 
 class Frame:
-    """A transformers model with marks instead of its planned modules. No part of any layer: it holds no weights.
+    """Transformers model with marks instead of its planned modules; no submodule of any layer, holds no weights.
 
-    It keeps its constants (rotary frequencies) for each device, in the precision that the model made them in.
+    It keeps one copy of its constants (rotary frequencies) per device, in the dtype in which the model created them.
     """
 
     def __init__(self, model: nn.Module, play: Play, described: str) -> None:
@@ -126,7 +136,7 @@ class Frame:
         return self
 
     def find_order(self) -> list[str]:
-        """The marks in the order in which the model's forward meets them, tried on two tokens, and kept to from now."""
+        """Find and store the order in which the forward calls the marks, by a run on two tokens, and return it."""
         model, play = self._at(torch.device("cpu"))
         play.positions, play.met, play.direct, play.last = {}, [], set(), None
         with torch.no_grad(), whole_rows():
@@ -136,34 +146,43 @@ class Frame:
 
     @property
     def num_marks(self) -> int:
-        """Planned modules of the model."""
+        """Number of planned modules of the model."""
         return len(self._on[torch.device("cpu")][1].positions)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, position: int, value: Tensor, positions: Tensor, documents: bool) -> Arguments:
-        """What the model calls its module at ``position`` with, when the one before it has given ``value``; at position
-        0 that is the token ids (B, S). ``positions`` (B, S), ``documents``: rows may hold several.
+        """Return the arguments with which the model calls its module at index ``position``.
+
+        Args:
+            position: index of the module's mark.
+            value: output of the module before, (B, S, D), or (B, S/tp, D) under sequence parallelism; at position 0
+                the token ids (B, S).
+            positions: (B, S), the whole sequence.
+            documents: rows may hold several documents.
         """
         _, play = self._at(value.device)
         if position in play.direct and position > 1:
             return with_first(self._of_all(value, positions, documents)[position], value)
         if position != 1:
             return self._reach(position, value, positions, documents, value if position == 0 else None)[-1]
-        # vectors given to the model take the place of its embedding
+        # inputs_embeds replaces the output of the model's embedding
         arguments = self._reach(position, value, positions, documents, value)[-1]
         if value.shape[1] == positions.shape[1]:
             return arguments
-        # of a part of each sequence; masks are of the whole
+        # `value` is this rank's shard of the sequence, but masks are for the whole sequence
         return with_first(self._of_all(value, positions, documents)[position], first_of(*arguments))
 
     def _of_all(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
-        """How each mark is called for these positions, whatever the hidden states are: the last answer is kept."""
+        """Return the arguments of every mark for these positions, with None for the hidden states.
+
+        The last result is cached, by identity and version of ``positions`` (B, S), dtype and mode.
+        """
         version = 0 if positions.is_inference() else positions._version
         key = (positions, version, value.dtype, documents, torch.is_inference_mode_enabled())
         kept, calls = self._kept
         if kept is None or kept[0] is not positions or kept[1:] != key[1:]:
             calls = self._reach(self.num_marks - 1, value, positions, documents, None, of_all=True)
-            # vectors given to the model take the place of its embedding, which is not met
+            # inputs_embeds replaces the model's embedding, so that its mark is not called
             calls = [((), {})] * (self.num_marks - len(calls)) + calls
             self._kept = (key, [with_first(call, None) if any(call) else call for call in calls])
             calls = self._kept[1]
@@ -178,7 +197,11 @@ class Frame:
         first: Tensor | None,
         of_all: bool = False,
     ) -> list[Arguments]:
-        """How the marks up to ``position`` are called; ``of_all``: when the hidden states are the empty ones."""
+        """Run the model up to the mark at ``position``, and return the arguments of each mark called.
+
+        ``value`` is the output of the mark before. With ``of_all`` the hidden states are placeholder zeros instead, and
+        ``value`` only gives dtype and device.
+        """
         model, play = self._at(value.device)
         try:
             self._run(model, play, position, None if of_all else value, positions, documents, first, value)
@@ -190,7 +213,10 @@ class Frame:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, value: Tensor, positions: Tensor, documents: bool) -> Tensor:
-        """The logits, when the last module has given ``value``: with what the model does after it."""
+        """Run the computations after the last module, whose output is ``value``, and return the logits.
+
+        ``value`` and logits: (B, S, V), or (B, S, V/tp) if the head is sharded. ``positions``: (B, S).
+        """
         model, play = self._at(value.device)
         try:
             logits = self._run(model, play, self.num_marks, value, positions, documents, None, value).logits
@@ -210,8 +236,19 @@ class Frame:
         first: Tensor | None,
         like: Tensor,
     ) -> Any:
-        """``first``: what the model begins with, ids or vectors; None: empty vectors, of the whole sequence also where
-        ``handed`` is a part of it, of the dtype of ``like``."""
+        """Run the model's forward up to the mark at ``target``.
+
+        Args:
+            model: the model with marks.
+            play: state of its marks.
+            target: index of the mark that ends the run.
+            handed: output of the mark before ``target``; None: its input.
+            positions: (B, S).
+            documents: rows may hold several documents.
+            first: input of the model, token ids (B, S) or embeddings (B, S, D). None: zeros (B, S, D) without memory of
+                their own, of the whole sequence also if ``handed`` is a shard of it.
+            like: tensor that gives the dtype and device of these zeros.
+        """
         play.begin(target, handed)
         if first is None:
             first = like.new_zeros(()).expand(*positions.shape, play.width)
@@ -227,10 +264,11 @@ class Frame:
 
 
 class Piece(nn.Module):
-    """One layer of the Sequential: planned modules that follow each other, each with what the model does before it.
+    """One layer of the Sequential: consecutive planned modules, each with the model's computations in front of it.
 
-    Token ids (B, S), or a dict of ``input_ids`` and ``position_ids`` -> a dict of hidden states (B, S, D) and positions
-    (B, S); the last gives logits (B, S, V). Under sequence parallelism hidden states are (B, S/tp, D), positions whole.
+    Input: token ids (B, S), or a dict of ``input_ids`` and ``position_ids``, or the dict of the layer before. Output: a
+    dict of hidden states (B, S, D) and positions (B, S). The last layer returns logits (B, S, V), or this rank's shard
+    (B, S, V/tp). Under sequence parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
     """
 
     def __init__(self, frame: Frame, first: int, names: Sequence[str], modules: Mapping[str, nn.Module]) -> None:

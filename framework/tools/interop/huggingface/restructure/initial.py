@@ -1,4 +1,4 @@
-"""The first value of a parameter: out of the directory's files, or drawn by the model's own ``_init_weights``."""
+"""Initial value of a parameter: loaded from the directory's files, or drawn by the model's own ``_init_weights``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from meshwright.tools.interop.huggingface.source import Source
 
 
 class Initial:
-    """``initialise`` of a restructured model: (name here, whole tensor) -> filled in place.
+    """The ``initialise`` callable of a restructured model: fills a whole (unsharded) parameter in place, by its name.
 
-    Drawing: the planned module that holds the parameter is taken on meta, the one parameter made real, and the model's
-    rules applied to all its parts, inner ones first, as transformers does. All that is on meta costs nothing and draws
-    nothing, so the value depends on the generator's seed, the parameter's name, and the model alone.
+    A value is drawn with the planned module that holds the parameter. The module is on the meta device; only this one
+    parameter is materialised. The model's rules are then applied to all submodules, inner ones first, as transformers
+    does. Parameters on meta draw no random numbers. The value therefore depends only on the generator's seed, the
+    parameter's name and the model.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Initial:
     ) -> None:
         self._rules = model._init_weights
         self._names = names
-        """Parameter here -> in transformers."""
+        """Name of a parameter in the Sequential -> its name in transformers."""
         self._planned = {name: copy.deepcopy(module).to("meta") for name, module in planned.items()}
         self._weights = weights
 
@@ -36,7 +37,7 @@ class Initial:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         theirs = self._names[name]
-        if isinstance(tensor, FakeTensor):  # a rehearsal: it has a size and no numbers
+        if isinstance(tensor, FakeTensor):  # a dry run: it has a size and no values
             tensor.zero_()
         elif self._weights is not None:
             tensor.copy_(self._weights.read(theirs))
@@ -44,10 +45,10 @@ class Initial:
             self.draw(theirs, tensor)
 
     def draw(self, theirs: str, tensor: Tensor) -> None:
-        """Fill one parameter by the model's rules.
+        """Fill one parameter by the model's rules. ``theirs``: its name in transformers.
 
         Raises:
-            ModelError: they leave it out.
+            ModelError: the rules do not initialise this parameter.
         """
         place = next(place for place in self._planned if theirs.startswith(place + "."))
         module = copy.deepcopy(self._planned[place])

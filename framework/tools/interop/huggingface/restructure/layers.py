@@ -1,15 +1,16 @@
 """``model.builder = "hf:DIRECTORY"``: a causal language model of transformers as the layers of an nn.Sequential.
 
-Cut where the model's own pipeline plan (``_pp_plan``) names modules, split as its tensor plan (``_tp_plan``) says; no
-line here is for one model. What a model does between its modules is done by its own code, see frame.py::
+The model is cut at the modules of its own pipeline plan (``_pp_plan``) and sharded by its own tensor-parallel plan
+(``_tp_plan``). No code here is specific to one model. Computations between the planned modules run in the model's own
+code, see frame.py. Parameters get new names::
 
-    here                                  in transformers
+    name in the Sequential                name in transformers
     embedding.embed_tokens.weight         model.embed_tokens.weight
     block0.layer.mlp.up_proj.weight       model.layers.0.mlp.up_proj.weight
     norm.norm.weight                      model.norm.weight
     head.lm_head.weight                   lm_head.weight
 
-What cannot be restructured is refused with the reason.
+A model that cannot be restructured is refused with the reason.
 """
 
 from __future__ import annotations
@@ -34,36 +35,38 @@ from meshwright.tools.interop.huggingface.restructure.plans import gathered_besi
 from meshwright.tools.interop.huggingface.restructure.probe import probe
 
 OWN_OPTIONS = ("weights", "attention")
-"""Of model.options, what is not a key of config.json."""
+"""Keys of model.options that are no keys of config.json."""
 CHANGING_ROTARY = ("dynamic", "longrope")
-"""Rotary frequencies that depend on the lengths seen so far."""
+"""Types of rotary embedding whose frequencies depend on the sequence lengths seen so far."""
 
 
 class Named(NamedTuple):
-    """A piece of the pipeline: its name, and child name -> name in transformers, in order."""
+    """One layer of the Sequential: its name, and child name -> name in transformers, in order of execution."""
 
     name: str
     modules: dict[str, str]
 
 
 def builder(path: str) -> Callable[..., nn.Sequential]:
-    """The builder of one directory; its options are ``weights``, ``attention`` and keys of ``config.json``."""
+    """Return the builder of one directory; its options are ``weights``, ``attention`` and keys of ``config.json``."""
     return partial(build, Path(path).expanduser())
 
 
 def build(
     directory: Path, *, weights: bool | None = None, attention: str | None = None, **overrides: Any
 ) -> nn.Sequential:
-    """``embedding``, ``block0`` .., the final norm, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build the Sequential ``embedding``, ``block0`` .., final norm, ``head``, with parameters on the meta device.
+
+    Its forward: token ids (B, S) int64 -> logits (B, S, V).
 
     Args:
-        directory: holds ``config.json``, and perhaps safetensors files.
-        weights: begin with those of the directory; None: if there are any.
-        attention: "sdpa" or "eager"; None: what transformers takes for this model.
-        overrides: keys of ``config.json`` and their values here.
+        directory: holds ``config.json``, and optionally safetensors files.
+        weights: start from the weights of the directory; None: if it has any.
+        attention: "sdpa" or "eager"; None: the default of transformers for this model.
+        overrides: keys of ``config.json`` with values that replace the file's.
 
     Raises:
-        ModelError: why it cannot be restructured.
+        ModelError: the model cannot be restructured, with the reason.
     """
     config = configuration(directory, overrides)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
@@ -109,7 +112,11 @@ def build(
 
 
 def _skeleton(config: Any, place: str, attention: str | None) -> Any:
-    """The whole model, parameters on meta, constants real."""
+    """Build the whole transformers model in training mode, with parameters on meta and constants materialised.
+
+    Raises:
+        ModelError: it is no causal LM, has no pipeline plan, or its rotary embedding changes during training.
+    """
     transformers = library()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -144,7 +151,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
 
 
 def _tables(value: Any) -> Iterator[dict[str, Any]]:
-    """A table and those in it."""
+    """Yield a table and all tables nested in it."""
     if isinstance(value, dict):
         yield value
         for inner in value.values():
@@ -152,7 +159,15 @@ def _tables(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
-    """Put marks into the places of the planned modules and these into pieces; name here -> in transformers, of each."""
+    """Cut the model: replace its planned modules by marks, and group these modules into pieces.
+
+    Returns:
+        Name of each planned module in the Sequential -> its name in transformers, and the Sequential of pieces.
+
+    Raises:
+        ModelError: the plan names a module that the model lacks, a parameter belongs to no planned module, or the
+            forward does not call each planned module exactly once.
+    """
     planned: dict[str, nn.Module] = {}
     in_lists: set[str] = set()
     for name in model._pp_plan:
@@ -199,7 +214,10 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
 
 
 def _grouped(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[Named]:
-    """The pieces: each layer of a list is one, what has no weights goes with the piece before it."""
+    """Group the planned modules into pieces: one for each layer of a module list.
+
+    A module without weights joins the piece before it. So does every module between the embedding and the first block.
+    """
     pieces: list[Named] = []
     blocks = 0
     for name in order:
@@ -221,13 +239,17 @@ def _grouped(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Modu
 
 
 def _child(name: str, taken: Mapping[str, str]) -> str:
-    """The last part of a name; with a number where that is taken."""
+    """Return the last part of a dotted name, with a number appended if it is taken."""
     last = name.rpartition(".")[2]
     return last if last not in taken else f"{last}_{len(taken)}"
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
-    """What a pipeline could not keep the same."""
+    """Check that a pipeline can reproduce the model.
+
+    Raises:
+        ModelError: dropout between planned modules, fused expert weights, or persistent buffers.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ModelError(f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0")
@@ -248,7 +270,7 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
 
 
 def _ties(layers: nn.Sequential) -> list[tuple[str, ...]]:
-    """Parameters that are one object, by their names, the first one canonical."""
+    """Return the groups of names that share one parameter object (tied weights), the canonical name first."""
     groups: dict[int, list[str]] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -260,14 +282,14 @@ def _is_inside(name: str, rename: Mapping[str, str]) -> bool:
 
 
 def _theirs(name: str, rename: Mapping[str, str]) -> str:
-    """The name in transformers of a module or parameter here."""
+    """Return the transformers name of a module or parameter of the Sequential."""
     piece, _, rest = name.partition(".")
     child, _, inside = rest.partition(".")
     return f"{rename[f'{piece}.{child}']}.{inside}".rstrip(".")
 
 
 def names_in_transformers(layers: nn.Sequential) -> dict[str, str]:
-    """Parameter of a restructured model -> its name in transformers."""
+    """Return the transformers name of each parameter of a restructured model, by its name in the Sequential."""
     found = layers.names_in_transformers
     assert isinstance(found, dict)
     return found

@@ -1,4 +1,4 @@
-"""The one door to ``transformers``: imported late, told to stay offline, and its quirks that a pipeline meets."""
+"""The only import of ``transformers``: late and offline, with a patch for its detection of packed sequences."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _WHOLE_ROWS: ContextVar[bool] = ContextVar("whole_rows", default=False)
 
 
 def library() -> Any:
-    """The package ``transformers``, told to open no connection.
+    """Import and return the package ``transformers`` in offline mode, patched by :func:`_install`.
 
     Raises:
         ModelError: it is not installed.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, by processes that we start too
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of huggingface_hub, in child processes too
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers
@@ -36,8 +36,11 @@ def library() -> Any:
 
 
 def _install(masking_utils: Any) -> None:
-    """transformers looks at positions, as numbers, to see whether a row holds several documents: on meta there are no
-    numbers, and on a GPU each layer would wait for them. Within :func:`whole_rows` the answer is known."""
+    """Replace the function with which transformers detects several documents in one row of positions.
+
+    The original reads the values of the positions. On meta there are none, and on a GPU each call would synchronise.
+    The replacement returns None (no packing) within :func:`whole_rows` and on meta, without reading values.
+    """
     unpacked = masking_utils.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
@@ -51,7 +54,7 @@ def _install(masking_utils: Any) -> None:
 
 @contextmanager
 def whole_rows(are_whole: bool = True) -> Iterator[None]:
-    """Within: each row is one sequence, from its first position to its last."""
+    """Declare for the block that each row of positions is one sequence; ``are_whole`` = False: it may hold several."""
     token = _WHOLE_ROWS.set(are_whole)
     try:
         yield

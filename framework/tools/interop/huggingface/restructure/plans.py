@@ -1,18 +1,18 @@
-"""A model's own plan for tensor parallelism, in transformers' words, as a sharding plan of ours; or why there is none.
+"""Translation of a transformers tensor-parallel plan to a meshwright sharding plan, or the reason why there is none.
 
-    transformers                        here
+    transformers                        meshwright
     colwise                             column
     rowwise                             row
-    colwise_gather_output, colwise_rep  vocab for the head, whose logits stay split for the loss; else column_whole
+    colwise_gather_output, colwise_rep  vocab for the head, whose logits stay sharded for the loss; else column_whole
     rowwise_split_input, rowwise_rep    row_whole
     embedding_rowwise                   vocab
-    replicated_with_grad_allreduce      heads: each rank sees some of them, gradients are summed
-    replicate, sequence_parallel        replicate: all that has no entry
-    moe_*, ep_*, packed_*, mla_*, ...   not known here: the model trains with tp = 1
+    replicated_with_grad_allreduce      heads: replicated, applied to this rank's heads; gradients are summed over tp
+    replicate, sequence_parallel        replicate: the same as no entry
+    moe_*, ep_*, packed_*, mla_*, ...   not supported: the model trains with tp = 1 only
 
-A weight that is the embedding and the head must be split alike in both places, or in none. Weights that the plan leaves
-out are whole on each rank: where they are seen to work on a part all the same, they are one for all heads, or there is
-no tensor parallelism.
+A tied embedding and head must be sharded alike, or not at all. Weights without an entry in the plan are replicated. If
+the probe sees such a weight act on a sharded tensor, it must be shared by all heads (kind ``heads``). Otherwise the
+model has no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ OF_LINEARS = ("column", "row", "column_whole", "row_whole")
 
 
 class Sharding(NamedTuple):
-    """What tensor parallelism is told."""
+    """Sharding plan of a model: module name -> kind, heads of split projections, and reasons for missing features.
+
+    ``impossible`` maps "tp" (tensor parallelism) or "sequence" (sequence parallelism) to the reason.
+    """
 
     plan: dict[str, str]
     divisible: dict[str, int]
@@ -49,11 +52,11 @@ class Sharding(NamedTuple):
 
 
 def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Name here -> kind here, and what is not known.
+    """Translate the entries of a plan: name in the Sequential -> meshwright kind, and a problem per unsupported entry.
 
     Args:
-        theirs: pattern of module names in transformers -> kind; ``*`` is the number of a layer.
-        names: name in transformers -> name here, of every module and parameter of the model.
+        theirs: pattern of module names in transformers -> kind in transformers; ``*`` matches the index of a layer.
+        names: name in transformers -> name in the Sequential, of every module and parameter of the model.
     """
     kinds: dict[str, str] = {}
     problems: list[str] = []
@@ -74,13 +77,14 @@ def sharding_of(
     tied: Sequence[tuple[str, ...]],
     seen: Seen,
 ) -> Sharding:
-    """Translate.
+    """Build the sharding plan of a restructured model.
 
     Args:
-        kinds, problems: of :func:`kinds_of`.
+        kinds: module name -> kind, from :func:`kinds_of`.
+        problems: unsupported entries, from :func:`kinds_of`; any of them rules out tensor parallelism.
         layers: the restructured model.
-        tied: the parameters that are one weight, by their names here.
-        seen: who works on what.
+        tied: groups of names that share one parameter.
+        seen: observations of the probe.
     """
     if not kinds and not problems:
         return Sharding({}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"})
@@ -111,11 +115,11 @@ def sharding_of(
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
-    """Modules with weights and without an entry in the plan, beside columns whose output is put together -> those."""
+    """Find sibling modules of columns with gathered output that have weights and no entry: name -> these columns."""
     found: dict[str, list[str]] = {}
     for column in (name for name, kind in kinds.items() if kind == "column_whole"):
         parent = column.rpartition(".")[0]
-        if parent.count(".") < 1:  # the head: nothing but itself
+        if parent.count(".") < 1:  # the head: no sibling uses its output
             continue
         for name, module in layers.get_submodule(parent).named_children():
             if f"{parent}.{name}" not in kinds and any(True for _ in module.parameters()):
@@ -140,7 +144,10 @@ def _misfits(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
 
 
 def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tuple[str, ...]]) -> bool:
-    """Give the embedding and the head the kind ``vocab`` where both can have it; True if the embedding has it."""
+    """Set the kind ``vocab`` for the embedding and the head where possible; updates ``kinds``.
+
+    Returns True if both are split over the vocabulary.
+    """
     modules = dict(layers.named_modules())
     first, *_, last = layers._modules
     heads = [name for name in kinds if name.startswith(f"{last}.") and kinds[name] == "column_whole"]
@@ -161,8 +168,11 @@ def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tup
 
 
 def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
-    """The modules that begin with columns and end with a row: their code takes the length of the sequence from what
-    they are handed, so it is gathered before them. And why that cannot be, or None."""
+    """Find the modules before which sequence parallelism all-gathers the sequence, or the reason why it cannot.
+
+    These modules begin with columns and end with a row. Their code takes the sequence length from their input, so that
+    the input must be whole.
+    """
     head = list(layers._modules)[-1]
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
@@ -181,7 +191,7 @@ def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str]
 
 
 def _apart(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
-    """Modules outside ``parents`` that may mix tokens: those made of several with weights, and convolutions."""
+    """Yield modules outside ``parents`` that may mix tokens: convolutions, and modules whose children have weights."""
     for child, inner in module.named_children():
         place = f"{name}.{child}"
         if place in parents or not any(True for _ in inner.parameters()):
@@ -195,7 +205,7 @@ def _apart(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str
 
 
 def _dropouts_inside(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
-    """Dropouts between what is split: which dim of their activation would be, no plan says."""
+    """Yield a problem for each active dropout beside split linears: the plan does not name its input's sharded dim."""
     parents = {name.rpartition(".")[0] for name, kind in kinds.items() if kind in OF_LINEARS}
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0 and name.rpartition(".")[0] in parents:
@@ -203,7 +213,7 @@ def _dropouts_inside(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterato
 
 
 def _units(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
-    """How many heads a split projection holds, as far as the module around it says how long one is."""
+    """Return the number of heads of each split projection whose parent module has a ``head_dim`` or ``head_size``."""
     found = {}
     for name, kind in kinds.items():
         module = layers.get_submodule(name)
@@ -218,7 +228,7 @@ def _units(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
 
 
 def compressed(of_names: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry for what all blocks have alike: ``block0.x``, ``block1.x`` -> ``block*.x``."""
+    """Merge entries that are equal in all blocks: ``block0.x``, ``block1.x`` -> ``block*.x``."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in of_names.items():
         groups.setdefault(re.sub(r"^block\d+\.", "block*.", name), {})[name] = value

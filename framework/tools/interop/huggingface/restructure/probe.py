@@ -1,4 +1,7 @@
-"""A training forward on the meta device, watched: randomness that nobody can seed by name, and who works on what."""
+"""A traced training forward on the meta device: finds functional dropout, and the weights that act on sharded tensors.
+
+Functional dropout draws from a process-wide generator, so that its masks cannot be seeded by name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from meshwright.errors import ModelError
 
 
 class Dropping(TorchFunctionMode):
-    """Notes each function that would drop elements by the generator of the process."""
+    """Function mode that records each functional dropout, which would draw from the process-wide generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,36 +38,37 @@ class Dropping(TorchFunctionMode):
 
 
 class Seen(NamedTuple):
-    """Who works on what in a layer, as far as that matters to tensor parallelism."""
+    """Observations of the probe that matter to tensor parallelism."""
 
     uncut: dict[str, bool]
-    """Modules beside columns whose output is put together -> called with such an output, and nothing else."""
+    """Modules beside columns with gathered output -> True if such an output is their only input."""
     of_heads: list[str]
-    """Modules that the plan leaves out, and whose weights work on a part of the heads, on each head alike."""
+    """Modules without an entry in the plan whose weights act on sharded heads, and are shared by all heads."""
     unsaid: list[str]
-    """Why weights that the plan leaves out cannot stay whole."""
+    """Reasons why weights without an entry in the plan cannot stay replicated."""
 
 
 class Parts(TorchFunctionMode):
-    """Follows what comes out of a column, of which each rank will have a part, until a row has put it together; and
-    notes what else meets it::
+    """Function mode that follows tensors from a column, which tensor parallelism will shard, until a row reduces them.
 
-        weight, or what is made of it alone (its float32, 1 + it)    self.met
-        what weights have made, and is whole on each rank            self.mixed: its gradient would be of a part alone
-        angles, masks, numbers                                       nothing
+    It records the other operands of operations on such sharded tensors::
+
+        a weight, or a function of one weight (its float32, 1 + it)  self.met
+        an activation that is replicated over tp                     self.mixed: its gradient would be of one shard only
+        angles, masks, constants                                     not recorded
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.made_of: dict[int, Known] = {id(weight): Known(weight, name) for name, weight in weights.items()}
-        """Weights, and what is made of one alone."""
+        """Weights, and tensors computed from one weight alone, by id."""
         self.whole: dict[int, Known] = {}
-        """What weights have made, with the last of them."""
+        """Replicated activations by id, with the last weight in their computation."""
         self.parts: dict[int, Known] = {}
         self.met: dict[str, list[tuple[int, ...]]] = {}
-        """Weight -> shapes of the parts that it met."""
+        """Name of a weight -> shapes of the sharded tensors that it acts on."""
         self.mixed: dict[str, str] = {}
-        """Last weight of what is whole -> column of the part that it met."""
+        """Last weight of a replicated activation -> column of the sharded tensor that it is combined with."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -89,7 +93,7 @@ class Parts(TorchFunctionMode):
         kind |= {id(tensor): Known(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
 
     def watch(self, name: str, module: nn.Module, kind: str) -> None:
-        """A column, whose output is a part, or a row, whose output is whole."""
+        """Register a hook that marks the output of a column as sharded, and of a row as replicated."""
 
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
             came, goes = (self.parts, self.whole) if kind == "column" else (self.whole, self.parts)
@@ -100,14 +104,14 @@ class Parts(TorchFunctionMode):
 
 
 class Known(NamedTuple):
-    """A tensor, kept so that no other gets its identity, and what it comes from."""
+    """Tensor, kept alive so that its ``id`` is not reused, and the name of its weight or column."""
 
     tensor: Tensor
     name: str
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those of a tree of tuples, lists and dicts."""
+    """Yield the tensors of a tree of tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -118,7 +122,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def alike(layer: nn.Module) -> str:
-    """Equal for layers that differ in their number alone."""
+    """Return a description that is equal for layers that differ only in their index."""
     plain = (bool, int, float, str, type(None))
     attributes = [
         (name, attribute, value)
@@ -132,15 +136,19 @@ def alike(layer: nn.Module) -> str:
 def probe(
     layers: nn.Sequential, kinds: Mapping[str, str], beside: Mapping[str, Sequence[str]], place: str, config: Any
 ) -> Seen:
-    """Run once on meta, of layers that are alike the first one, with dropout modules (which get masks by name later) at
-    rest.
+    """Run one training forward on meta, and return the observations.
+
+    Of equal layers only the first one runs. Dropout modules are off, since their masks are later seeded by name.
 
     Args:
-        kinds: of the modules that the model's plan names.
-        beside: modules with weights -> the columns beside them, whose output tensor parallelism puts together.
+        layers: the restructured model.
+        kinds: name of a planned module -> kind.
+        beside: modules with weights -> the sibling columns with gathered output.
+        place: name of the model in errors.
+        config: its transformers configuration, for hints in errors.
 
     Raises:
-        ModelError: dropout by a function, which draws from a generator of the process: other masks in each layout.
+        ModelError: functional dropout, which draws from the process-wide generator: its masks would depend on layout.
     """
     first_of_kind: dict[str, str] = {}
     twins = {name: first_of_kind.setdefault(alike(layer), name) for name, layer in layers.named_children()}
@@ -160,7 +168,7 @@ def probe(
             on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
         except ModelError:
             raise
-        except Exception:  # what does not run on meta is named, with its reason, when the stages are cut
+        except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
             return Seen(uncut, [], [])
     _refuse_dropping(dropping.found, place, config)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
@@ -179,7 +187,7 @@ def probe(
 
 
 def _watch_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
-    """Filled while the layers run: :attr:`Seen.uncut`."""
+    """Register hooks that fill the returned dict, :attr:`Seen.uncut`, while the layers run."""
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(beside, False)
     run = [name for name in beside if name.partition(".")[0] in on_meta._modules]
@@ -206,8 +214,11 @@ def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
 
 
 def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]) -> tuple[list[str], list[str]]:
-    """:attr:`Seen.of_heads` and :attr:`Seen.unsaid`: a vector that is as long as what it meets is in its last dim, of
-    which there are heads before that, is one for all heads."""
+    """Judge the weights that act on sharded tensors; return :attr:`Seen.of_heads` and :attr:`Seen.unsaid`.
+
+    A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims, the last of size d.
+    Any other weight is a problem.
+    """
     of_heads: list[str] = []
     unsaid: list[str] = []
     for name, shapes in met.items():
@@ -222,6 +233,6 @@ def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]
 
 
 def _twin(name: str, twins: Mapping[str, str]) -> str:
-    """The same part of the layer that was run."""
+    """Return the name of the same module in the equal layer that was run."""
     layer, _, inside = name.partition(".")
     return f"{twins[layer]}.{inside}"
