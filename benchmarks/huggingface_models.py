@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from meshwright.errors import UserError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -68,7 +68,7 @@ def examine(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) -> dict[str, float]:
-    transformers = library()
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     theirs = dict(whole.named_parameters(remove_duplicate=False))
@@ -111,7 +111,7 @@ def _short(error: Exception, place: Path) -> str:
 
 def every_kind() -> list[str]:
     """All that transformers has a causal language model for."""
-    library()
+    import_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -121,9 +121,9 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     """The list as Markdown."""
     good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
     lines = [
-        f"{len(good)} of the {len(results)} architectures that transformers {library().__version__} has a causal "
-        f"language model for are restructured; {sum(bool(found['layouts']) for found in good.values())} of them are "
-        f"proven in layouts over ranks.",
+        f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
+        f"causal language model for are restructured; {sum(bool(found['layouts']) for found in good.values())} of them "
+        f"are proven in layouts over ranks.",
         "",
         "| architecture | logits, gradients | " + " | ".join(LAYOUTS) + " | not |",
         "|---|---|" + "---|" * len(LAYOUTS) + "---|",

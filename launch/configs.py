@@ -14,7 +14,7 @@ from meshwright.schedule.load import draw_schedule
 from meshwright.system.bounded import MAX_TOML_BYTES, read_text
 from meshwright.system.outputs import write_out
 from meshwright.terminal.output import put, tell
-from meshwright.tools.interop.configs import account, adopt, file_text
+from meshwright.tools.interop.configs import convert_file, file_text, format_report
 
 MOST_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""
@@ -30,15 +30,15 @@ def import_config(
     """
     if out is not None and out.exists() and not replace:
         raise ConfigError(f"--out {out} is there already: name another file, or add --replace")
-    adopted = adopt(path, framework, overrides, ranks)
+    adopted = convert_file(path, framework, overrides, ranks)
     _check_schedule(adopted.config, path)
     text = file_text(adopted, path.name)
     if out is None:
         put(text, end="")
-        tell(account(adopted))
+        tell(format_report(adopted))
         return
     write_out(out, text)
-    put(f"{account(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+    put(f"{format_report(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
 
 
 def _check_schedule(config: RunConfig, path: Path) -> None:

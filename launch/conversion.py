@@ -12,9 +12,9 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.checkpoints import pick, size_of
 from meshwright.run.summary import columns, memory
 from meshwright.terminal.output import tell
-from meshwright.tools.interop.huggingface.convert.exporting import Taken, take
-from meshwright.tools.interop.huggingface.convert.importing import CORPUS, Brought, bring
-from meshwright.tools.interop.huggingface.restructure.export import SCHEME, Exported, export
+from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
+from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
+from meshwright.tools.interop.huggingface.restructure.export import SCHEME, RestructuredExportResult, export
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 from meshwright.tracking.console import duration
 
@@ -51,7 +51,7 @@ def convert(
         useless = [name for name, value in given.items() if value is not None]
         if useless:
             raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
-        return brought(Path(path), run, bring(Path(path), run, overrides, on_bytes=Progress()))
+        return brought(Path(path), run, import_model(Path(path), run, overrides, on_bytes=Progress()))
     if overrides:
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = pick(run, step)
@@ -61,7 +61,7 @@ def convert(
     if builder.startswith(SCHEME):
         exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
         return given_back(chosen, builder, exported)
-    return taken(chosen, take(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress()))
+    return taken(chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress()))
 
 
 class Progress:
@@ -81,7 +81,7 @@ class Progress:
         tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {duration(left_s)} left")
 
 
-def brought(source: Path, run: Path, done: Brought) -> str:
+def brought(source: Path, run: Path, done: ImportResult) -> str:
     """What has become a run, and how to train it."""
     tensors = done.manifest.tensors.values()
     options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
@@ -104,7 +104,7 @@ def brought(source: Path, run: Path, done: Brought) -> str:
     return "\n".join(lines)
 
 
-def given_back(source: Candidate, builder: str, done: Exported) -> str:
+def given_back(source: Candidate, builder: str, done: RestructuredExportResult) -> str:
     """What was written of a model that transformers itself describes, and how it is opened."""
     return "\n".join(
         [
@@ -117,7 +117,7 @@ def given_back(source: Candidate, builder: str, done: Exported) -> str:
     )
 
 
-def taken(source: Candidate, done: Taken) -> str:
+def taken(source: Candidate, done: ExportResult) -> str:
     """What was written, and how it is opened."""
     opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
     files = [(f"  {name}", memory(size)) for name, size in done.files.items()]

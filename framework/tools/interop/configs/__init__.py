@@ -1,7 +1,16 @@
 """Import of other frameworks' configurations, with a report on each key that was not carried over. Pure: no torch."""
 
-from meshwright.tools.interop.configs.account import account, file_text
-from meshwright.tools.interop.configs.convert import Adopted, adopt, which
-from meshwright.tools.interop.configs.translation import Draft, Left, Why
+from meshwright.tools.interop.configs.account import file_text, format_report
+from meshwright.tools.interop.configs.convert import ImportedConfig, convert_file, detect_framework
+from meshwright.tools.interop.configs.translation import Draft, DroppedKey, DropReason
 
-__all__ = ["Adopted", "Draft", "Left", "Why", "account", "adopt", "file_text", "which"]
+__all__ = [
+    "Draft",
+    "DropReason",
+    "DroppedKey",
+    "ImportedConfig",
+    "convert_file",
+    "detect_framework",
+    "file_text",
+    "format_report",
+]

@@ -6,17 +6,17 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from meshwright.config import to_toml
-from meshwright.tools.interop.configs.convert import NAMES, Adopted
-from meshwright.tools.interop.configs.translation import Left, Why
+from meshwright.tools.interop.configs.convert import NAMES, ImportedConfig
+from meshwright.tools.interop.configs.translation import DroppedKey, DropReason
 
 WIDTH = 118
-ORDER = (Why.BY_HAND, Why.DIFFERS, Why.NONE)
+ORDER = (DropReason.BY_HAND, DropReason.DIFFERS, DropReason.NONE)
 """Order of the reasons in the report: keys that the user has to act on come first."""
 
 
-def account(adopted: Adopted) -> str:
+def format_report(adopted: ImportedConfig) -> str:
     """Format the report of an import, as several lines of text."""
-    lost = [left for left in adopted.left if left.why is not Why.NEEDLESS]
+    lost = [left for left in adopted.left if left.why is not DropReason.NEEDLESS]
     name = NAMES[adopted.framework]
     lines = [
         f"read as {name}'s: {adopted.num_keys} keys, {adopted.num_keys - len(lost)} of them carried over or not needed"
@@ -29,21 +29,21 @@ def account(adopted: Adopted) -> str:
         those = [left for left in lost if left.why is why]
         if those:
             lines += ["", f"not carried over: {why}", *_wrapped(_lines(those))]
-    needless = ", ".join(dict.fromkeys(left.item.key for left in adopted.left if left.why is Why.NEEDLESS))
+    needless = ", ".join(dict.fromkeys(left.item.key for left in adopted.left if left.why is DropReason.NEEDLESS))
     if needless:
-        lines += ["", Why.NEEDLESS, *_wrapped([needless])]
+        lines += ["", DropReason.NEEDLESS, *_wrapped([needless])]
     return "\n".join(lines)
 
 
-def file_text(adopted: Adopted, source: str) -> str:
+def file_text(adopted: ImportedConfig, source: str) -> str:
     """Format the configuration as a TOML file that opens with the report in comments."""
-    told = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {account(adopted)}".splitlines())
+    told = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {format_report(adopted)}".splitlines())
     return f"{told}\n\n{to_toml(adopted.config)}"
 
 
-def _lines(those: list[Left]) -> Iterator[str]:
+def _lines(those: list[DroppedKey]) -> Iterator[str]:
     """Yield a line for each distinct explanation, with all keys that share it."""
-    said: dict[str, list[Left]] = {}
+    said: dict[str, list[DroppedKey]] = {}
     for left in those:
         said.setdefault(left.said, []).append(left)
     for text, group in said.items():
@@ -51,7 +51,7 @@ def _lines(those: list[Left]) -> Iterator[str]:
         yield f"{keys}: {text}" if text else keys
 
 
-def _key(left: Left) -> str:
+def _key(left: DroppedKey) -> str:
     """Format a key as ``key = value (line 7)``; a flag without a value is only its name."""
     line = left.item.place.rpartition(":")[2]
     return f"{left.item.written} (line {line})" if line.isdigit() else left.item.written

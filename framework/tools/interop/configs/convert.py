@@ -14,7 +14,7 @@ from meshwright.tools.interop.configs import megatron, nanotron, torchtitan
 from meshwright.tools.interop.configs.readers import read_text, read_toml, read_yaml
 from meshwright.tools.interop.configs.shell import read_script
 from meshwright.tools.interop.configs.torchtitan_keys import MOVED
-from meshwright.tools.interop.configs.translation import Draft, Item, Left
+from meshwright.tools.interop.configs.translation import Draft, DroppedKey, SourceKey
 
 SUFFIXES = {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
 TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
@@ -25,7 +25,7 @@ TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
 NAMES = {"torchtitan": "torchtitan", "nanotron": "nanotron", "megatron": "Megatron-LM"}
 
 
-class Adopted(NamedTuple):
+class ImportedConfig(NamedTuple):
     """Result of an import: the configuration, and an account of the file's keys."""
 
     config: RunConfig
@@ -36,10 +36,10 @@ class Adopted(NamedTuple):
     decided: list[str]
     assumed: list[str]
     """Keys missing from the file, with the defaults of their framework."""
-    left: list[Left]
+    left: list[DroppedKey]
 
 
-def which(path: Path) -> str:
+def detect_framework(path: Path) -> str:
     """Detect the framework of a file by its suffix: TOML is torchtitan, YAML nanotron, all else Megatron-LM flags.
 
     Raises:
@@ -54,7 +54,9 @@ def which(path: Path) -> str:
     return SUFFIXES.get(path.suffix, "megatron")
 
 
-def adopt(path: Path, framework: str | None = None, overrides: Sequence[str] = (), ranks: int | None = None) -> Adopted:
+def convert_file(
+    path: Path, framework: str | None = None, overrides: Sequence[str] = (), ranks: int | None = None
+) -> ImportedConfig:
     """Import a configuration file of another framework.
 
     Args:
@@ -66,7 +68,7 @@ def adopt(path: Path, framework: str | None = None, overrides: Sequence[str] = (
     Raises:
         ConfigError: the file cannot be read, names an unsupported model, or gives an invalid configuration.
     """
-    framework = framework or which(path)
+    framework = framework or detect_framework(path)
     items = _read(path, framework)
     if not items:
         raise ConfigError(f"{path}: nothing in it that is a key of {NAMES[framework]}")
@@ -82,10 +84,10 @@ def adopt(path: Path, framework: str | None = None, overrides: Sequence[str] = (
     _check(config, place)
     said = {each.key for each in given}
     decided = [line for line in draft.decided if line.partition(" = ")[0] not in said]
-    return Adopted(config, framework, len(items), decided, draft.assumed, draft.left)
+    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.left)
 
 
-def _read(path: Path, framework: str) -> dict[str, Item]:
+def _read(path: Path, framework: str) -> dict[str, SourceKey]:
     text = read_text(path)
     if framework == "torchtitan":
         items = read_toml(path, text)

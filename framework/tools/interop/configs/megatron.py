@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.megatron_keys import PREPARED, REST
 from meshwright.tools.interop.configs.megatron_model import MOST_LAYERS, model
 from meshwright.tools.interop.configs.shell import LAUNCHER
-from meshwright.tools.interop.configs.translation import Draft, Why
+from meshwright.tools.interop.configs.translation import Draft, DropReason
 
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
@@ -49,7 +49,7 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     tp, pp = draft.count("tensor-model-parallel-size", 1), draft.count("pipeline-model-parallel-size", 1)
     context = draft.maybe_count("context-parallel-size") or 1
     if context > 1:
-        draft.leave("context-parallel-size", Why.NONE, "there is no context parallelism")
+        draft.leave("context-parallel-size", DropReason.NONE, "there is no context parallelism")
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
     dp: int | None = None
@@ -71,7 +71,7 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
         if tp > 1:
             draft.put("parallel.sequence", True)
         else:
-            draft.leave("sequence-parallel", Why.NEEDLESS, "tp is 1")
+            draft.leave("sequence-parallel", DropReason.NEEDLESS, "tp is 1")
     _zero(draft, dp)
     _stages(draft, pp, num_layers)
 
@@ -94,7 +94,9 @@ def _zero(draft: Draft, dp: int | None) -> None:
     if instances > 1 and dp is not None and dp % instances == 0:
         draft.put("parallel.shard_factor", dp // instances)
     elif instances > 1:
-        draft.leave("num-distributed-optimizer-instances", Why.BY_HAND, "parallel.shard_factor, dp divided by so many")
+        draft.leave(
+            "num-distributed-optimizer-instances", DropReason.BY_HAND, "parallel.shard_factor, dp divided by so many"
+        )
     if draft.truth("optimizer-cpu-offload"):
         draft.put("parallel.offload", True)
     bucket = draft.maybe_count("ddp-bucket-size")
@@ -122,7 +124,9 @@ def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
     others, rest = divmod((num_layers or 0) - (first or 0) - (last or 0), max(1, between))
     if virtual not in (None, 1) or num_layers is None or rest or others < 1:
         for end in ("first", "last"):
-            draft.leave(f"decoder-{end}-pipeline-num-layers", Why.BY_HAND, "pipeline.balance, as numbers of layers")
+            draft.leave(
+                f"decoder-{end}-pipeline-num-layers", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
+            )
         return
     layers = [others if first is None else first, *[others] * (pp - 2), others if last is None else last]
     layers[0] += 1
@@ -141,15 +145,17 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
         draft.put("pipeline.recompute", "selective")
         modules = draft.value("recompute-modules")
         if modules is not None and modules not in ("core_attn", ["core_attn"]):
-            draft.leave("recompute-modules", Why.NONE, "attention's inner part alone")
+            draft.leave("recompute-modules", DropReason.NONE, "attention's inner part alone")
         return
     draft.put("pipeline.recompute", "full")
     if method == "uniform" and number not in (None, 1):
-        draft.leave("recompute-num-layers", Why.DIFFERS, "each layer keeps its own input, not one of so many")
+        draft.leave("recompute-num-layers", DropReason.DIFFERS, "each layer keeps its own input, not one of so many")
     elif method == "block" and number is not None:
         pieces = draft.tree["parallel.pp"] * draft.tree.get("pipeline.interleave", 1)
         if num_layers is None or num_layers % pieces or "pipeline.balance" in draft.tree:
-            draft.leave("recompute-num-layers", Why.BY_HAND, "pipeline.recompute_layers, patterns such as block1?")
+            draft.leave(
+                "recompute-num-layers", DropReason.BY_HAND, "pipeline.recompute_layers, patterns such as block1?"
+            )
             return
         each = num_layers // pieces
         names = [f"block{i}" for i in range(num_layers) if i % each < number]
@@ -218,17 +224,17 @@ def _learning_rate(draft: Draft, samples: int | None) -> float:
         draft.put("optimizer.decay_steps", max(1, round(wsd or 1)))
         shape = draft.text("lr-wsd-decay-style", "exponential")
         if shape != "linear":
-            draft.leave("lr-wsd-decay-style", Why.DIFFERS, "the end of wsd is a line here")
+            draft.leave("lr-wsd-decay-style", DropReason.DIFFERS, "the end of wsd is a line here")
             draft.decide(f"the end of wsd is a line; Megatron-LM's is {shape}")
     elif style in ("cosine", "linear"):
         draft.put("optimizer.schedule", style)
     else:
         draft.put("optimizer.schedule", "cosine", "the nearest that there is")
-        draft.leave("lr-decay-style", Why.NONE, 'optimizer.schedule = "cosine" instead')
+        draft.leave("lr-decay-style", DropReason.NONE, 'optimizer.schedule = "cosine" instead')
     if end is not None and round(end) != steps:
         name = "lr-decay-iters" if draft.given("lr-decay-iters") else "lr-decay-samples"
         said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {round(end)}"
-        draft.leave(name, Why.DIFFERS, said)
+        draft.leave(name, DropReason.DIFFERS, said)
     return rate
 
 
@@ -240,14 +246,14 @@ def _optimizer(draft: Draft, rate: float) -> None:
         draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
     else:
         if name != "adam":
-            draft.leave("optimizer", Why.NONE, 'optimizer.name = "adamw" instead')
+            draft.leave("optimizer", DropReason.NONE, 'optimizer.name = "adamw" instead')
         draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
         draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
     draft.put("optimizer.weight_decay", draft.number("weight-decay", 0.01))
     draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
     low = draft.truth("bf16") or draft.truth("fp16")
     if draft.given("fp16"):
-        draft.leave("fp16", Why.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
+        draft.leave("fp16", DropReason.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
     draft.put("train.dtype", "bfloat16" if low else "float32")
 
 
@@ -260,13 +266,13 @@ def _data(draft: Draft) -> None:
     train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
     draft.put("data.train", train or "runs/data/corpus/train")
     if not train:
-        draft.leave(name, Why.BY_HAND, PREPARED)
+        draft.leave(name, DropReason.BY_HAND, PREPARED)
     if isinstance(valid, str):
         draft.put("data.validation", valid)
         draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
         draft.put("train.validate_steps", draft.count("eval-iters", 100))
     else:
-        draft.leave("valid-data-path", Why.BY_HAND, "data.validation, the path of one .bin/.idx pair")
+        draft.leave("valid-data-path", DropReason.BY_HAND, "data.validation, the path of one .bin/.idx pair")
     _documents(draft)
 
 
@@ -279,7 +285,9 @@ def _documents(draft: Draft) -> None:
         draft.put("data.document_boundaries", True, why)
         return
     for name in resets:
-        draft.leave(name, Why.BY_HAND, "data.document_boundaries keeps attention, positions and labels apart, together")
+        draft.leave(
+            name, DropReason.BY_HAND, "data.document_boundaries keeps attention, positions and labels apart, together"
+        )
     if masked:
         draft.put("data.eod_mask_loss", True)
 
@@ -312,7 +320,7 @@ def _is_path(value: object) -> bool:
 
 def _services(draft: Draft) -> None:
     if str(draft.items["seed"].value if "seed" in draft.items else "").startswith("$"):
-        draft.leave("seed", Why.BY_HAND, "run.seed")
+        draft.leave("seed", DropReason.BY_HAND, "run.seed")
     else:
         draft.put("run.seed", draft.integer("seed", 1234))
     draft.put("tracking.log_every", draft.count("log-interval", 100))

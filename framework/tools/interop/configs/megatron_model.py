@@ -6,7 +6,7 @@ import re
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.shell import PROGRAM
-from meshwright.tools.interop.configs.translation import Draft, Why
+from meshwright.tools.interop.configs.translation import Draft, DropReason
 
 OTHER = {
     "num-experts": "mixture of experts",
@@ -123,7 +123,7 @@ def _vocabulary(draft: Draft, is_llama: bool) -> int:
     guess = 128256 if is_llama else 50257
     draft.decide(f"model.options.vocab_size = {guess}: to be said by hand: Megatron-LM asks the tokenizer, {kind}")
     if draft.given("tokenizer-type"):
-        draft.leave("tokenizer-type", Why.BY_HAND, "model.options.vocab_size")
+        draft.leave("tokenizer-type", DropReason.BY_HAND, "model.options.vocab_size")
     return guess
 
 
@@ -131,7 +131,9 @@ def _dropout(draft: Draft) -> None:
     hidden, attention = draft.number("hidden-dropout", 0.1), draft.number("attention-dropout", 0.1)
     draft.put("model.options.dropout", hidden)
     if hidden != attention:
-        draft.leave("attention-dropout", Why.DIFFERS, f"one probability for all places: --hidden-dropout's {hidden}")
+        draft.leave(
+            "attention-dropout", DropReason.DIFFERS, f"one probability for all places: --hidden-dropout's {hidden}"
+        )
 
 
 def _positions(draft: Draft) -> None:
@@ -143,4 +145,4 @@ def _positions(draft: Draft) -> None:
         draft.put("model.options.rope_scaling_factor", draft.number("rope-scaling-factor", 8.0))
     if draft.truth("rotary-interleaved"):
         said = "halves are rotated, not neighbours: the same but for weights of elsewhere"
-        draft.leave("rotary-interleaved", Why.DIFFERS, said)
+        draft.leave("rotary-interleaved", DropReason.DIFFERS, said)

@@ -6,7 +6,7 @@ Source of keys, defaults and meaning: ``src/nanotron/config`` and ``helpers.py``
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.translation import Draft, Rest, Why, is_off
+from meshwright.tools.interop.configs.translation import Draft, DropReason, DropRule, is_off
 
 CONFIG = "model.model_config"
 FACTORY = "optimizer.optimizer_factory"
@@ -22,35 +22,37 @@ NOT_LLAMA = {
 """Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
 
 REST = (
-    Rest("checkpoints.resume_checkpoint_path", Why.BY_HAND, "the same command goes on; nanotron's are not read"),
-    Rest("checkpoints.save_initial_state", Why.NONE),
-    Rest("checkpoints.load_*", Why.NEEDLESS),
-    Rest("checkpoints.*", Why.NEEDLESS),
-    Rest("data_stages", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
-    Rest("data.*", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
-    Rest("general.*", Why.NEEDLESS),
-    Rest("lighteval*", Why.NONE),
-    Rest("s3_upload*", Why.NONE, "checkpoints stay where they are written"),
-    Rest("logging.*", Why.NEEDLESS),
-    Rest("metrics_logging*", Why.NEEDLESS),
-    Rest("model.init_method.path", Why.BY_HAND, "weights of elsewhere are converted first"),
-    Rest("model.init_method.use_mup", Why.NONE, "there is no muP"),
-    Rest(
+    DropRule(
+        "checkpoints.resume_checkpoint_path", DropReason.BY_HAND, "the same command goes on; nanotron's are not read"
+    ),
+    DropRule("checkpoints.save_initial_state", DropReason.NONE),
+    DropRule("checkpoints.load_*", DropReason.NEEDLESS),
+    DropRule("checkpoints.*", DropReason.NEEDLESS),
+    DropRule("data_stages", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
+    DropRule("data.*", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
+    DropRule("general.*", DropReason.NEEDLESS),
+    DropRule("lighteval*", DropReason.NONE),
+    DropRule("s3_upload*", DropReason.NONE, "checkpoints stay where they are written"),
+    DropRule("logging.*", DropReason.NEEDLESS),
+    DropRule("metrics_logging*", DropReason.NEEDLESS),
+    DropRule("model.init_method.path", DropReason.BY_HAND, "weights of elsewhere are converted first"),
+    DropRule("model.init_method.use_mup", DropReason.NONE, "there is no muP"),
+    DropRule(
         "model.init_method.*",
-        Why.DIFFERS,
+        DropReason.DIFFERS,
         "weights begin as meshwright.models.llama has it: 0.02, less at the ends of branches",
     ),
-    Rest("model.make_vocab_size_divisible_by", Why.NEEDLESS, "tp pads the vocabulary itself"),
-    Rest(f"{CONFIG}.initializer_range", Why.NEEDLESS),
-    Rest(f"{CONFIG}.*_token_id", Why.NEEDLESS, "the corpus knows its end of document"),
-    Rest(f"{CONFIG}.z_loss*", Why.NONE, "there is no z-loss"),
-    Rest(
+    DropRule("model.make_vocab_size_divisible_by", DropReason.NEEDLESS, "tp pads the vocabulary itself"),
+    DropRule(f"{CONFIG}.initializer_range", DropReason.NEEDLESS),
+    DropRule(f"{CONFIG}.*_token_id", DropReason.NEEDLESS, "the corpus knows its end of document"),
+    DropRule(f"{CONFIG}.z_loss*", DropReason.NONE, "there is no z-loss"),
+    DropRule(
         f"{CONFIG}.rope_interleaved",
-        Why.DIFFERS,
+        DropReason.DIFFERS,
         "halves are rotated, not neighbours: the same but for weights of elsewhere",
     ),
     *(
-        Rest(f"{CONFIG}.{name}", Why.NEEDLESS)
+        DropRule(f"{CONFIG}.{name}", DropReason.NEEDLESS)
         for name in (
             "pretraining_tp",
             "use_cache",
@@ -60,21 +62,29 @@ REST = (
             "log_attn_probs",
         )
     ),
-    Rest(f"{CONFIG}.flex_attention_mask", Why.BY_HAND, "data.document_boundaries keeps documents apart"),
-    Rest("optimizer.accumulate_grad_in_fp32", Why.DIFFERS, "gradients are added up in float32"),
-    Rest("optimizer.weight_decay_exclude_named_params", Why.DIFFERS, "biases and norms are never decayed, all else is"),
-    Rest(f"{FACTORY}.*", Why.NEEDLESS),
-    Rest("parallelism.expert_parallel_size", Why.NONE, "there is no expert parallelism"),
-    Rest("parallelism.context_parallel_size", Why.NONE, "there is no context parallelism"),
-    Rest("parallelism.*", Why.NEEDLESS),
-    Rest("profiler*", Why.NONE, "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"),
-    Rest(
+    DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries keeps documents apart"),
+    DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are added up in float32"),
+    DropRule(
+        "optimizer.weight_decay_exclude_named_params",
+        DropReason.DIFFERS,
+        "biases and norms are never decayed, all else is",
+    ),
+    DropRule(f"{FACTORY}.*", DropReason.NEEDLESS),
+    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "there is no expert parallelism"),
+    DropRule("parallelism.context_parallel_size", DropReason.NONE, "there is no context parallelism"),
+    DropRule("parallelism.*", DropReason.NEEDLESS),
+    DropRule(
+        "profiler*",
+        DropReason.NONE,
+        "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
+    ),
+    DropRule(
         "tokenizer.tokenizer_name_or_path",
-        Why.BY_HAND,
+        DropReason.BY_HAND,
         "data.tokenizer, the path of a tokenizer.json; only `sample` reads it",
     ),
-    Rest("tokenizer.*", Why.NEEDLESS),
-    Rest("tokens.limit_test_batches", Why.NONE),
+    DropRule("tokenizer.*", DropReason.NEEDLESS),
+    DropRule("tokens.limit_test_batches", DropReason.NONE),
 )
 
 
@@ -137,7 +147,7 @@ def _model(draft: Draft) -> None:
     if not draft.truth(f"{CONFIG}.z_loss_enabled"):
         draft.skip(f"{CONFIG}.z_loss*")
     else:
-        draft.leave(f"{CONFIG}.z_loss_enabled", Why.NONE, "there is no z-loss")
+        draft.leave(f"{CONFIG}.z_loss_enabled", DropReason.NONE, "there is no z-loss")
     mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
     if draft.truth(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
         draft.skip(f"{CONFIG}.flex_attention_mask")
@@ -180,7 +190,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     if degrees["pp"] > 1:
         draft.put("pipeline.schedule", SCHEDULES.get(engine, "1f1b"))
         if engine not in SCHEDULES:
-            draft.leave("parallelism.pp_engine", Why.NONE, 'pipeline.schedule = "1f1b" instead')
+            draft.leave("parallelism.pp_engine", DropReason.NONE, 'pipeline.schedule = "1f1b" instead')
     if draft.truth("parallelism.recompute_layer"):
         draft.put("pipeline.recompute", "full")
     bucket = draft.number("model.ddp_bucket_cap_mb")
@@ -196,7 +206,7 @@ def _optimizer(draft: Draft) -> None:
     if name.lower() == "sgd":
         draft.put("optimizer.momentum", 0.0, "nanotron's SGD has none")
     elif name.lower() != "adamw":
-        draft.leave(f"{FACTORY}.name", Why.NONE, 'optimizer.name = "adamw" instead')
+        draft.leave(f"{FACTORY}.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
     else:
         betas = [draft.number(f"{FACTORY}.adam_beta1", 0.9), draft.number(f"{FACTORY}.adam_beta2", 0.95)]
         draft.put("optimizer.betas", betas)
@@ -207,7 +217,7 @@ def _optimizer(draft: Draft) -> None:
     )
     draft.put("optimizer.clip_norm", draft.number("optimizer.clip_grad") or 0.0)
     if draft.truth("optimizer.accumulate_grad_in_fp32", True) is False:
-        draft.leave("optimizer.accumulate_grad_in_fp32", Why.DIFFERS, "gradients are added up in float32")
+        draft.leave("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are added up in float32")
     _learning_rate(draft)
 
 
@@ -236,17 +246,17 @@ def _learning_rate(draft: Draft) -> None:
         return
     draft.put("optimizer.min_learning_rate", low)
     if style == "1-sqrt":
-        draft.leave(f"{RATE}.lr_decay_style", Why.NONE, "the learning rate falls along a line instead")
+        draft.leave(f"{RATE}.lr_decay_style", DropReason.NONE, "the learning rate falls along a line instead")
     if first > warmup:
         draft.put("optimizer.schedule", "wsd")
         draft.put("optimizer.decay_steps", steps - first, f"from lr_decay_starting_step {first} to the end")
         if style == "cosine":
-            draft.leave(f"{RATE}.lr_decay_style", Why.DIFFERS, "the end of wsd is a line here")
+            draft.leave(f"{RATE}.lr_decay_style", DropReason.DIFFERS, "the end of wsd is a line here")
     else:
         draft.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
     if last != steps:
         said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {last}"
-        draft.leave(f"{RATE}.lr_decay_steps", Why.DIFFERS, said)
+        draft.leave(f"{RATE}.lr_decay_steps", DropReason.DIFFERS, said)
 
 
 def _train(draft: Draft) -> None:
@@ -255,7 +265,9 @@ def _train(draft: Draft) -> None:
     dtype = draft.text("model.dtype", "bfloat16") or ""
     if dtype in ("float16", "fp16"):
         draft.put("train.dtype", "bfloat16")
-        draft.leave("model.dtype", Why.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
+        draft.leave(
+            "model.dtype", DropReason.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"'
+        )
     else:
         draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
     draft.put("run.seed", draft.integer("general.seed", 42))

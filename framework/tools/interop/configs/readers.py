@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MIB, parse_toml, parse_yaml, read_bytes
-from meshwright.tools.interop.configs.translation import Item
+from meshwright.tools.interop.configs.translation import SourceKey
 
 
 def read_text(path: Path) -> str:
@@ -40,7 +40,7 @@ def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def read_toml(path: Path, text: str) -> dict[str, Item]:
+def read_toml(path: Path, text: str) -> dict[str, SourceKey]:
     """Parse TOML: dotted key -> item.
 
     Raises:
@@ -51,14 +51,14 @@ def read_toml(path: Path, text: str) -> dict[str, Item]:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     lines = toml_lines(text)
-    return {key: Item(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+    return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
 
 
 def _place(path: Path, line: int | None) -> str:
     return str(path) if line is None else f"{path}:{line}"
 
 
-def read_yaml(path: Path, text: str) -> dict[str, Item]:
+def read_yaml(path: Path, text: str) -> dict[str, SourceKey]:
     """Parse YAML: dotted key -> item. Tags are ignored, so that a file cannot run code.
 
     Raises:
@@ -78,7 +78,7 @@ def read_yaml(path: Path, text: str) -> dict[str, Item]:
         raise ConfigError(f"{path}: not a mapping of sections, as nanotron's files are")
     try:
         lines = dict(_yaml_lines(root))
-        return {key: Item(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+        return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
     except RecursionError:
         raise ConfigError(f"{path}: an alias in it contains itself") from None
 

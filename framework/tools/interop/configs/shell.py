@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.shell_values import both, compute, either, holds
-from meshwright.tools.interop.configs.shell_words import Part, Token, split_words, tokens
-from meshwright.tools.interop.configs.translation import Item
+from meshwright.tools.interop.configs.shell_values import both, compute, either, evaluate_test
+from meshwright.tools.interop.configs.shell_words import QuotedPart, Token, split_words, tokens
+from meshwright.tools.interop.configs.translation import SourceKey
 
 LAUNCHER = "launcher."
 """Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
@@ -139,7 +139,7 @@ class Script:
     def _assign(self, token: Token, live: bool) -> None:
         name, plus = ASSIGNMENT.match(token.bare).groups()  # type: ignore[union-attr]
         cut = len(name) + len(plus) + 1
-        first = Part(token.parts[0].text[cut:], token.parts[0].quote)
+        first = QuotedPart(token.parts[0].text[cut:], token.parts[0].quote)
         text = "".join(self._put_in(part) for part in (first, *token.parts[1:]))
         if not live:
             self.skipped.append([Word(each, token.line) for each in text.split()])
@@ -199,7 +199,7 @@ class Script:
         having = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
         return min((number for number in having if number >= first), default=min(having, default=first))
 
-    def _put_in(self, part: Part) -> str:
+    def _put_in(self, part: QuotedPart) -> str:
         return part.text if part.quote == "'" else VARIABLE.sub(self._value, part.text)
 
     def _value(self, match: re.Match[str]) -> str:
@@ -267,7 +267,7 @@ class Script:
             ends = [at for at, word in enumerate(words) if word in ("]]", "]")]
             if words[0] not in ("[[", "[") or not ends:
                 return None
-            met = holds(words[1 : ends[0]])
+            met = evaluate_test(words[1 : ends[0]])
             told = met if not joined else either(told, met) if joined == "||" else both(told, met)
             rest = words[ends[0] + 1 :]
             if not rest:
@@ -278,7 +278,7 @@ class Script:
         return told
 
 
-def read_script(path: Path, text: str) -> dict[str, Item]:
+def read_script(path: Path, text: str) -> dict[str, SourceKey]:
     """Read the flags of a script: flag without its dashes -> item.
 
     The value is True for a flag alone, text for one word, a list for several. The launcher's flags have the prefix
@@ -296,17 +296,17 @@ def read_script(path: Path, text: str) -> dict[str, Item]:
     except RecursionError:
         raise ConfigError(f"{path}: its blocks are nested too deeply to be followed") from None
     launcher, program, words = _launched(script)
-    found: dict[str, Item] = {}
+    found: dict[str, SourceKey] = {}
     if program is not None:
-        found[PROGRAM] = Item(program.text, True, f"{path}:{program.line}")
+        found[PROGRAM] = SourceKey(program.text, True, f"{path}:{program.line}")
     for prefix, these in ((LAUNCHER, launcher), ("", words)):
         for flag, values, line in _flags(these):
             value: object = True if not values else values[0] if len(values) == 1 else values
-            found[prefix + flag.lstrip("-").replace("_", "-")] = Item(flag, value, f"{path}:{line}")
+            found[prefix + flag.lstrip("-").replace("_", "-")] = SourceKey(flag, value, f"{path}:{line}")
     for group in script.skipped:
         for flag, values, line in _flags(group):
             if flag.lstrip("-").replace("_", "-") not in found:
-                found[f"skipped.{flag}"] = Item(" ".join([flag, *values]), True, f"{path}:{line}")
+                found[f"skipped.{flag}"] = SourceKey(" ".join([flag, *values]), True, f"{path}:{line}")
     return found
 
 

@@ -16,7 +16,7 @@ def both(one: bool | None, other: bool | None) -> bool | None:
     return False if one is False or other is False else None if one is None or other is None else True
 
 
-def holds(words: list[str]) -> bool | None:
+def evaluate_test(words: list[str]) -> bool | None:
     """Evaluate the test ``[[ words ]]``; None if it contains unresolved variables or an unsupported form."""
     if any("$" in word or "`" in word for word in words):
         return None

@@ -13,7 +13,7 @@ OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n", "(", ")")
 REDIRECT = re.compile(r"\d*(>>|>&|<<<|<<|>|<|&>)")
 
 
-class Part(NamedTuple):
+class QuotedPart(NamedTuple):
     """Piece of a word with one kind of quoting."""
 
     text: str
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 class Token(NamedTuple):
     """Word, or operator (without parts), of a script."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[QuotedPart, ...]
     operator: str
     line: int
 
@@ -69,15 +69,15 @@ def tokens(text: str, path: Path) -> list[Token]:
     return found
 
 
-def _word(text: str, at: int, place: str) -> tuple[list[Part], int]:
+def _word(text: str, at: int, place: str) -> tuple[list[QuotedPart], int]:
     """Parse the word that starts at index ``at``; return its parts and its end index."""
-    parts: list[Part] = []
+    parts: list[QuotedPart] = []
     start = at
 
     def plain(end: int) -> None:
         piece = re.sub(r"\\(?!\n)(.)", r"\1", text[start:end]).replace("\\\n", "")
         if piece:
-            parts.append(Part(piece, ""))
+            parts.append(QuotedPart(piece, ""))
 
     while at < len(text):
         char = text[at]
@@ -87,7 +87,7 @@ def _word(text: str, at: int, place: str) -> tuple[list[Part], int]:
             plain(at)
             end = _closing(text, at, char, place)
             inner = text[at + 1 : end]
-            parts.append(Part(inner if char == "'" else re.sub(r'\\(["$`\\\n])', _escaped, inner), char))
+            parts.append(QuotedPart(inner if char == "'" else re.sub(r'\\(["$`\\\n])', _escaped, inner), char))
             at = start = end + 1
         elif text.startswith("$(", at) or char == "`" or text.startswith("${", at):
             at = _balanced(text, at, place)

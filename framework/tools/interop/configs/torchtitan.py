@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 from meshwright.tools.interop.configs.torchtitan_sizes import FLAVORS, VARIANTS
-from meshwright.tools.interop.configs.translation import Draft, Why, is_off
+from meshwright.tools.interop.configs.translation import Draft, DropReason, is_off
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
@@ -57,7 +57,9 @@ def _model(draft: Draft) -> int:
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
         why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"
         draft.put("model.options.rope_scaling_factor", 8.0, why)
-    draft.leave("model.hf_assets_path", Why.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it")
+    draft.leave(
+        "model.hf_assets_path", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"
+    )
     return size.num_layers
 
 
@@ -68,7 +70,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     assert shards is not None
     context = draft.integer("parallelism.context_parallel_degree", 1) or 1
     if context > 1:
-        draft.leave("parallelism.context_parallel_degree", Why.NONE, "there is no context parallelism")
+        draft.leave("parallelism.context_parallel_degree", DropReason.NONE, "there is no context parallelism")
     one = replicas * tp * pp * context
     if shards == -1 and ranks is not None:
         shards, rest = divmod(ranks, one)
@@ -82,7 +84,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
         draft.put("parallel.dp", "auto", "what the ranks allow; --ranks N says it")
         if replicas > 1:
             said = "parallel.shard_factor, the ranks that share weights: --ranks N works it out"
-            draft.leave("parallelism.data_parallel_replicate_degree", Why.BY_HAND, said)
+            draft.leave("parallelism.data_parallel_replicate_degree", DropReason.BY_HAND, said)
     else:
         draft.put("parallel.dp", replicas * shards)
     _zero(draft, replicas, shards, pp)
@@ -118,7 +120,9 @@ def _pipeline(draft: Draft, num_layers: int | None) -> int:
     if schedule is None:
         schedule = "interleaved_1f1b" if theirs in SEVERAL_STAGES else "1f1b"
         draft.put("pipeline.schedule", schedule, "the nearest that there is")
-        draft.leave("parallelism.pipeline_parallel_schedule", Why.NONE, f'pipeline.schedule = "{schedule}" instead')
+        draft.leave(
+            "parallelism.pipeline_parallel_schedule", DropReason.NONE, f'pipeline.schedule = "{schedule}" instead'
+        )
     else:
         draft.put("pipeline.schedule", schedule)
     if theirs not in SEVERAL_STAGES:
@@ -163,9 +167,11 @@ def _optimizer(draft: Draft) -> None:
     name = draft.text("optimizer.name", "AdamW")
     draft.put("optimizer.name", "adamw")
     if name == "Adam":
-        draft.leave("optimizer.name", Why.DIFFERS, "here decay goes to the weights (AdamW), not into the gradient")
+        draft.leave(
+            "optimizer.name", DropReason.DIFFERS, "here decay goes to the weights (AdamW), not into the gradient"
+        )
     elif name != "AdamW":
-        draft.leave("optimizer.name", Why.NONE, 'optimizer.name = "adamw" instead')
+        draft.leave("optimizer.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
     rate = draft.number("optimizer.lr", 8e-4)
     assert rate is not None
     draft.put("optimizer.learning_rate", rate)
@@ -184,7 +190,9 @@ def _learning_rate(draft: Draft, rate: float) -> None:
     draft.put("train.steps", steps)
     total = draft.maybe_count("lr_scheduler.total_steps")
     if total is not None and total != steps:
-        draft.leave("lr_scheduler.total_steps", Why.DIFFERS, f"here the learning rate ends with the run, {steps} steps")
+        draft.leave(
+            "lr_scheduler.total_steps", DropReason.DIFFERS, f"here the learning rate ends with the run, {steps} steps"
+        )
     warmup = min(draft.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
     draft.put("optimizer.warmup_steps", warmup)
     low = float(f"{rate * (draft.number('lr_scheduler.min_lr_factor', 0.0) or 0.0):.12g}")
@@ -196,12 +204,12 @@ def _learning_rate(draft: Draft, rate: float) -> None:
         draft.tree.pop("optimizer.min_learning_rate")
         return
     if kind == "sqrt":
-        draft.leave("lr_scheduler.decay_type", Why.NONE, "the learning rate falls along a line instead")
+        draft.leave("lr_scheduler.decay_type", DropReason.NONE, "the learning rate falls along a line instead")
     if warmup + decay < steps:
         draft.put("optimizer.schedule", "wsd")
         draft.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {steps} steps")
         if kind == "cosine":
-            draft.leave("lr_scheduler.decay_type", Why.DIFFERS, "the end of wsd is a line here")
+            draft.leave("lr_scheduler.decay_type", DropReason.DIFFERS, "the end of wsd is a line here")
     else:
         draft.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
 
@@ -212,14 +220,16 @@ def _train(draft: Draft) -> None:
         draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
     dataset = draft.text("training.dataset", "c4_test") or "corpus"
     draft.put("data.train", f"runs/data/{dataset}/train")
-    draft.leave("training.dataset", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared")
+    draft.leave(
+        "training.dataset", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"
+    )
     whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
     low = "bfloat16" in (whole, mixed)
     draft.put(
         "train.dtype", "bfloat16" if low else "float32", "" if whole != "float32" else "its optimizer keeps float32"
     )
     if whole == "bfloat16":
-        draft.leave("training.dtype", Why.DIFFERS, "the optimizer keeps float32 weights here")
+        draft.leave("training.dtype", DropReason.DIFFERS, "the optimizer keeps float32 weights here")
     seed = draft.integer("debug.seed")
     if seed is not None:
         draft.put("run.seed", seed)
@@ -239,12 +249,12 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
     elif mode == "selective" and compiled:
         draft.put("pipeline.recompute", "full", "a compiled layer is recomputed whole or not at all")
         draft.leave(
-            "activation_checkpoint.mode", Why.DIFFERS, 'pipeline.recompute = "full" instead: more is recomputed'
+            "activation_checkpoint.mode", DropReason.DIFFERS, 'pipeline.recompute = "full" instead: more is recomputed'
         )
     elif mode == "selective":
         draft.put("pipeline.recompute", "selective", "attention's inner part; torchtitan chooses by operation")
     elif mode != "none":
-        draft.leave("activation_checkpoint.mode", Why.NONE, "nothing is recomputed")
+        draft.leave("activation_checkpoint.mode", DropReason.NONE, "nothing is recomputed")
     if compiled:
         draft.put("train.compile", True)
 
@@ -262,14 +272,16 @@ def _services(draft: Draft) -> None:
     dataset = draft.text("validation.dataset")
     if draft.truth("validation.enable"):
         draft.put("data.validation", f"runs/data/{dataset or 'c4_validation'}/validation")
-        draft.leave("validation.dataset", Why.BY_HAND, "data.validation, the path of tokens that are prepared")
+        draft.leave("validation.dataset", DropReason.BY_HAND, "data.validation, the path of tokens that are prepared")
         draft.put("train.validate_every", every or 10)
         if batches is not None and batches > 0:
             draft.put(
                 "train.validate_steps", batches, "global batches; torchtitan's validation has a batch size of its own"
             )
         else:
-            draft.leave("validation.steps", Why.BY_HAND, "train.validate_steps, in global batches: there is no 'all'")
+            draft.leave(
+                "validation.steps", DropReason.BY_HAND, "train.validate_steps, in global batches: there is no 'all'"
+            )
     else:
         draft.skip("validation.*")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.tools.interop.configs.translation import Rest, Why
+from meshwright.tools.interop.configs.translation import DropReason, DropRule
 
 MOVED = {
     "training.batch_size": "training.local_batch_size",
@@ -52,49 +52,67 @@ SWITCHES = {
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
-    Rest("job.description", Why.NONE, "a comment in the file does it"),
-    Rest("job.*", Why.NONE),
-    Rest(
-        "profiling.*", Why.NONE, "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
+    DropRule("job.description", DropReason.NONE, "a comment in the file does it"),
+    DropRule("job.*", DropReason.NONE),
+    DropRule(
+        "profiling.*",
+        DropReason.NONE,
+        "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
     ),
-    Rest("metrics.enable_tensorboard", Why.NONE, "metrics.jsonl has every step; tracking.wandb sends it on"),
-    Rest("metrics.*", Why.NEEDLESS),
-    Rest("model.converters", Why.NONE, "there is no float8"),
-    Rest("model.*", Why.NEEDLESS),
-    Rest("float8.*", Why.NONE, "there is no float8"),
-    Rest("quantize.*", Why.NONE, "there is no float8"),
-    Rest("mx.*", Why.NONE, "there is no MXFP8"),
-    Rest("optimizer.fused", Why.NEEDLESS),
-    Rest("optimizer.implementation", Why.NEEDLESS),
-    Rest("optimizer.early_step_in_backward", Why.NONE, "the step waits for the norm of all gradients"),
-    Rest("training.dataloader.*", Why.NEEDLESS),
-    Rest("training.gc_*", Why.NEEDLESS),
-    Rest("training.fp8_linear", Why.NONE, "there is no float8"),
-    Rest("training.mixed_precision_reduce", Why.NEEDLESS, "gradients are added up in float32"),
-    Rest("training.dataset_path", Why.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
-    Rest("parallelism.context_parallel_*", Why.NONE, "there is no context parallelism"),
-    Rest("parallelism.expert_*", Why.NONE, "there is no expert parallelism"),
-    Rest("parallelism.enable_async_tensor_parallel", Why.NONE),
-    Rest("parallelism.enable_approx_mid_point_load_balancer", Why.NONE),
-    Rest("parallelism.disable_loss_parallel", Why.NONE, "the loss is always split over the vocabulary"),
-    Rest("parallelism.pipeline_parallel_schedule_csv", Why.BY_HAND, "pipeline.schedule_file, in this project's form"),
-    Rest("parallelism.pipeline_parallel_split_points", Why.BY_HAND, "pipeline.balance, as numbers of layers"),
-    Rest("parallelism.module_fqns_per_model_part", Why.BY_HAND, "pipeline.balance, as numbers of layers"),
-    Rest("parallelism.pipeline_parallel_*_stage_less_layers", Why.DIFFERS, 'pipeline.balance = "time" cuts by cost'),
-    Rest("parallelism.pipeline_parallel_expert_parallel_overlap", Why.NONE, "there is no expert parallelism"),
-    Rest("checkpoint.folder", Why.NEEDLESS, "RUN/checkpoints"),
-    Rest("checkpoint.interval_type", Why.NEEDLESS, "steps"),
-    Rest("checkpoint.initial_load*", Why.BY_HAND, "weights of elsewhere are converted first"),
-    Rest("checkpoint.load*", Why.NEEDLESS, "the same command goes on from the newest sound checkpoint"),
-    Rest("checkpoint.*", Why.NONE, "a checkpoint has all of the state"),
-    Rest("activation_checkpoint.*", Why.NONE),
-    Rest("compile.*", Why.NONE, "train.compile compiles each layer on its own"),
-    Rest("comm.init_timeout_seconds", Why.DIFFERS, "launch.timeout_s holds for all of a run"),
-    Rest("comm.*", Why.NONE),
-    Rest("validation.*", Why.NEEDLESS),
-    Rest("fault_tolerance.*", Why.NONE, "launch.max_restarts starts a run that failed again"),
-    Rest("memory_estimation.*", Why.NONE, "`meshwright dryrun CONFIG` tells memory"),
-    Rest("debug.*", Why.NONE),
-    Rest("experimental.*", Why.NONE),
+    DropRule("metrics.enable_tensorboard", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it on"),
+    DropRule("metrics.*", DropReason.NEEDLESS),
+    DropRule("model.converters", DropReason.NONE, "there is no float8"),
+    DropRule("model.*", DropReason.NEEDLESS),
+    DropRule("float8.*", DropReason.NONE, "there is no float8"),
+    DropRule("quantize.*", DropReason.NONE, "there is no float8"),
+    DropRule("mx.*", DropReason.NONE, "there is no MXFP8"),
+    DropRule("optimizer.fused", DropReason.NEEDLESS),
+    DropRule("optimizer.implementation", DropReason.NEEDLESS),
+    DropRule("optimizer.early_step_in_backward", DropReason.NONE, "the step waits for the norm of all gradients"),
+    DropRule("training.dataloader.*", DropReason.NEEDLESS),
+    DropRule("training.gc_*", DropReason.NEEDLESS),
+    DropRule("training.fp8_linear", DropReason.NONE, "there is no float8"),
+    DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are added up in float32"),
+    DropRule(
+        "training.dataset_path",
+        DropReason.BY_HAND,
+        "data.train, the path of tokens that `meshwright data` has prepared",
+    ),
+    DropRule("parallelism.context_parallel_*", DropReason.NONE, "there is no context parallelism"),
+    DropRule("parallelism.expert_*", DropReason.NONE, "there is no expert parallelism"),
+    DropRule("parallelism.enable_async_tensor_parallel", DropReason.NONE),
+    DropRule("parallelism.enable_approx_mid_point_load_balancer", DropReason.NONE),
+    DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always split over the vocabulary"),
+    DropRule(
+        "parallelism.pipeline_parallel_schedule_csv",
+        DropReason.BY_HAND,
+        "pipeline.schedule_file, in this project's form",
+    ),
+    DropRule(
+        "parallelism.pipeline_parallel_split_points", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
+    ),
+    DropRule("parallelism.module_fqns_per_model_part", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"),
+    DropRule(
+        "parallelism.pipeline_parallel_*_stage_less_layers",
+        DropReason.DIFFERS,
+        'pipeline.balance = "time" cuts by cost',
+    ),
+    DropRule(
+        "parallelism.pipeline_parallel_expert_parallel_overlap", DropReason.NONE, "there is no expert parallelism"
+    ),
+    DropRule("checkpoint.folder", DropReason.NEEDLESS, "RUN/checkpoints"),
+    DropRule("checkpoint.interval_type", DropReason.NEEDLESS, "steps"),
+    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, "weights of elsewhere are converted first"),
+    DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command goes on from the newest sound checkpoint"),
+    DropRule("checkpoint.*", DropReason.NONE, "a checkpoint has all of the state"),
+    DropRule("activation_checkpoint.*", DropReason.NONE),
+    DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer on its own"),
+    DropRule("comm.init_timeout_seconds", DropReason.DIFFERS, "launch.timeout_s holds for all of a run"),
+    DropRule("comm.*", DropReason.NONE),
+    DropRule("validation.*", DropReason.NEEDLESS),
+    DropRule("fault_tolerance.*", DropReason.NONE, "launch.max_restarts starts a run that failed again"),
+    DropRule("memory_estimation.*", DropReason.NONE, "`meshwright dryrun CONFIG` tells memory"),
+    DropRule("debug.*", DropReason.NONE),
+    DropRule("experimental.*", DropReason.NONE),
 )
 """Rows for all keys that no code reads; the first match applies."""

@@ -21,7 +21,7 @@ from meshwright.config.secrets import names_a_secret
 from meshwright.errors import ConfigError
 
 
-class Why(StrEnum):
+class DropReason(StrEnum):
     """Reason why a key was not carried over."""
 
     BY_HAND = "to be said by hand"
@@ -30,7 +30,7 @@ class Why(StrEnum):
     NEEDLESS = "not needed here"
 
 
-class Item(NamedTuple):
+class SourceKey(NamedTuple):
     """One key of the file."""
 
     key: str
@@ -50,19 +50,19 @@ class Item(NamedTuple):
         return " ".join(map(str, [self.key, *words]))
 
 
-class Left(NamedTuple):
+class DroppedKey(NamedTuple):
     """Key that was not carried over, or only with another meaning."""
 
-    item: Item
-    why: Why
+    item: SourceKey
+    why: DropReason
     said: str
 
 
-class Rest(NamedTuple):
+class DropRule(NamedTuple):
     """Row of a table of keys that no code reads: a pattern of keys, and why they are not carried over."""
 
     pattern: str
-    why: Why
+    why: DropReason
     said: str = ""
 
 
@@ -82,7 +82,7 @@ def is_off(value: Any) -> bool:
 class Draft:
     """Configuration under translation. Keys of the file have canonical names: the newest one if a key was moved."""
 
-    def __init__(self, items: Mapping[str, Item], framework: str, *, own_model: bool = False) -> None:
+    def __init__(self, items: Mapping[str, SourceKey], framework: str, *, own_model: bool = False) -> None:
         self.items = dict(items)
         self.framework = framework
         self.own_model = own_model
@@ -93,7 +93,7 @@ class Draft:
         self.decided: list[str] = []
         self.assumed: list[str] = []
         """Keys missing from the file, with the defaults of their framework: ``key = value``."""
-        self.left: list[Left] = []
+        self.left: list[DroppedKey] = []
 
     # -- keys of the file
 
@@ -201,22 +201,22 @@ class Draft:
         """Append a line to the report that belongs to no single key."""
         self.decided.append(said)
 
-    def leave(self, name: str, why: Why, said: str = "") -> None:
+    def leave(self, name: str, why: DropReason, said: str = "") -> None:
         """Record that a key of the file is not carried over; no effect if the file does not have it."""
         if name in self.items:
             self.read.add(name)
-            self.left.append(Left(self.items[name], why, said))
+            self.left.append(DroppedKey(self.items[name], why, said))
 
     def skip(self, *patterns: str) -> None:
         """Mark keys as read that have no effect in this file, such as those of a disabled feature."""
         self.read |= {name for name in self.items if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
-    def leave_rest(self, rest: Sequence[Rest]) -> None:
+    def leave_rest(self, rest: Sequence[DropRule]) -> None:
         """Record all unread keys as not carried over, by the first matching row or as unknown; skip unused options."""
         for name in [name for name in self.items if name not in self.read]:
             row = next((row for row in rest if fnmatchcase(name, row.pattern)), None)
             if row is None and self.items[name].value is not None:
-                self.leave(name, Why.NONE, f"not a key of {self.framework} that is known here")
+                self.leave(name, DropReason.NONE, f"not a key of {self.framework} that is known here")
             elif (
                 row is None
                 or is_off(self.items[name].value)

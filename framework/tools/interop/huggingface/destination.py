@@ -20,11 +20,11 @@ OnBytes = Callable[[int, int], None]
 """Progress callback: (bytes written so far, total bytes)."""
 
 
-def keep_quiet(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Ignore the progress; the default callback."""
 
 
-def named(out: Path) -> Path:
+def check_output_directory(out: Path) -> Path:
     """Resolve ``out`` to a path with a name (not ``.``, not a link), and check that it is new or empty.
 
     Raises:
@@ -42,7 +42,7 @@ def named(out: Path) -> Path:
 
 
 @contextmanager
-def published(out: Path, num_bytes: int) -> Iterator[Path]:
+def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory; after the block, fsync it and rename it to ``out``. On failure it is deleted.
 
     Temporary directories that killed conversions to the same name left behind are removed first. A directory that a
@@ -71,7 +71,7 @@ def published(out: Path, num_bytes: int) -> Iterator[Path]:
             yield temporary
             _sync(temporary)
             if out.is_dir():
-                out.rmdir()  # empty: `named` has checked it
+                out.rmdir()  # empty: `check_output_directory` has checked it
             temporary.rename(out)
             sync_directory(out.parent)
     except BaseException:

@@ -19,7 +19,7 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 
-class Rule(NamedTuple):
+class TensorMapping(NamedTuple):
     """Mapping between one meshwright tensor (``ours``) and the transformers tensors in it (``theirs``)."""
 
     ours: str

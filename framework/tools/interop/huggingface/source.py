@@ -25,7 +25,7 @@ from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, INDEX, SI
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
 
-class Stored(NamedTuple):
+class TensorLocation(NamedTuple):
     """Location of a tensor on disk, and its header entry."""
 
     file: Path
@@ -34,10 +34,10 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Source:
+class SafetensorsDirectory:
     """Tensors of a directory by name. Each read opens its file again, so that the previous mapping is released."""
 
-    def __init__(self, path: Path, tensors: dict[str, Stored]) -> None:
+    def __init__(self, path: Path, tensors: dict[str, TensorLocation]) -> None:
         self.path = path
         self.tensors = tensors
 
@@ -74,7 +74,7 @@ class Source:
         return Counter(self.tensors[name].dtype for name in names)
 
 
-def open_source(path: Path) -> Source | None:
+def open_source(path: Path) -> SafetensorsDirectory | None:
     """Open the safetensors files of a directory: read their headers and compare them with the index.
 
     Returns:
@@ -84,7 +84,7 @@ def open_source(path: Path) -> Source | None:
         ModelError: files are missing or damaged, or tensors are not in the file that the index names. Lists at most 20.
     """
     if (path / SINGLE).is_file():
-        return Source(path, _header(path / SINGLE))
+        return SafetensorsDirectory(path, _header(path / SINGLE))
     if not (path / INDEX).is_file():
         return None
     index = read_json(path / INDEX, "")
@@ -92,7 +92,7 @@ def open_source(path: Path) -> Source | None:
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise ModelError(f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again')
     problems: list[str] = []
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorLocation] = {}
     for file in sorted(set(placed.values())):
         names = sorted(name for name, where in placed.items() if where == file)
         if Path(file).name != file or not file.endswith(".safetensors"):
@@ -119,10 +119,10 @@ def open_source(path: Path) -> Source | None:
                 tensors[name] = stored
     if problems:
         raise ModelError("\n".join(problems[:20]))
-    return Source(path, tensors)
+    return SafetensorsDirectory(path, tensors)
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _header(path: Path) -> dict[str, TensorLocation]:
     """Read the header of a safetensors file: tensor name -> location, element type and shape."""
     try:
         path.open("rb").close()  # safetensors reports a file without read permission as missing
@@ -133,7 +133,7 @@ def _header(path: Path) -> dict[str, Stored]:
             found = {}
             for key in file.keys():  # noqa: SIM118 - `file` is not a mapping
                 tensor = file.get_slice(key)
-                found[key] = Stored(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
+                found[key] = TensorLocation(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
             return found
     except (SafetensorError, OSError) as error:
         raise ModelError(
@@ -141,6 +141,6 @@ def _header(path: Path) -> dict[str, Stored]:
         ) from error
 
 
-def pickled(path: Path) -> list[str]:
+def pickled_files(path: Path) -> list[str]:
     """Return the names of the pickled files of a directory: possible weights that can run code when opened."""
     return sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})

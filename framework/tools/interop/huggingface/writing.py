@@ -23,9 +23,9 @@ from meshwright.checkpoint.files import explained
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet
+from meshwright.tools.interop.huggingface.destination import OnBytes, ignore_progress
 from meshwright.tools.interop.huggingface.files import DTYPES, INDEX, SINGLE, write_json
-from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 SHARD_BYTES = 5 * 10**9
 BYTES_AT_ONCE = 16 * 2**20
@@ -47,7 +47,7 @@ def dtype_of(word: str | None) -> torch.dtype | None:
     return None if word is None else named[word]
 
 
-class Planned(NamedTuple):
+class TensorSpec(NamedTuple):
     """One transformers tensor to be written: its name, shape and dtype, without its values."""
 
     name: str
@@ -60,7 +60,7 @@ class Planned(NamedTuple):
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
-class Outgoing:
+class WeightExport:
     """Weights of a checkpoint under the names that ``rules`` give them: planned by the constructor, then written.
 
     Args:
@@ -74,18 +74,20 @@ class Outgoing:
         CheckpointError: the parameters of the checkpoint are not those of ``rules``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, place: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rules: Sequence[TensorMapping], dtype: torch.dtype | None, place: str
+    ) -> None:
         _check_names(checkpoint, rules, place)
         masters = set(checkpoint.parameters(Kind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
         self.kinds = {rule.ours: Kind.MASTER if rule.ours in masters else Kind.WEIGHTS for rule in rules}
         self.checkpoint = checkpoint
         self.rules = rules
-        self.planned: list[Planned] = []
+        self.planned: list[TensorSpec] = []
         """Tensors to write, in the order of the rules."""
         for rule in rules:
             entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
             written = TORCH_DTYPES[entry.dtype] if dtype is None else dtype
-            self.planned += [Planned(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
+            self.planned += [TensorSpec(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
         self.num_bytes = sum(each.num_bytes for each in self.planned)
 
     def dtypes(self) -> list[str]:
@@ -95,7 +97,7 @@ class Outgoing:
             sizes[each.dtype] += each.num_bytes
         return [WORDS[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
 
-    def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = keep_quiet) -> dict[str, int]:
+    def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = ignore_progress) -> dict[str, int]:
         """Write all tensors to safetensors files, with an index if there are several.
 
         Args:
@@ -106,7 +108,7 @@ class Outgoing:
         Returns:
             File name -> size in bytes.
         """
-        shards: list[list[Planned]] = [[]]
+        shards: list[list[TensorSpec]] = [[]]
         for each in self.planned:
             if shards[-1] and sum(other.num_bytes for other in shards[-1]) + each.num_bytes > shard_bytes:
                 shards.append([])
@@ -118,7 +120,7 @@ class Outgoing:
             write_json(directory / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": placed})
         tensors, done = self._tensors(), 0
 
-        def on_tensor(written: Planned) -> None:
+        def on_tensor(written: TensorSpec) -> None:
             nonlocal done
             done += written.num_bytes
             on_bytes(done, self.num_bytes)
@@ -138,7 +140,7 @@ class Outgoing:
             yield from rule.split(ours)
 
 
-def _check_names(checkpoint: Checkpoint, rules: Sequence[Rule], place: str) -> None:
+def _check_names(checkpoint: Checkpoint, rules: Sequence[TensorMapping], place: str) -> None:
     expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(Kind.WEIGHTS))
     problems = [f"it has no weights of {name}" for name in sorted(expected - there)]
     problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]
@@ -151,9 +153,9 @@ def _check_names(checkpoint: Checkpoint, rules: Sequence[Rule], place: str) -> N
 
 def _write_in_order(
     path: Path,
-    planned: Sequence[Planned],
+    planned: Sequence[TensorSpec],
     tensors: Iterator[tuple[str, Tensor]],
-    on_tensor: Callable[[Planned], None],
+    on_tensor: Callable[[TensorSpec], None],
 ) -> int:
     """Write one safetensors file from the next ``planned`` tensors of ``tensors``, and return its size in bytes.
 

@@ -15,7 +15,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import default_world_size, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.interop.configs import Adopted, Why, account, adopt, file_text
+from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
 from meshwright.tools.interop.configs.torchtitan_sizes import LLAMA3
 from tests.tools.interop.configs import samples
 
@@ -32,24 +32,24 @@ FILES = {
 
 
 @pytest.fixture
-def adopted(tmp_path: Path) -> Callable[..., Adopted]:
+def adopted(tmp_path: Path) -> Callable[..., ImportedConfig]:
     """A sample, read."""
 
-    def read(name: str, *overrides: str, text: str | None = None, ranks: int | None = None) -> Adopted:
+    def read(name: str, *overrides: str, text: str | None = None, ranks: int | None = None) -> ImportedConfig:
         path = tmp_path / name
         path.write_text(FILES[name] if text is None else text)
-        return adopt(path, None, overrides, ranks)
+        return convert_file(path, None, overrides, ranks)
 
     return read
 
 
-def values(found: Adopted, *keys: str) -> dict[str, Any]:
+def values(found: ImportedConfig, *keys: str) -> dict[str, Any]:
     """Our keys, dotted, with their values."""
     tree = found.config.model_dump()
     return {key: tree[key.split(".")[0]][key.split(".", 1)[1]] for key in keys}
 
 
-def reasons(found: Adopted) -> dict[str, tuple[Why, int]]:
+def reasons(found: ImportedConfig) -> dict[str, tuple[DropReason, int]]:
     """Their key -> why it stays behind, and the line it is on."""
     return {left.item.key: (left.why, int(left.item.place.rpartition(":")[2])) for left in found.left}
 
@@ -172,7 +172,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_it_becomes(adopted: Callable[..., Adopted], name: str) -> None:
+def test_what_it_becomes(adopted: Callable[..., ImportedConfig], name: str) -> None:
     found = adopted(name, ranks=64 if name == "torchtitan.toml" else None)
     assert values(found, *EXPECTED[name]) == EXPECTED[name]
 
@@ -218,7 +218,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_model(adopted: Callable[..., Adopted], name: str) -> None:
+def test_the_model(adopted: Callable[..., ImportedConfig], name: str) -> None:
     assert adopted(name).config.model.options == OPTIONS[name]
 
 
@@ -229,7 +229,7 @@ def test_sizes_of_torchtitan_are_those_of_the_paper(flavor: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline.toml", "nanotron.yaml", "gpt.sh", "llama.sh", "flags.txt"])
-def test_the_written_file_can_be_laid_out(adopted: Callable[..., Adopted], name: str, tmp_path: Path) -> None:
+def test_the_written_file_can_be_laid_out(adopted: Callable[..., ImportedConfig], name: str, tmp_path: Path) -> None:
     """The file is read back equal, resolves, and its model is cut into stages on the meta device."""
     found = adopted(name)
     path = tmp_path / "ours.toml"
@@ -240,41 +240,41 @@ def test_the_written_file_can_be_laid_out(adopted: Callable[..., Adopted], name:
     assert len(blueprint.stages) == config.parallel.pp * config.pipeline.stages_per_rank
 
 
-LEFT: dict[str, dict[str, tuple[Why, int]]] = {
+LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
     "torchtitan.toml": {
-        "model.converters": (Why.NONE, 21),
-        "lr_scheduler.decay_type": (Why.DIFFERS, 31),
-        "training.dataset": (Why.BY_HAND, 40),
-        "metrics.enable_tensorboard": (Why.NONE, 13),
-        "quantize.linear.float8.enable_fsdp_float8_all_gather": (Why.NONE, 66),
-        "metrics.save_tb_folder": (Why.NEEDLESS, 15),
+        "model.converters": (DropReason.NONE, 21),
+        "lr_scheduler.decay_type": (DropReason.DIFFERS, 31),
+        "training.dataset": (DropReason.BY_HAND, 40),
+        "metrics.enable_tensorboard": (DropReason.NONE, 13),
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": (DropReason.NONE, 66),
+        "metrics.save_tb_folder": (DropReason.NEEDLESS, 15),
     },
     "nanotron.yaml": {
-        "data_stages": (Why.BY_HAND, 6),
-        "model.init_method.std": (Why.DIFFERS, 25),
-        "model.model_config.rope_interleaved": (Why.DIFFERS, 39),
-        "tokenizer.tokenizer_name_or_path": (Why.BY_HAND, 75),
+        "data_stages": (DropReason.BY_HAND, 6),
+        "model.init_method.std": (DropReason.DIFFERS, 25),
+        "model.model_config.rope_interleaved": (DropReason.DIFFERS, 39),
+        "tokenizer.tokenizer_name_or_path": (DropReason.BY_HAND, 75),
     },
     "gpt.sh": {
-        "--rampup-batch-size": (Why.NONE, 26),
-        "--fp16": (Why.NONE, 33),
-        "--lr-decay-iters": (Why.DIFFERS, 38),
-        "--split": (Why.BY_HAND, 56),
-        "--save": (Why.NEEDLESS, 64),
+        "--rampup-batch-size": (DropReason.NONE, 26),
+        "--fp16": (DropReason.NONE, 33),
+        "--lr-decay-iters": (DropReason.DIFFERS, 38),
+        "--split": (DropReason.BY_HAND, 56),
+        "--save": (DropReason.NEEDLESS, 64),
     },
     "llama.sh": {
-        "--fp8-format": (Why.NONE, 30),
-        "--mock-data": (Why.BY_HAND, 38),
-        "--data-path $2": (Why.BY_HAND, 40),
-        "--num-workers $i": (Why.BY_HAND, 43),
-        "--lr-decay-samples": (Why.DIFFERS, 22),
+        "--fp8-format": (DropReason.NONE, 30),
+        "--mock-data": (DropReason.BY_HAND, 38),
+        "--data-path $2": (DropReason.BY_HAND, 40),
+        "--num-workers $i": (DropReason.BY_HAND, 43),
+        "--lr-decay-samples": (DropReason.DIFFERS, 22),
     },
-    "flags.txt": {"--no-such-flag-there-is": (Why.NONE, 3)},
+    "flags.txt": {"--no-such-flag-there-is": (DropReason.NONE, 3)},
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_stays_behind_is_told_with_reason_and_line(adopted: Callable[..., Adopted], name: str) -> None:
+def test_what_stays_behind_is_told_with_reason_and_line(adopted: Callable[..., ImportedConfig], name: str) -> None:
     found = reasons(adopted(name))
     assert {key: found.get(key) for key in LEFT[name]} == LEFT[name]
 
@@ -296,13 +296,13 @@ WEIGHTED = [{"path": "/d/a", "weight": 0.3}, {"path": "/d/b", "weight": 7.0}]
         ("--data-path 0.3 /d/a 0.7", None),
     ],
 )
-def test_weighted_corpora_come_along(adopted: Callable[..., Adopted], words: str, train: Any) -> None:
+def test_weighted_corpora_come_along(adopted: Callable[..., ImportedConfig], words: str, train: Any) -> None:
     found = adopted("flags.txt", text=f"{words} {FILES['flags.txt']}")
     assert found.config.model_dump()["data"]["train"] == (train or "runs/data/corpus/train")
     assert ("data-path" in "".join(reasons(found))) == (train is None)
 
 
-def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Adopted]) -> None:
+def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., ImportedConfig]) -> None:
     """Attention, positions and labels here go together; what asks for one of them is told so."""
     both = "--reset-position-ids --reset-attention-mask "
     apart = {"data.document_boundaries": True, "data.eod_mask_loss": False}
@@ -311,7 +311,7 @@ def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Adopted
         assert values(found, *apart) == apart and not [key for key in reasons(found) if "reset" in key]
     one = adopted("flags.txt", text="--reset-position-ids --eod-mask-loss " + FILES["flags.txt"])
     assert values(one, *apart) == {"data.document_boundaries": False, "data.eod_mask_loss": True}
-    assert reasons(one)["--reset-position-ids"] == (Why.BY_HAND, 1)
+    assert reasons(one)["--reset-position-ids"] == (DropReason.BY_HAND, 1)
     flex = adopted("torchtitan.toml", text=FILES["torchtitan.toml"].replace('"8B"', '"8B_flex"'))
     assert values(flex, "data.document_boundaries") == {"data.document_boundaries": True}
     mask = FILES["nanotron.yaml"].replace("    hidden_act: silu", "    hidden_act: silu\n    _use_doc_masking: true")
@@ -319,7 +319,7 @@ def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Adopted
     assert not adopted("nanotron.yaml").config.data.document_boundaries
 
 
-def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., Adopted]) -> None:
+def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., ImportedConfig]) -> None:
     text = 'A="\n    --num-layers 2 \\\n    --hidden-size 32 --fp16 \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
     text += FILES["flags.txt"].replace("--num-layers 2 --hidden-size 32", "torchrun pretrain_gpt.py $A")
     found = reasons(adopted("flags.txt", text=text))
@@ -338,12 +338,12 @@ def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[.
         ("flags.txt", "--never-heard-of 3 ", "--never-heard-of 3"),
     ],
 )
-def test_an_unknown_key_is_listed(adopted: Callable[..., Adopted], name: str, line: str, key: str) -> None:
+def test_an_unknown_key_is_listed(adopted: Callable[..., ImportedConfig], name: str, line: str, key: str) -> None:
     head = line.split("\n")[0] + ("\n" if "\n" in line else "")
     text = FILES[name].replace(head, line) if "\n" in line else line + FILES[name]
     found = adopted(name, text=text)
     assert any(left.item.written == key and "not a key" in left.said for left in found.left)
-    assert key in account(found)
+    assert key in format_report(found)
 
 
 def theirs_torchtitan(step: int, steps: int, warmup: int, decay: int) -> float:
@@ -356,7 +356,7 @@ def theirs_torchtitan(step: int, steps: int, warmup: int, decay: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step + 1 - warmup - stable) / decay))
 
 
-def test_the_learning_rate_is_torchtitans(adopted: Callable[..., Adopted]) -> None:
+def test_the_learning_rate_is_torchtitans(adopted: Callable[..., ImportedConfig]) -> None:
     """But for one step: theirs has a last step beyond the end, in which it would reach its lowest."""
     config = adopted("pipeline.toml").config
     ours = [learning_rate(config.optimizer, step, 40) for step in range(40)]
@@ -364,7 +364,7 @@ def test_the_learning_rate_is_torchtitans(adopted: Callable[..., Adopted]) -> No
     assert ours[:4] == pytest.approx(theirs[:4]) and ours[4:] == pytest.approx(theirs[5:], abs=1e-12)
 
 
-def test_the_learning_rate_is_megatrons(adopted: Callable[..., Adopted]) -> None:
+def test_the_learning_rate_is_megatrons(adopted: Callable[..., ImportedConfig]) -> None:
     """``get_lr`` of its optimizer_param_scheduler, which counts the steps done: warm-up and a cosine to the end."""
     text = FILES["gpt.sh"].replace("--lr-decay-iters 400", "--lr-decay-iters 500")
     config = adopted("gpt.sh", text=text).config
@@ -376,13 +376,13 @@ def test_the_learning_rate_is_megatrons(adopted: Callable[..., Adopted]) -> None
         assert learning_rate(config.optimizer, step, 500) == pytest.approx(theirs, rel=1e-9)
 
 
-def test_a_key_of_ours_goes_on_top(adopted: Callable[..., Adopted]) -> None:
+def test_a_key_of_ours_goes_on_top(adopted: Callable[..., ImportedConfig]) -> None:
     found = adopted("nanotron.yaml", "--run.name=mine", "--parallel.zero=3")
     assert values(found, "run.name", "parallel.zero") == {"run.name": "mine", "parallel.zero": 3}
     assert not any(line.startswith("run.name") for line in found.decided)
 
 
-def test_a_model_of_ones_own(adopted: Callable[..., Adopted]) -> None:
+def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
     """What no builder here makes is refused, unless the command line names one."""
     text = FILES["gpt.sh"].replace("--num-layers 8", "--num-layers 8 --num-experts 8")
     with pytest.raises(
@@ -426,11 +426,11 @@ def test_what_cannot_be_read_is_one_error(tmp_path: Path, name: str, text: str, 
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        adopt(path)
+        convert_file(path)
     assert said in str(caught.value)
 
 
-def test_what_looks_like_a_secret_is_not_told(adopted: Callable[..., Adopted]) -> None:
+def test_what_looks_like_a_secret_is_not_told(adopted: Callable[..., ImportedConfig]) -> None:
     found = adopted("torchtitan.toml", text='[metrics]\nwandb_api_key = "canary-1234"\n[model]\nflavor = "8B"\n')
     told = file_text(found, "x")
     assert "canary" not in told and "metrics.wandb_api_key" in told

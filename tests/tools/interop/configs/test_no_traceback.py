@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import account, adopt, file_text
+from meshwright.tools.interop.configs import convert_file, file_text, format_report
 from meshwright.tools.interop.configs.shell import read_script
 from tests.tools.interop.configs import samples
 
@@ -56,5 +56,5 @@ def test_any_value_in_any_place(name: str, text: str, data: st.DataObject) -> No
         path = Path(folder, name)
         path.write_text("\n".join(lines))
         with contextlib.suppress(ConfigError):
-            adopted = adopt(path)
-            assert account(adopted) and file_text(adopted, name)
+            adopted = convert_file(path)
+            assert format_report(adopted) and file_text(adopted, name)

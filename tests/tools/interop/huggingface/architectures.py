@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.config import RunConfig
-from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,  # no degree but 1 divides it
@@ -69,7 +69,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 
 def configuration(kind: str, **more: Any) -> Any:
     """A transformers configuration, small; keys that the kind does not have are left out."""
-    of_kind = library().CONFIG_MAPPING[kind]
+    of_kind = import_transformers().CONFIG_MAPPING[kind]
     known = {*vars(of_kind()), *getattr(of_kind, "attribute_map", {})}
     keys = {name: value for name, value in SMALL.items() if name in known}
     return of_kind(**{**keys, **SPECIAL.get(kind, {}), **more})
@@ -80,10 +80,10 @@ def directory(kind: str, place: Path, *, weights: bool = False, shard: str = "5G
     config, path = configuration(kind, **more), place / kind
     if weights:
         torch.manual_seed(3)
-        model = library().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(path, max_shard_size=shard)
     else:
-        mapping = library().MODEL_FOR_CAUSAL_LM_MAPPING
+        mapping = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING
         config.architectures = [mapping[type(config)].__name__] if type(config) in mapping else None
         config.save_pretrained(path)
     return path

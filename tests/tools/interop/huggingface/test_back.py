@@ -19,7 +19,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.restructure.export import export
-from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -71,7 +71,7 @@ def test_a_model_is_brought_trained_and_taken_away(
     assert len(done.files) > 1 and done.copied == ["tokenizer.json"]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (corpus / "tokenizer.json").read_bytes()
 
-    transformers = library()
+    transformers = import_transformers()
     opened, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", local_files_only=True, output_loading_info=True
     )
@@ -117,7 +117,7 @@ def test_what_options_changed_is_in_the_configuration(corpus: Path, tmp_path: Pa
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["num_hidden_layers"], len(written["layer_types"])) == (2, 2)
     assert written["final_logit_softcapping"] == 20.0
-    opened = library().AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    opened = import_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     _, layers = load_plain(run)
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():

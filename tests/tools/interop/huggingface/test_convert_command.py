@@ -22,7 +22,7 @@ from meshwright.launch.arguments.common import size
 from meshwright.launch.cli import main, split_overrides
 from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.convert.exporting import take
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.families import FAMILIES
 from tests.end_to_end.driving import initial_weights, layout, run_config
 from tests.support.plain import load_plain
@@ -147,7 +147,7 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
     prepare_files([tmp_path / "text.txt", tmp_path / "more.txt"], tmp_path / "corpus", 280, validation_share=0.5)
     config = run_config(tmp_path / "corpus", tmp_path / "runs", parallel=layout("pp2,tp2") | {"bucket_bytes": 8192})
     pool.run(initial_weights, 4, config, str(run_directory(config)))
-    out = take(find(run_directory(config))[0].path, tmp_path / "out").path
+    out = export_checkpoint(find(run_directory(config))[0].path, tmp_path / "out").path
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer("the cat").input_ids
     assert tokenizer.decode(tokenizer("the cat sat").input_ids) == "the cat sat"
@@ -166,8 +166,8 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
 MEASURED = """
 import json, sys
 from pathlib import Path
-from meshwright.tools.interop.huggingface.convert.importing import bring
-from meshwright.tools.interop.huggingface.convert.exporting import take
+from meshwright.tools.interop.huggingface.convert.importing import import_model
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 import meshwright.models.llama
 
 def bytes_of(field):
@@ -181,10 +181,10 @@ def peak_of(function, *arguments, **options):
     return bytes_of("VmHWM") - before
 
 source, small, out = map(Path, sys.argv[1:])
-bring(small, out / "warm")  # what is loaded with the first use
-take(out / "warm/checkpoints/step-00000000", out / "warm-out")
-inwards = peak_of(bring, source, out / "run", max_file_bytes=4 << 20)
-outwards = peak_of(take, out / "run/checkpoints/step-00000000", out / "theirs", shard_bytes=16 << 20)
+import_model(small, out / "warm")  # what is loaded with the first use
+export_checkpoint(out / "warm/checkpoints/step-00000000", out / "warm-out")
+inwards = peak_of(import_model, source, out / "run", max_file_bytes=4 << 20)
+outwards = peak_of(export_checkpoint, out / "run/checkpoints/step-00000000", out / "theirs", shard_bytes=16 << 20)
 print(json.dumps([inwards, outwards]))
 """
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from meshwright.checkpoint import find
 from meshwright.errors import UserError
 from meshwright.tools.interop.huggingface.convert.decoders import read_llama, read_mistral
-from meshwright.tools.interop.huggingface.convert.exporting import take
-from meshwright.tools.interop.huggingface.convert.importing import bring
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
+from meshwright.tools.interop.huggingface.convert.importing import import_model
 from meshwright.tools.interop.huggingface.convert.settings import Settings
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
@@ -44,7 +44,7 @@ def refused(source: Path) -> str:
     """What is said; and that nothing has been written."""
     run = source.parent / "run"
     with pytest.raises(UserError) as raised:
-        bring(source, run)
+        import_model(source, run)
     assert not run.exists() and not list(source.parent.glob(".tmp-*"))
     return str(raised.value)
 
@@ -131,13 +131,13 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
 
     for name in (NORM, "model.layers.1.self_attn.k_proj.weight"):
         change_file(source, name, half)
-    done = bring(source, source.parent / "run")
+    done = import_model(source, source.parent / "run")
     assert "28 F32, 2 BF16): each is kept as it is" in done.notes[0] and '"bfloat16"' in done.notes[0]
     assert "self_attn.k_proj.weight" in done.notes[1] and "in the wider of BF16 and F32" in done.notes[1]
     dtypes = {name: entry.dtype for name, entry in done.manifest.tensors.items()}
     assert dtypes["weights/block1.attention_norm.weight"] == "BF16"
     assert dtypes["weights/block1.attention.qkv.weight"] == "F32"
-    taken = take(done.path, source.parent / "out")  # two types in one file
+    taken = export_checkpoint(done.path, source.parent / "out")  # two types in one file
     assert taken.dtypes == ["bfloat16", "float32"]
     expected = files(source)
     expected["model.layers.1.self_attn.k_proj.weight"] = expected["model.layers.1.self_attn.k_proj.weight"].float()
@@ -222,21 +222,21 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(source: Path) -> N
     )
     assert f"{source / 'config.json'} has vocab_size = 99" in said
     theirs.tokenizer(90).save(str(source / "tokenizer.json"))
-    done = bring(source, source.parent / "run")
+    done = import_model(source, source.parent / "run")
     assert done.notes == ["tokenizer.json has 90 tokens, the model has 99 rows: the last are not used"]
     # and on the way out: a tokenizer that was put in its place meanwhile
     theirs.tokenizer(120).save(str(source.parent / "run/huggingface/tokenizer.json"))
     with pytest.raises(UserError, match="'w119' is number 119, one of 21 beyond the model"):
-        take(done.path, source.parent / "out")
+        export_checkpoint(done.path, source.parent / "out")
     assert not (source.parent / "out").exists()
 
 
 def test_without_a_tokenizer_it_says_so(source: Path) -> None:
     (source / "tokenizer.json").unlink()
-    done = bring(source, source.parent / "run")
+    done = import_model(source, source.parent / "run")
     assert "tokenizer.json is missing: the run has no data.tokenizer" in done.notes[0]
     assert done.config.data.tokenizer is None
-    assert "there is no tokenizer.json beside it" in take(done.path, source.parent / "out").notes[0]
+    assert "there is no tokenizer.json beside it" in export_checkpoint(done.path, source.parent / "out").notes[0]
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
@@ -249,7 +249,7 @@ def test_a_companion_that_is_damaged(name: str, source: Path) -> None:
 def test_numbers_of_tokens_that_no_tokenizer_has(source: Path) -> None:
     """What generation_config.json says of them is kept, and looked up only where it can be."""
     (source / "generation_config.json").write_text(f'{{"eos_token_id": {10**30}, "bos_token_id": -5}}')
-    taken = take(bring(source, source.parent / "run").path, source.parent / "out")
+    taken = export_checkpoint(import_model(source, source.parent / "run").path, source.parent / "out")
     assert json.loads((taken.path / "generation_config.json").read_text())["eos_token_id"] == 10**30
 
 
@@ -273,28 +273,28 @@ def test_places_that_are_no_model_or_cannot_take_a_run(source: Path, written: Wr
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty: name a directory that is new"):
-        bring(written("gpt2")[0], taken)
-    done = bring(written("gpt2")[0], tmp_path / "gpt2")
+        import_model(written("gpt2")[0], taken)
+    done = import_model(written("gpt2")[0], tmp_path / "gpt2")
     with pytest.raises(UserError, match="is not empty: name a directory that is new"):
-        take(done.path, taken)
+        export_checkpoint(done.path, taken)
     assert [found.name for found in taken.iterdir()] == ["notes.txt"]
 
 
 def test_what_cannot_be_taken_away(written: Write, tmp_path: Path) -> None:
-    done = bring(written("gpt2")[0], tmp_path / "run")
+    done = import_model(written("gpt2")[0], tmp_path / "run")
     shard = next(done.path.glob("*.safetensors"))
     spoiled = bytearray(shard.read_bytes())
     spoiled[-3] ^= 1
     shard.write_bytes(bytes(spoiled))
     with pytest.raises(UserError, match="its sha256 is not the one in the manifest"):
-        take(find(tmp_path / "run")[0].path, tmp_path / "out")
+        export_checkpoint(find(tmp_path / "run")[0].path, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither way: what was written before the failure goes, too."""
     path, _ = written("gpt2")
-    done = bring(path, tmp_path / "run")
+    done = import_model(path, tmp_path / "run")
     (tmp_path / ".tmp-out-0123abcd").mkdir()  # of one that was killed
 
     def fail(*_: Any, **__: Any) -> None:
@@ -303,15 +303,15 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
     with monkeypatch.context() as patched:
         patched.setattr("meshwright.tools.interop.huggingface.convert.exporting.side_files.write", fail)
         with pytest.raises(UserError, match="No space left"):
-            take(done.path, tmp_path / "out")
+            export_checkpoint(done.path, tmp_path / "out")
     with monkeypatch.context() as patched:
         patched.setattr("meshwright.tools.interop.huggingface.convert.importing.keep", fail)
         with pytest.raises(UserError, match="No space left"):
-            bring(path, tmp_path / "again")
+            import_model(path, tmp_path / "again")
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: Usage(total=10**9, free=1000))
         with pytest.raises(UserError, match=r"has 1,000 bytes free, and [\d,]+ are to be written"):
-            take(done.path, tmp_path / "out")
+            export_checkpoint(done.path, tmp_path / "out")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.checkpoint import find
-from meshwright.tools.interop.huggingface.convert.exporting import take
-from meshwright.tools.interop.huggingface.convert.importing import bring
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
+from meshwright.tools.interop.huggingface.convert.importing import import_model
 from tests.end_to_end.driving import differing, tensors
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
@@ -53,7 +53,7 @@ def test_the_logits_are_those_of_transformers_and_it_comes_back_bit_for_bit(
 
     path, model = written(name)
     assert len(list(path.glob("*.safetensors"))) > 1, "in several files"
-    brought = bring(path, tmp_path / "run")
+    brought = import_model(path, tmp_path / "run")
     assert brought.notes == []
     ids = some_ids(model)
     expected = theirs.logits(model, ids)
@@ -63,7 +63,7 @@ def test_the_logits_are_those_of_transformers_and_it_comes_back_bit_for_bit(
     assert (found - expected).abs().max() < 1e-5
 
     # theirs -> ours -> theirs
-    taken = take(brought.path, tmp_path / "out", shard_bytes=30_000)
+    taken = export_checkpoint(brought.path, tmp_path / "out", shard_bytes=30_000)
     assert len(taken.files) > 1
     same_bits(files(taken.path), files(path))
     again, report = getattr(transformers, CASES[name].model).from_pretrained(taken.path, output_loading_info=True)
@@ -71,7 +71,7 @@ def test_the_logits_are_those_of_transformers_and_it_comes_back_bit_for_bit(
     assert torch.equal(theirs.logits(again.eval(), ids), expected)
 
     # ours -> theirs -> ours
-    bring(taken.path, tmp_path / "twice")
+    import_model(taken.path, tmp_path / "twice")
     assert not differing(tensors(tmp_path / "twice"), tensors(tmp_path / "run"))
     assert load_plain(tmp_path / "twice")[0].model == brought.config.model
 
@@ -89,9 +89,9 @@ def test_fields_under_their_second_names(name: str, second: dict[str, str], writ
     config = tmp_path / "model" / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({second.get(field, field): value for field, value in fields.items()}))
-    brought = bring(tmp_path / "model", tmp_path / "run")
-    assert brought.config.model == bring(written(name)[0], tmp_path / "other").config.model and not brought.notes
-    taken = json.loads((take(brought.path, tmp_path / "out").path / "config.json").read_text())
+    brought = import_model(tmp_path / "model", tmp_path / "run")
+    assert brought.config.model == import_model(written(name)[0], tmp_path / "other").config.model and not brought.notes
+    taken = json.loads((export_checkpoint(brought.path, tmp_path / "out").path / "config.json").read_text())
     assert {field: taken[field] for field in second} == {field: fields[field] for field in second}
     assert not second.values() & taken.keys()
 
@@ -103,8 +103,8 @@ def test_what_is_said_of_positions_is_said_once(written: Write, tmp_path: Path) 
     fields = json.loads(config.read_text())
     length = fields["rope_parameters"].pop("original_max_position_embeddings")
     config.write_text(json.dumps(fields | {"original_max_position_embeddings": length}))
-    brought = bring(tmp_path / "model", tmp_path / "run", ["--model.options.rope_original_length=32"])
-    taken = json.loads((take(brought.path, tmp_path / "out").path / "config.json").read_text())
+    brought = import_model(tmp_path / "model", tmp_path / "run", ["--model.options.rope_original_length=32"])
+    taken = json.loads((export_checkpoint(brought.path, tmp_path / "out").path / "config.json").read_text())
     assert taken["rope_parameters"]["original_max_position_embeddings"] == 32
     assert "original_max_position_embeddings" not in taken
 
@@ -112,14 +112,14 @@ def test_what_is_said_of_positions_is_said_once(written: Write, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["gpt2", "llama 3.1", "qwen2"])
 def test_half_precision_stays_the_same_bits(name: str, written: Write, tmp_path: Path) -> None:
     path, _ = written(name, torch.bfloat16)
-    brought = bring(path, tmp_path / "run")
+    brought = import_model(path, tmp_path / "run")
     assert brought.config.train.dtype == "bfloat16"
     assert {entry.dtype for entry in brought.manifest.tensors.values()} == {"BF16"}
-    taken = take(brought.path, tmp_path / "out")
+    taken = export_checkpoint(brought.path, tmp_path / "out")
     assert list(taken.files) == ["model.safetensors"] and taken.dtypes == ["bfloat16"]
     same_bits(files(taken.path), files(path))
     assert json.loads((taken.path / "config.json").read_text())["dtype"] == "bfloat16"
-    wide = take(brought.path, tmp_path / "wide", dtype="float32")
+    wide = export_checkpoint(brought.path, tmp_path / "wide", dtype="float32")
     same_bits(files(wide.path), {name: tensor.float() for name, tensor in files(path).items()})
 
 
@@ -134,8 +134,8 @@ def test_files_of_the_bare_model_and_tensors_that_carry_nothing(written: Write, 
     found |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(3)}
     save_file(found, bare / "model.safetensors")
     (bare / "config.json").write_text((path / "config.json").read_text())
-    bring(bare, tmp_path / "bare-run")
-    bring(path, tmp_path / "run")
+    import_model(bare, tmp_path / "bare-run")
+    import_model(path, tmp_path / "run")
     assert not differing(tensors(tmp_path / "bare-run"), tensors(tmp_path / "run"))
 
 
@@ -153,7 +153,7 @@ def test_a_tied_weight_under_any_of_its_names(
     from safetensors.torch import save_file
 
     path, _ = written(name)
-    bring(path, tmp_path / "run")
+    import_model(path, tmp_path / "run")
     for at, names in enumerate((others[-1:], (first, *others))):
         source = tmp_path / f"source{at}"
         source.mkdir()
@@ -161,7 +161,7 @@ def test_a_tied_weight_under_any_of_its_names(
         found |= dict.fromkeys(names, found.pop(first))
         save_file({key: tensor.clone() for key, tensor in found.items()}, source / "model.safetensors")
         (source / "config.json").write_text((path / "config.json").read_text())
-        bring(source, tmp_path / f"run{at}")
+        import_model(source, tmp_path / f"run{at}")
         assert not differing(tensors(tmp_path / f"run{at}"), tensors(tmp_path / "run"))
 
 
@@ -181,9 +181,11 @@ def test_both_ways_of_writing_positions(written: Write, tmp_path: Path) -> None:
             (source / file.name).symlink_to(file)
         (source / "config.json").unlink()
         (source / "config.json").write_text(json.dumps(fields))
-        done = bring(source, tmp_path / f"run{at}")
+        done = import_model(source, tmp_path / f"run{at}")
         assert done.notes == []
-        written_back = json.loads((take(done.path, tmp_path / f"out{at}").path / "config.json").read_text())
+        written_back = json.loads(
+            (export_checkpoint(done.path, tmp_path / f"out{at}").path / "config.json").read_text()
+        )
         ways.append((done.config.model, written_back["rope_parameters"], written_back["rope_scaling"]))
         assert written_back["rope_theta"] == 500000.0
     assert ways[0] == ways[1] == ways[2]
@@ -201,9 +203,9 @@ def test_what_a_config_says_besides_stays(written: Write, tmp_path: Path) -> Non
     (source / "config.json").write_text(json.dumps(fields))
     (source / "generation_config.json").write_text('{"eos_token_id": [8, 9], "temperature": 0.6}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    done = bring(source, tmp_path / "run")
+    done = import_model(source, tmp_path / "run")
     assert [note for note in done.notes if "mine = 3 is not known here" in note]
-    out = take(find(tmp_path / "run")[0].path, tmp_path / "out").path
+    out = export_checkpoint(find(tmp_path / "run")[0].path, tmp_path / "out").path
     back = json.loads((out / "config.json").read_text())
     assert {name: back[name] for name in ("bos_token_id", "eos_token_id", "mine")} == {
         "bos_token_id": 7,
@@ -222,18 +224,18 @@ def test_a_model_of_ours_with_the_tokenizer_of_another(written: Write, tmp_path:
     (elsewhere / "config.json").write_text('{"model_type": "llama", "rope_theta": 7.0, "eos_token_id": 5}')
     (elsewhere / "tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes())
     (elsewhere / "tokenizer_config.json").write_text('{"eos_token": {"content": "w3"}, "bos_token": "w2"}')
-    done = bring(path, tmp_path / "run", [f"--data.tokenizer={elsewhere / 'tokenizer.json'}"])
+    done = import_model(path, tmp_path / "run", [f"--data.tokenizer={elsewhere / 'tokenizer.json'}"])
     shutil.rmtree(tmp_path / "run/huggingface")  # as of a run that began here
-    back = json.loads((take(done.path, tmp_path / "out").path / "config.json").read_text())
+    back = json.loads((export_checkpoint(done.path, tmp_path / "out").path / "config.json").read_text())
     assert (back["model_type"], back["eos_token_id"], "rope_theta" in back) == ("gpt2", 5, False)
     (elsewhere / "config.json").unlink()
-    back = json.loads((take(done.path, tmp_path / "tokens").path / "config.json").read_text())
+    back = json.loads((export_checkpoint(done.path, tmp_path / "tokens").path / "config.json").read_text())
     assert (back["bos_token_id"], back["eos_token_id"]) == (2, 3)
     (elsewhere / "tokenizer_config.json").unlink()
-    out = take(done.path, tmp_path / "ours").path
+    out = export_checkpoint(done.path, tmp_path / "ours").path
     back = json.loads((out / "config.json").read_text())
     assert back["bos_token_id"] == back["eos_token_id"] == 0
     assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
     (elsewhere / "tokenizer.json").unlink()
-    back = json.loads((take(done.path, tmp_path / "none").path / "config.json").read_text())
+    back = json.loads((export_checkpoint(done.path, tmp_path / "none").path / "config.json").read_text())
     assert back["bos_token_id"] is None and back["eos_token_id"] is None

@@ -21,8 +21,8 @@ from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.models.blocks import AttentionCore
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.convert.exporting import take
-from meshwright.tools.interop.huggingface.convert.importing import bring
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
+from meshwright.tools.interop.huggingface.convert.importing import import_model
 from meshwright.tools.reshard import reshard
 from meshwright.tools.verify import parse_layout
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
@@ -100,15 +100,15 @@ def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
     path, model = written(name, torch.float64)
     words = [f"--data.train={corpus / 'train'}", f"--data.validation={corpus / 'validation'}"]
     words += ["--data.sequence_length=16", "--train.dtype=float64", "--model.options.dropout=0.0"]
-    done = bring(path, tmp_path / "run", words)
+    done = import_model(path, tmp_path / "run", words)
     assert done.config.data.tokenizer == str(tmp_path / "run/huggingface/tokenizer.json")
     one = fine_tuning(done.config, text)
     said = train(pool, one)
     assert f"starting from the weights of {done.path}" in said
 
     # the loss of the first step is that of their model on the same samples
-    feed = open_sources(one)[0]
-    ids, labels, _ = feed.microbatch(0, 0, 1, 4, 1, 0)
+    source = open_sources(one)[0]
+    ids, labels = source.read(range(4))
     with torch.no_grad():
         expected = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
     first = lines(one)[0]
@@ -117,8 +117,8 @@ def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
     # and what this layout has trained is the same, tensor for tensor, in their form and back in ours
     saved = find(run_directory(one))[0]
     assert saved.step == 2
-    taken = take(saved.path, tmp_path / "out", shard_bytes=40_000)
-    back = bring(taken.path, tmp_path / "back")
+    taken = export_checkpoint(saved.path, tmp_path / "out", shard_bytes=40_000)
+    back = import_model(taken.path, tmp_path / "back")
     weights = {n: t for n, t in tensors(run_directory(one)).items() if n.startswith("weights/")}
     assert not differing(tensors(tmp_path / "back"), weights)
     assert back.config.model.options == one.model.options
@@ -132,21 +132,21 @@ def test_a_run_in_bfloat16_keeps_master_weights_from_the_first_step(
     path, _ = written("llama 3")
     words = [f"--data.train={corpus / 'train'}", "--data.sequence_length=16", "--train.dtype=bfloat16"]
     words += ["--optimizer.learning_rate=1e-30", "--optimizer.min_learning_rate=0.0"]
-    done = bring(path, tmp_path / "run", words)
+    done = import_model(path, tmp_path / "run", words)
     one = fine_tuning(done.config, "dp2,pp2")
     one = changed(one, optimizer={"learning_rate": 1e-30, "min_learning_rate": 0.0, "weight_decay": 0.0})
     train(pool, one)
     saved = find(run_directory(one))[0].path
-    same_bits(files(take(saved, tmp_path / "float32", dtype="float32").path), files(path))
+    same_bits(files(export_checkpoint(saved, tmp_path / "float32", dtype="float32").path), files(path))
     rounded = {name: tensor.bfloat16() for name, tensor in files(path).items()}
-    same_bits(files(take(saved, tmp_path / "saved").path), rounded)
+    same_bits(files(export_checkpoint(saved, tmp_path / "saved").path), rounded)
 
 
 def test_an_imported_run_may_be_resharded_and_its_settings_changed_but_not_its_model(
     written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     path, _ = written("gpt2")
-    done = bring(path, tmp_path / "run", [f"--data.train={corpus / 'train'}", "--data.sequence_length=16"])
+    done = import_model(path, tmp_path / "run", [f"--data.train={corpus / 'train'}", "--data.sequence_length=16"])
     two = reshard(done.path, tmp_path / "two", ["--parallel.pp=2", "--parallel.tp=2"])
     assert not differing(tensors(tmp_path / "two"), tensors(tmp_path / "run"))
     assert len(open_checkpoint(two.path).manifest.files) == 4
@@ -169,12 +169,12 @@ def test_sample_writes_with_it_until_the_end_that_its_files_name(
     source.mkdir()
     for file in path.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
-    bring(source, tmp_path / "first")
+    import_model(source, tmp_path / "first")
     layers = load_plain(tmp_path / "first")[1]
     tokens = theirs.greedy(layers, [5, 6], 6, set())
     end = next(token for token in tokens[3:] if token not in tokens[:3])
     (source / "generation_config.json").write_text(f'{{"eos_token_id": [98, {end}]}}')
-    bring(source, tmp_path / "run")
+    import_model(source, tmp_path / "run")
     words = ["sample", str(tmp_path / "run"), "--prompt", "w5 w6", "--tokens", "6", "--temperature", "0"]
     assert main(words) == 0
     expected = theirs.greedy(layers, [5, 6], 6, {98, end})

@@ -9,7 +9,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
-from meshwright.tools.interop.huggingface.convert.families import complete, family_of_model, family_of_type
+from meshwright.tools.interop.huggingface.convert.families import family_of_model, family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.settings import Settings
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.released import RELEASED
@@ -29,11 +29,11 @@ def test_they_are_read_whole_and_have_the_parameters_that_are_published(name: st
     assert sum(shape.numel() for shape in shapes.values()) == parameters
 
     # each tensor has its names over there, and what is written says the same of the model
-    rules = family.rules(complete(family.builder, options))
+    rules = family.rules(with_defaults(family.builder, options))
     assert {rule.ours for rule in rules} == shapes.keys()
     names = [theirs for rule in rules for theirs in rule.theirs]
     assert len(set(names)) == len(names)
-    written = family.write(complete(family.builder, options))
+    written = family.write(with_defaults(family.builder, options))
     again = Settings(written, name)
     assert family.read(again) == options
     again.end()
@@ -86,7 +86,7 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
             options = family.read(settings)
             settings.end()
             if change.popitem()[1] == 3:  # each takes its time
-                rules = family.rules(complete(family.builder, options))
+                rules = family.rules(with_defaults(family.builder, options))
                 model = build_model(family.builder, options, 0)
                 names = {n for n, _ in model.layers.named_parameters() if model.canonical(n) == n}
                 assert {rule.ours for rule in rules} == names

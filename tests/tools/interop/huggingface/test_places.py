@@ -12,15 +12,15 @@ import pytest
 
 from meshwright.errors import CheckpointError
 from meshwright.launch.cli import main
-from meshwright.tools.interop.huggingface.destination import named, published
+from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 
 
 def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
     """Names that begin alike, a name that is a pattern, and the same name once more."""
-    with published(tmp_path / "llama-2", 1) as other, published(tmp_path / "same", 1) as same:
+    with published_directory(tmp_path / "llama-2", 1) as other, published_directory(tmp_path / "same", 1) as same:
         (other / "file").write_text("half")
         for name in ("llama", "llama-[12]", "llama-*", "same"):
-            with published(tmp_path / name, 1) as temporary:
+            with published_directory(tmp_path / name, 1) as temporary:
                 (temporary / "file").write_text("whole")
         assert (other / "file").read_text() == "half"
         assert same.is_dir()
@@ -36,7 +36,7 @@ def test_what_a_killed_one_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], env=os.environ, check=False)
     assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.glob(".tmp-run-*"))) == 1
-    with published(tmp_path / "run", 1):
+    with published_directory(tmp_path / "run", 1):
         assert len(list(tmp_path.glob(".tmp-run-*"))) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -45,14 +45,14 @@ def test_a_link_is_followed_and_a_file_above_is_named(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "ahead").symlink_to(tmp_path / "not-yet")
-    assert named(tmp_path / "link") == tmp_path / "real"
-    assert named(tmp_path / "ahead") == tmp_path / "not-yet"
-    with published(named(tmp_path / "link"), 1) as temporary:
+    assert check_output_directory(tmp_path / "link") == tmp_path / "real"
+    assert check_output_directory(tmp_path / "ahead") == tmp_path / "not-yet"
+    with published_directory(check_output_directory(tmp_path / "link"), 1) as temporary:
         (temporary / "file").write_text("whole")
     assert (tmp_path / "link" / "file").read_text() == "whole"
     (tmp_path / "plain").write_text("")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/plain/a/b cannot be: {tmp_path}/plain is a file"):
-        named(tmp_path / "plain" / "a" / "b")
+        check_output_directory(tmp_path / "plain" / "a" / "b")
 
 
 def test_a_place_that_may_not_be_looked_into_is_one_message(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import PlainModel, build_model
-from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -44,7 +44,7 @@ KINDS = (
 
 def unmodified(path: Path, model: PlainModel, layers: nn.Sequential) -> Any:
     """The model as transformers itself builds it, with the same weights."""
-    transformers = library()
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names = model.layers.names_in_transformers
@@ -154,7 +154,7 @@ def test_training_begins_with_the_weights_that_are_there(tmp_path: Path) -> None
     path = directory("llama", tmp_path, weights=True, shard="20KB")
     assert (path / "model.safetensors.index.json").is_file()
     model = build_model(f"hf:{path}", {}, 1)
-    whole = library().AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    whole = import_transformers().AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     names = model.layers.names_in_transformers
     assert isinstance(names, dict)
     for name, theirs in names.items():

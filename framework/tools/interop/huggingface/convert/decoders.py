@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 BUILDER = "meshwright.models.llama:build"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -16,7 +16,7 @@ LEAST_THETA = 1e-3
 """Lower limit of ``rope_theta``: powers of smaller values leave the range of float32."""
 
 
-def rules(options: Options) -> list[Rule]:
+def rules(options: Options) -> list[TensorMapping]:
     """Return the rules of all tensors, for all four families. Optional ones (biases, q and k norms) follow options."""
     kv_heads, ffn_size = options["num_kv_heads"], options["ffn_size"]
     head_dim = options["head_dim"] or options["hidden_size"] // options["num_heads"]
@@ -24,7 +24,7 @@ def rules(options: Options) -> list[Rule]:
     num_blocks = math.gcd(ffn_size, kv_heads)
     tied = options["tied"]
     found = [
-        Rule(
+        TensorMapping(
             "embedding.tokens.weight",
             ("model.embed_tokens.weight",),
             same_as=("lm_head.weight",) if tied else (),
@@ -33,13 +33,13 @@ def rules(options: Options) -> list[Rule]:
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"model.layers.{i}"
 
-        def plain(name: str, other: str, ours: str = ours, theirs: str = theirs) -> Rule:
-            return Rule(f"{ours}.{name}", (f"{theirs}.{other}",))
+        def plain(name: str, other: str, ours: str = ours, theirs: str = theirs) -> TensorMapping:
+            return TensorMapping(f"{ours}.{name}", (f"{theirs}.{other}",))
 
         found.append(plain("attention_norm.weight", "input_layernorm.weight"))
         for what in ("weight", *(["bias"] if options["qkv_bias"] else [])):
             names = tuple(f"{theirs}.self_attn.{part}_proj.{what}" for part in "qkv")
-            found.append(Rule(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
+            found.append(TensorMapping(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
         if options["qk_norm"]:
             found += [plain(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
         for what in ("weight", *(["bias"] if options["out_bias"] else [])):
@@ -48,10 +48,10 @@ def rules(options: Options) -> list[Rule]:
         for what in ("weight", *(["bias"] if options["mlp_bias"] else [])):
             names = tuple(f"{theirs}.mlp.{part}_proj.{what}" for part in ("gate", "up"))
             size = ffn_size // num_blocks
-            found.append(Rule(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
+            found.append(TensorMapping(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
             found.append(plain(f"mlp.down.{what}", f"mlp.down_proj.{what}"))
-    found.append(Rule("norm.weight", ("model.norm.weight",)))
-    return found if tied else [*found, Rule("head.weight", ("lm_head.weight",))]
+    found.append(TensorMapping("norm.weight", ("model.norm.weight",)))
+    return found if tied else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
 
 
 def read_rope(settings: Settings) -> dict[str, Any]:

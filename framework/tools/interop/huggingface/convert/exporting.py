@@ -18,14 +18,19 @@ from meshwright.checkpoint import open_checkpoint
 from meshwright.config import RunConfig, parse
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.decoders import ORIGINAL_LENGTH
-from meshwright.tools.interop.huggingface.convert.families import complete, family_of_model
+from meshwright.tools.interop.huggingface.convert.families import family_of_model, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
-from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet, named, published
+from meshwright.tools.interop.huggingface.destination import (
+    OnBytes,
+    check_output_directory,
+    ignore_progress,
+    published_directory,
+)
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, write_json
-from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, dtype_of
 
 
-class Taken(NamedTuple):
+class ExportResult(NamedTuple):
     """Result of an export: the written files, and notes for the user."""
 
     path: Path
@@ -37,14 +42,14 @@ class Taken(NamedTuple):
     notes: list[str]
 
 
-def take(
+def export_checkpoint(
     source: Path,
     out: Path,
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    on_bytes: OnBytes = keep_quiet,
-) -> Taken:
+    on_bytes: OnBytes = ignore_progress,
+) -> ExportResult:
     """Export a checkpoint as a Hugging Face directory.
 
     Args:
@@ -59,23 +64,23 @@ def take(
         CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its tokenizer do not fit.
     """
     wanted = dtype_of(dtype)
-    out = named(out)
+    out = check_output_directory(out)
     with open_checkpoint(source) as checkpoint:
         checkpoint.verify()
         config = parse(json.dumps(checkpoint.manifest.config), f"{source}/manifest.json")
-        beside = side_files.place_of(source.parent.parent, config)
-        family = family_of_model(config, side_files.base_of(beside).get("model_type"))
-        options = complete(family.builder, config.model.options)
-        outgoing = Outgoing(checkpoint, family.rules(options), wanted, "its configuration")
+        beside = side_files.side_file_directory(source.parent.parent, config)
+        family = family_of_model(config, side_files.imported_config(beside).get("model_type"))
+        options = with_defaults(family.builder, config.model.options)
+        outgoing = WeightExport(checkpoint, family.rules(options), wanted, "its configuration")
         notes = _vocabulary(beside, config, options)
-        with published(out, outgoing.num_bytes) as temporary:
+        with published_directory(out, outgoing.num_bytes) as temporary:
             files = outgoing.write(temporary, shard_bytes, on_bytes)
             ids = side_files.write(beside, temporary, config)
-            base = side_files.base_of(beside, family.model_type)
+            base = side_files.imported_config(beside, family.model_type)
             write_json(temporary / CONFIG, _fields(family, options, base, ids, outgoing.dtypes()[0]))
             if not (temporary / TOKENIZER).is_file():
                 notes.append("there is no tokenizer.json beside it: the run has none (data.tokenizer)")
-    return Taken(out, family, files, len(outgoing.planned), sorted(outgoing.dtypes()), notes)
+    return ExportResult(out, family, files, len(outgoing.planned), sorted(outgoing.dtypes()), notes)
 
 
 def _vocabulary(beside: Path | None, config: RunConfig, options: Mapping[str, Any]) -> list[str]:

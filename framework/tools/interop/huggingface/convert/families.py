@@ -32,7 +32,7 @@ def family_of_type(model_type: Any, place: str) -> Family:
     raise ModelError(f"{place}: {said}: {known} are")
 
 
-def complete(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a builder with its defaults filled in."""
     function = find_function(builder, "model.builder", "a function that returns an nn.Sequential", ModelError)
     defaults = {
@@ -61,7 +61,7 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
             f"model.builder = {builder}: its tensors have no names in transformers; those of {known} have. The "
             f"checkpoint itself is plain safetensors: docs/checkpoints.md tells how to read it"
         )
-    options = complete(builder, config.model.options)
+    options = with_defaults(builder, config.model.options)
     candidates.sort(key=lambda family: family.model_type != preferred)
     reasons = []
     for family in candidates:

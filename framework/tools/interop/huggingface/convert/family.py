@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.tools.interop.huggingface.convert.settings import Settings
-from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 Options = Mapping[str, Any]
 """All options of the builder, with defaults filled in."""
@@ -25,7 +25,7 @@ class Family(NamedTuple):
     """Function from options to the config.json fields that they determine."""
     holds: Callable[[Options], str | None]
     """Function that returns the reason why a model with these options is not of this family; None: it is."""
-    rules: Callable[[Options], list[Rule]]
+    rules: Callable[[Options], list[TensorMapping]]
     """Function that returns one rule per tensor of the model, in the order of the exported tensors."""
     left_out: tuple[str, ...] = ()
     """Name patterns of tensors in transformers files that are no weights (masks, rotary tables); they are ignored."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 
-def rules(options: Options) -> list[Rule]:
+def rules(options: Options) -> list[TensorMapping]:
     """Return the rules of all tensors.
 
     The fused qkv of transformers holds all heads of q, then k, then v. In meshwright q, k and v of a head are adjacent.
@@ -21,25 +21,31 @@ def rules(options: Options) -> list[Rule]:
     head_dim = options["hidden_size"] // heads
     tied = options["tied"]
     found = [
-        Rule("embedding.tokens.weight", ("transformer.wte.weight",), same_as=("lm_head.weight",) if tied else ()),
-        Rule("embedding.positions.weight", ("transformer.wpe.weight",)),
+        TensorMapping(
+            "embedding.tokens.weight", ("transformer.wte.weight",), same_as=("lm_head.weight",) if tied else ()
+        ),
+        TensorMapping("embedding.positions.weight", ("transformer.wpe.weight",)),
     ]
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"transformer.h.{i}"
         for what in ("weight", "bias"):
-            found.append(Rule(f"{ours}.attention_norm.{what}", (f"{theirs}.ln_1.{what}",)))
+            found.append(TensorMapping(f"{ours}.attention_norm.{what}", (f"{theirs}.ln_1.{what}",)))
         for what in ("weight", "bias"):
             name, other = f"{ours}.attention.qkv.{what}", f"{theirs}.attn.c_attn.{what}"
-            found.append(Rule(name, (other,), heads, (head_dim,) * 3, stacked=True, transposed=True))
+            found.append(TensorMapping(name, (other,), heads, (head_dim,) * 3, stacked=True, transposed=True))
         for what in ("weight", "bias"):
-            found.append(Rule(f"{ours}.attention.out.{what}", (f"{theirs}.attn.c_proj.{what}",), transposed=True))
+            found.append(
+                TensorMapping(f"{ours}.attention.out.{what}", (f"{theirs}.attn.c_proj.{what}",), transposed=True)
+            )
         for what in ("weight", "bias"):
-            found.append(Rule(f"{ours}.mlp_norm.{what}", (f"{theirs}.ln_2.{what}",)))
+            found.append(TensorMapping(f"{ours}.mlp_norm.{what}", (f"{theirs}.ln_2.{what}",)))
         for name, other in (("up", "c_fc"), ("down", "c_proj")):
             for what in ("weight", "bias"):
-                found.append(Rule(f"{ours}.mlp.{name}.{what}", (f"{theirs}.mlp.{other}.{what}",), transposed=True))
-    found += [Rule(f"norm.{what}", (f"transformer.ln_f.{what}",)) for what in ("weight", "bias")]
-    return found if tied else [*found, Rule("head.weight", ("lm_head.weight",))]
+                found.append(
+                    TensorMapping(f"{ours}.mlp.{name}.{what}", (f"{theirs}.mlp.{other}.{what}",), transposed=True)
+                )
+    found += [TensorMapping(f"norm.{what}", (f"transformer.ln_f.{what}",)) for what in ("weight", "bias")]
+    return found if tied else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
 
 
 def read(settings: Settings) -> dict[str, Any]:

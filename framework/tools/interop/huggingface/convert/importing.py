@@ -28,10 +28,15 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert import side_files
-from meshwright.tools.interop.huggingface.convert.families import complete, family_of_type
+from meshwright.tools.interop.huggingface.convert.families import family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.settings import Settings
-from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet, named, published
+from meshwright.tools.interop.huggingface.destination import (
+    OnBytes,
+    check_output_directory,
+    ignore_progress,
+    published_directory,
+)
 from meshwright.tools.interop.huggingface.files import (
     CONFIG,
     DTYPES,
@@ -41,8 +46,8 @@ from meshwright.tools.interop.huggingface.files import (
     copy_companions,
     read_config,
 )
-from meshwright.tools.interop.huggingface.rules import Rule
-from meshwright.tools.interop.huggingface.source import Source, open_source, pickled
+from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source, pickled_files
 
 LONGEST_SEQUENCE = 2048
 """Upper limit, in tokens, of the default data.sequence_length: the memory of a step grows with it."""
@@ -50,7 +55,7 @@ CORPUS = "data"
 """Subdirectory of the run directory: default place of the corpus in its config.toml."""
 
 
-class Brought(NamedTuple):
+class ImportResult(NamedTuple):
     """Result of an import: the run directory's contents, and notes for the user."""
 
     path: Path
@@ -61,14 +66,14 @@ class Brought(NamedTuple):
     side_files: list[str]
 
 
-def bring(
+def import_model(
     source_path: Path,
     out: Path,
     overrides: Sequence[str] = (),
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    on_bytes: OnBytes = keep_quiet,
-) -> Brought:
+    on_bytes: OnBytes = ignore_progress,
+) -> ImportResult:
     """Import the model in ``source_path`` as a run directory.
 
     Args:
@@ -82,7 +87,7 @@ def bring(
         CheckpointError, ModelError, DataError, ConfigError: the input is damaged, not supported or does not fit.
             Nothing is written then.
     """
-    out = named(out)
+    out = check_output_directory(out)
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
     source = _opened(source_path)
@@ -92,27 +97,27 @@ def bring(
     side_files.check(source_path)
     source = _named_as_theirs(source, family)
     if family.head_by_file:
-        source = _under_first_names(source, family.rules(complete(family.builder, options | {"tied": False})))
+        source = _under_first_names(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
         options["tied"] = not _has_own_head(source)
     config = _config(family, options, source, out, overrides)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes = _shapes(config)
-    rules = family.rules(complete(family.builder, config.model.options))
+    rules = family.rules(with_defaults(family.builder, config.model.options))
     source = _under_first_names(source, rules)
     _check(source, family, rules, shapes)
     notes += _dtypes(source, rules, config)
     resolved = resolve(config, default_world_size(config, 0))
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
-    with published(out, num_bytes) as temporary:
+    with published_directory(out, num_bytes) as temporary:
         copied = copy_companions(source_path, temporary / side_files.DIRECTORY)
         shutil.copyfile(source_path / CONFIG, temporary / side_files.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
         keep(temporary, resolved)
         (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
-    return Brought(final_directory(out, 0), manifest, resolved, family, notes, copied)
+    return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
 
 
-def _opened(path: Path) -> Source:
+def _opened(path: Path) -> SafetensorsDirectory:
     """Open the safetensors weights of a directory.
 
     Raises:
@@ -121,7 +126,7 @@ def _opened(path: Path) -> Source:
     source = open_source(path)
     if source is not None:
         return source
-    found = pickled(path)
+    found = pickled_files(path)
     if not found:
         raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: the weights are missing; get them too")
     raise CheckpointError(
@@ -132,7 +137,7 @@ def _opened(path: Path) -> Source:
     )
 
 
-def _named_as_theirs(source: Source, family: Family) -> Source:
+def _named_as_theirs(source: SafetensorsDirectory, family: Family) -> SafetensorsDirectory:
     """Add the family's prefix to tensor names of a bare model, such as the released GPT-2, saved without head class."""
     names = source.tensors
     if not family.prefix or any(name.startswith(family.prefix) for name in names):
@@ -140,20 +145,20 @@ def _named_as_theirs(source: Source, family: Family) -> Source:
     renamed = {
         name if name in family.unprefixed else f"{family.prefix}{name}": stored for name, stored in names.items()
     }
-    return Source(source.path, renamed)
+    return SafetensorsDirectory(source.path, renamed)
 
 
-def _under_first_names(source: Source, rules: Sequence[Rule]) -> Source:
+def _under_first_names(source: SafetensorsDirectory, rules: Sequence[TensorMapping]) -> SafetensorsDirectory:
     """Rename each tied weight that the files hold only under a second name to its first name."""
     found = dict(source.tensors)
     for rule in rules:
         others = [name for name in rule.same_as if name in found]
         if others and rule.theirs[0] not in found:
             found[rule.theirs[0]] = found.pop(others[0])
-    return Source(source.path, found)
+    return SafetensorsDirectory(source.path, found)
 
 
-def _has_own_head(source: Source) -> bool:
+def _has_own_head(source: SafetensorsDirectory) -> bool:
     """Return True if the files have a head (``lm_head``) that differs from the embedding (``shared``)."""
     if "lm_head.weight" not in source.tensors or "shared.weight" not in source.tensors:
         return False
@@ -162,7 +167,7 @@ def _has_own_head(source: Source) -> bool:
 
 
 def _config(
-    family: Family, options: Mapping[str, Any], source: Source, out: Path, overrides: Sequence[str]
+    family: Family, options: Mapping[str, Any], source: SafetensorsDirectory, out: Path, overrides: Sequence[str]
 ) -> RunConfig:
     """Build a fine-tuning configuration: model fields, conservative defaults for the rest, ``overrides`` on top."""
     length = options.get("max_sequence_length", 512)
@@ -207,7 +212,9 @@ def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(outline.shape) for name, outline in parameters if model.canonical(name) == name}
 
 
-def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(
+    source: SafetensorsDirectory, family: Family, rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check that the files hold exactly the tensors of the model, with its shapes and supported element types.
 
     Raises:
@@ -245,7 +252,7 @@ def _check(source: Source, family: Family, rules: Sequence[Rule], shapes: Mappin
         )
 
 
-def _dtypes(source: Source, rules: Sequence[Rule], config: RunConfig) -> list[str]:
+def _dtypes(source: SafetensorsDirectory, rules: Sequence[TensorMapping], config: RunConfig) -> list[str]:
     """Return notes on the treatment of mixed element types, and of float16, which is no training dtype."""
     counted = source.dtypes(name for rule in rules for name in rule.theirs)
     notes = []
@@ -267,8 +274,8 @@ def _dtypes(source: Source, rules: Sequence[Rule], config: RunConfig) -> list[st
 
 
 def _write(
-    source: Source,
-    rules: Sequence[Rule],
+    source: SafetensorsDirectory,
+    rules: Sequence[TensorMapping],
     shapes: Mapping[str, tuple[int, ...]],
     config: RunConfig,
     run: Path,

@@ -31,7 +31,7 @@ NUM_TOKENS = 2**32
 """Upper limit of token ids (exclusive)."""
 
 
-def place_of(run: Path, config: RunConfig) -> Path | None:
+def side_file_directory(run: Path, config: RunConfig) -> Path | None:
     """Return the directory of a run's side files: its ``huggingface/``, or that of its tokenizer; None: neither."""
     if (run / DIRECTORY / CONFIG).is_file():
         return run / DIRECTORY
@@ -77,10 +77,10 @@ def check(source: Path) -> None:
         ModelError: tokenizer_config.json or generation_config.json is no JSON object.
     """
     for name in (TOKENIZER_CONFIG, GENERATION):
-        said_in(source, name)
+        read_side_file(source, name)
 
 
-def said_in(source: Path | None, name: str) -> dict[str, Any]:
+def read_side_file(source: Path | None, name: str) -> dict[str, Any]:
     """Return the fields of one JSON side file; an empty dict if it does not exist."""
     return read_json(source / name, "") if source is not None and (source / name).is_file() else {}
 
@@ -116,9 +116,9 @@ def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, 
     are written as null: the defaults of transformers' config classes fit one released model each.
     """
     names = ("bos_token_id", "eos_token_id")
-    said = [said_in(source, GENERATION), base_of(source)]
+    said = [read_side_file(source, GENERATION), imported_config(source)]
     if tokenizer is not None:
-        fields = said_in(source, TOKENIZER_CONFIG)
+        fields = read_side_file(source, TOKENIZER_CONFIG)
         tokens = {name: fields.get(name.removesuffix("_id")) for name in names}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
         said.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
@@ -142,10 +142,10 @@ def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str
     write_json(target / TOKENIZER_CONFIG, fields)
 
 
-def base_of(source: Path | None, model_type: str | None = None) -> dict[str, Any]:
+def imported_config(source: Path | None, model_type: str | None = None) -> dict[str, Any]:
     """Return the config.json that a run was imported from; its fields without a meshwright option stay in the export.
 
     Empty if the run was not imported, or if ``model_type`` is given and differs.
     """
-    found = said_in(source, CONFIG)
+    found = read_side_file(source, CONFIG)
     return found if model_type is None or found.get("model_type") == model_type else {}

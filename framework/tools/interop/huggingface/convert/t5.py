@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
-from meshwright.tools.interop.huggingface.rules import Rule
+from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 FORMS = {
     "relu": {"is_gated_act": False, "dense_act_fn": "relu"},
@@ -20,48 +20,48 @@ FORMS = {
 """``feed_forward_proj`` -> the fields that follow from it. If they contradict it, transformers uses the fields."""
 
 
-def rules(options: Options) -> list[Rule]:
+def rules(options: Options) -> list[TensorMapping]:
     """Return the rules of all tensors. The two embeddings are one tensor, ``shared``, under up to four names."""
     heads = options["num_heads"]
     head_dim = options["head_dim"] or options["hidden_size"] // heads
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     copies += ["lm_head.weight"] if options["tied"] else []
-    found = [Rule("encoder_embedding.tokens.weight", ("shared.weight",), same_as=tuple(copies))]
+    found = [TensorMapping("encoder_embedding.tokens.weight", ("shared.weight",), same_as=tuple(copies))]
     depths = {"encoder": options["num_layers"], "decoder": options["num_decoder_layers"] or options["num_layers"]}
     for stack, depth in depths.items():
         for i in range(depth):
             ours, theirs = f"{stack}{i}", f"{stack}.block.{i}.layer"
             attention = f"{theirs}.0.SelfAttention"
             names = tuple(f"{attention}.{part}.weight" for part in "qkv")
-            found.append(Rule(f"{ours}.attention.qkv.weight", names, heads, (head_dim,) * 3))
-            found.append(Rule(f"{ours}.attention.out.weight", (f"{attention}.o.weight",)))
+            found.append(TensorMapping(f"{ours}.attention.qkv.weight", names, heads, (head_dim,) * 3))
+            found.append(TensorMapping(f"{ours}.attention.out.weight", (f"{attention}.o.weight",)))
             if i == 0:
                 name = f"{attention}.relative_attention_bias.weight"
-                found.append(Rule(f"{ours}.attention.relative_bias.weight", (name,)))
-            found.append(Rule(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)))
+                found.append(TensorMapping(f"{ours}.attention.relative_bias.weight", (name,)))
+            found.append(TensorMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)))
             if stack == "decoder":
                 cross = f"{theirs}.1.EncDecAttention"
-                found.append(Rule(f"{ours}.cross_attention.q.weight", (f"{cross}.q.weight",)))
+                found.append(TensorMapping(f"{ours}.cross_attention.q.weight", (f"{cross}.q.weight",)))
                 names = tuple(f"{cross}.{part}.weight" for part in "kv")
-                found.append(Rule(f"{ours}.cross_attention.kv.weight", names, heads, (head_dim,) * 2))
-                found.append(Rule(f"{ours}.cross_attention.out.weight", (f"{cross}.o.weight",)))
-                found.append(Rule(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",)))
+                found.append(TensorMapping(f"{ours}.cross_attention.kv.weight", names, heads, (head_dim,) * 2))
+                found.append(TensorMapping(f"{ours}.cross_attention.out.weight", (f"{cross}.o.weight",)))
+                found.append(TensorMapping(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",)))
             last = f"{theirs}.{1 if stack == 'encoder' else 2}"
             found.append(_up(options, f"{ours}.mlp.up.weight", f"{last}.DenseReluDense"))
-            found.append(Rule(f"{ours}.mlp.down.weight", (f"{last}.DenseReluDense.wo.weight",)))
-            found.append(Rule(f"{ours}.mlp_norm.weight", (f"{last}.layer_norm.weight",)))
-        found.append(Rule(f"{stack}_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)))
-    return found if options["tied"] else [*found, Rule("head.weight", ("lm_head.weight",))]
+            found.append(TensorMapping(f"{ours}.mlp.down.weight", (f"{last}.DenseReluDense.wo.weight",)))
+            found.append(TensorMapping(f"{ours}.mlp_norm.weight", (f"{last}.layer_norm.weight",)))
+        found.append(TensorMapping(f"{stack}_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)))
+    return found if options["tied"] else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
 
 
-def _up(options: Options, ours: str, theirs: str) -> Rule:
+def _up(options: Options, ours: str, theirs: str) -> TensorMapping:
     """Return the rule of the up projection, in blocks of gate and up rows: see ``meshwright.models.t5_layers.Mlp``."""
     if not options["gated"]:
-        return Rule(ours, (f"{theirs}.wi.weight",))
+        return TensorMapping(ours, (f"{theirs}.wi.weight",))
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]
     num_blocks = math.gcd(ffn_size, options["num_heads"])
     size = ffn_size // num_blocks
-    return Rule(ours, (f"{theirs}.wi_0.weight", f"{theirs}.wi_1.weight"), num_blocks, (size, size))
+    return TensorMapping(ours, (f"{theirs}.wi_0.weight", f"{theirs}.wi_1.weight"), num_blocks, (size, size))
 
 
 def read(settings: Settings) -> dict[str, Any]:

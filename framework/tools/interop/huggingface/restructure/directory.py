@@ -10,8 +10,8 @@ from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.files import CONFIG, read_config
-from meshwright.tools.interop.huggingface.restructure.library import library
-from meshwright.tools.interop.huggingface.source import Source, open_source, pickled
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source, pickled_files
 
 TAKEN = ("F32", "BF16", "F16")
 """Accepted element types of weights: all their values are exact in float32, the dtype that training starts from."""
@@ -38,7 +38,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         ModelError: ``path`` has no valid configuration of a causal language model that transformers itself contains.
     """
     raw = fields_of(path)
-    transformers = library()
+    transformers = import_transformers()
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         code = raw.get("auto_map")
@@ -117,14 +117,14 @@ def vocabulary(path: str) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def open_weights(path: Path) -> Source | None:
+def open_weights(path: Path) -> SafetensorsDirectory | None:
     """Open the weights of a directory; None if there are none.
 
     Raises:
         ModelError: the weights are pickled, or damaged.
     """
     source = open_source(path)
-    found = [] if source is not None else pickled(path)
+    found = [] if source is not None else pickled_files(path)
     if found:
         raise ModelError(
             f"{path}: its weights are pickled ({found[0]}), and a pickle can run code: load it with transformers and "
@@ -134,7 +134,7 @@ def open_weights(path: Path) -> Source | None:
 
 
 def check_weights(
-    source: Source, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str], overridden: bool
+    source: SafetensorsDirectory, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str], overridden: bool
 ) -> None:
     """Compare the tensors of the files with the parameters of the model.
 

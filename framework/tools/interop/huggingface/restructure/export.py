@@ -17,17 +17,22 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config import RunConfig, parse
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.model.build import PlainModel, build_model
-from meshwright.tools.interop.huggingface.destination import OnBytes, keep_quiet, named, published
+from meshwright.tools.interop.huggingface.destination import (
+    OnBytes,
+    check_output_directory,
+    ignore_progress,
+    published_directory,
+)
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
 from meshwright.tools.interop.huggingface.restructure.directory import fields_of
 from meshwright.tools.interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
-from meshwright.tools.interop.huggingface.rules import Rule
-from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, Outgoing, dtype_of
+from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, dtype_of
 
 SCHEME = "hf:"
 
 
-class Exported(NamedTuple):
+class RestructuredExportResult(NamedTuple):
     """Result of an export: the written files."""
 
     path: Path
@@ -48,8 +53,8 @@ def export(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    on_bytes: OnBytes = keep_quiet,
-) -> Exported:
+    on_bytes: OnBytes = ignore_progress,
+) -> RestructuredExportResult:
     """Export a checkpoint as a Hugging Face directory.
 
     Args:
@@ -64,7 +69,7 @@ def export(
         CheckpointError, ModelError: the checkpoint is damaged or of another builder, or the model directory is gone.
     """
     wanted = dtype_of(dtype)
-    out_dir = named(out_dir)
+    out_dir = check_output_directory(out_dir)
     with _opened(checkpoint_dir) as checkpoint:
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         if not is_of_transformers(config):
@@ -74,12 +79,12 @@ def export(
             )
         model = build_model(config.model.builder, config.model.options | {"weights": False}, config.run.seed)
         source = Path(config.model.builder.removeprefix(SCHEME)).expanduser()
-        outgoing = Outgoing(checkpoint, _rules(model), wanted, f"{source / CONFIG} by now")
-        with published(out_dir, outgoing.num_bytes) as temporary:
+        outgoing = WeightExport(checkpoint, _rules(model), wanted, f"{source / CONFIG} by now")
+        with published_directory(out_dir, outgoing.num_bytes) as temporary:
             files = outgoing.write(temporary, shard_bytes, on_bytes)
             write_json(temporary / CONFIG, _config(source, config.model.options, outgoing.dtypes()[0]))
             copied = _copy_companions(source, temporary, config)
-    return Exported(out_dir, len(outgoing.planned), files, copied)
+    return RestructuredExportResult(out_dir, len(outgoing.planned), files, copied)
 
 
 def _opened(path: Path) -> Checkpoint:
@@ -98,11 +103,11 @@ def _opened(path: Path) -> Checkpoint:
     return found
 
 
-def _rules(model: PlainModel) -> list[Rule]:
+def _rules(model: PlainModel) -> list[TensorMapping]:
     """Return one rule per parameter. Tied ones go under their first name, as in files saved by transformers."""
     names = names_in_transformers(model.layers)
     ours = {model.canonical(name): names[model.canonical(name)] for name in names}
-    return [Rule(name, (theirs,)) for name, theirs in ours.items()]
+    return [TensorMapping(name, (theirs,)) for name, theirs in ours.items()]
 
 
 def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 CASTS = (Tensor.to, Tensor.type)
 
 
-class Wide(TorchFunctionMode):
+class KeepFloat64Mode(TorchFunctionMode):
     """Function mode in which a float64 tensor remains float64 when it is cast to float32 or reduced in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,6 +32,7 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the context manager for the forward of a layer in ``dtype``: :class:`Wide` for float64, else none."""
-    return Wide() if dtype == torch.float64 else nullcontext()
+def keep_float64(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return the context manager for the forward of a layer in ``dtype``: :class:`KeepFloat64Mode` for float64, else
+    none."""
+    return KeepFloat64Mode() if dtype == torch.float64 else nullcontext()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright.tools.interop.huggingface.restructure.float64 import wide
+from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
@@ -38,21 +38,21 @@ IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "posi
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Reached(BaseException):
+class TargetReached(BaseException):
     """Signal that ends a run at its target mark; a BaseException, so that no ``except Exception`` catches it."""
 
 
-class Play:
+class RunState:
     """Shared state of the marks of one frame during a run of the model's forward.
 
     Each mark records its arguments and returns its input. The mark before ``target`` returns ``handed`` instead, and
-    the target ends the run by raising :class:`Reached`.
+    the target ends the run by raising :class:`TargetReached`.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.positions: dict[str, int] = {}
-        """Mark name -> its index in the order of the forward; empty until ``Frame.find_order`` has run."""
+        """Mark name -> its index in the order of the forward; empty until ``ModelSkeleton.find_order`` has run."""
         self.direct: set[int] = set()
         """Indices of the marks whose input is the output of the mark before, without a computation between."""
         self.met: list[str] = []
@@ -75,7 +75,7 @@ class Play:
         Raises:
             Reached: the mark is the target of this run.
         """
-        given = first_of(args, kwargs)
+        given = first_argument(args, kwargs)
         if not self.positions:
             if given is self.last:
                 self.direct.add(len(self.met))
@@ -85,16 +85,16 @@ class Play:
         position = self.positions[name]
         self.calls.append((args, kwargs))
         if position == self.target:
-            raise Reached
+            raise TargetReached
         return self.handed if position == self.target - 1 and self.handed is not None else given
 
 
-def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the first argument of a call, positional or keyword: the module's input."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def with_first(arguments: Arguments, value: Any) -> Arguments:
+def with_first_argument(arguments: Arguments, value: Any) -> Arguments:
     """Return the arguments with the first one replaced by ``value``."""
     args, kwargs = arguments
     if args:
@@ -102,10 +102,10 @@ def with_first(arguments: Arguments, value: Any) -> Arguments:
     return (), {**kwargs, next(iter(kwargs)): value}
 
 
-class Mark(nn.Module):
+class ModulePlaceholder(nn.Module):
     """Placeholder for a planned module. It keeps the plain attributes that a model may read, such as attention type."""
 
-    def __init__(self, name: str, module: nn.Module, play: Play) -> None:
+    def __init__(self, name: str, module: nn.Module, play: RunState) -> None:
         super().__init__()
         own = vars(self).keys()
         for attribute, value in vars(module).items():
@@ -118,13 +118,13 @@ class Mark(nn.Module):
         return self.play.enter(self.mark_name, args, kwargs)
 
 
-class Frame:
+class ModelSkeleton:
     """Transformers model with marks instead of its planned modules; no submodule of any layer, holds no weights.
 
     It keeps one copy of its constants (rotary frequencies) per device, in the dtype in which the model created them.
     """
 
-    def __init__(self, model: nn.Module, play: Play, described: str) -> None:
+    def __init__(self, model: nn.Module, play: RunState, described: str) -> None:
         self._on = {torch.device("cpu"): (model, play)}
         self._kept: tuple[Any, list[Arguments]] = (None, [])
         self.described = described
@@ -132,7 +132,7 @@ class Frame:
     def __repr__(self) -> str:
         return f"Frame({self.described})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frame:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSkeleton:
         return self
 
     def find_order(self) -> list[str]:
@@ -162,7 +162,7 @@ class Frame:
         """
         _, play = self._at(value.device)
         if position in play.direct and position > 1:
-            return with_first(self._of_all(value, positions, documents)[position], value)
+            return with_first_argument(self._of_all(value, positions, documents)[position], value)
         if position != 1:
             return self._reach(position, value, positions, documents, value if position == 0 else None)[-1]
         # inputs_embeds replaces the output of the model's embedding
@@ -170,7 +170,7 @@ class Frame:
         if value.shape[1] == positions.shape[1]:
             return arguments
         # `value` is this rank's shard of the sequence, but masks are for the whole sequence
-        return with_first(self._of_all(value, positions, documents)[position], first_of(*arguments))
+        return with_first_argument(self._of_all(value, positions, documents)[position], first_argument(*arguments))
 
     def _of_all(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
         """Return the arguments of every mark for these positions, with None for the hidden states.
@@ -184,7 +184,7 @@ class Frame:
             calls = self._reach(self.num_marks - 1, value, positions, documents, None, of_all=True)
             # inputs_embeds replaces the model's embedding, so that its mark is not called
             calls = [((), {})] * (self.num_marks - len(calls)) + calls
-            self._kept = (key, [with_first(call, None) if any(call) else call for call in calls])
+            self._kept = (key, [with_first_argument(call, None) if any(call) else call for call in calls])
             calls = self._kept[1]
         return calls
 
@@ -205,7 +205,7 @@ class Frame:
         model, play = self._at(value.device)
         try:
             self._run(model, play, position, None if of_all else value, positions, documents, first, value)
-        except Reached:
+        except TargetReached:
             return play.calls
         finally:
             play.begin(-1, None)
@@ -228,7 +228,7 @@ class Frame:
     def _run(
         self,
         model: nn.Module,
-        play: Play,
+        play: RunState,
         target: int,
         handed: Tensor | None,
         positions: Tensor,
@@ -256,14 +256,14 @@ class Frame:
         with whole_rows(not documents):
             return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)
 
-    def _at(self, device: torch.device) -> tuple[nn.Module, Play]:
+    def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
         if device not in self._on:
             model, play = copy.deepcopy(self._on[torch.device("cpu")])
             self._on[device] = (model.to(device), play)
         return self._on[device]
 
 
-class Piece(nn.Module):
+class PipelineLayer(nn.Module):
     """One layer of the Sequential: consecutive planned modules, each with the model's computations in front of it.
 
     Input: token ids (B, S), or a dict of ``input_ids`` and ``position_ids``, or the dict of the layer before. Output: a
@@ -271,7 +271,9 @@ class Piece(nn.Module):
     (B, S, V/tp). Under sequence parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
     """
 
-    def __init__(self, frame: Frame, first: int, names: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, frame: ModelSkeleton, first: int, names: Sequence[str], modules: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.frame = frame
         self.first = first
@@ -282,7 +284,7 @@ class Piece(nn.Module):
     def forward(self, value: Any) -> Any:
         value = {IDS: value} if isinstance(value, Tensor) else value
         numbers = value[HIDDEN] if HIDDEN in value else next(self.parameters())
-        with wide(numbers.dtype):
+        with keep_float64(numbers.dtype):
             return self._handed_on(value)
 
     def _handed_on(self, value: dict[str, Tensor]) -> Any:

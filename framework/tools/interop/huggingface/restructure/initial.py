@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.errors import ModelError
-from meshwright.tools.interop.huggingface.source import Source
+from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 
 
-class Initial:
+class ParameterInitialiser:
     """The ``initialise`` callable of a restructured model: fills a whole (unsharded) parameter in place, by its name.
 
     A value is drawn with the planned module that holds the parameter. The module is on the meta device; only this one
@@ -24,7 +24,11 @@ class Initial:
     """
 
     def __init__(
-        self, model: Any, names: Mapping[str, str], planned: Mapping[str, nn.Module], weights: Source | None
+        self,
+        model: Any,
+        names: Mapping[str, str],
+        planned: Mapping[str, nn.Module],
+        weights: SafetensorsDirectory | None,
     ) -> None:
         self._rules = model._init_weights
         self._names = names
@@ -32,7 +36,7 @@ class Initial:
         self._planned = {name: copy.deepcopy(module).to("meta") for name, module in planned.items()}
         self._weights = weights
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Initial:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterInitialiser:
         return self
 
     def __call__(self, name: str, tensor: Tensor) -> None:

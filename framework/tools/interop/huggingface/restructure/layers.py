@@ -28,9 +28,14 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.restructure.directory import check_weights, configuration, open_weights
-from meshwright.tools.interop.huggingface.restructure.frame import Frame, Mark, Piece, Play
-from meshwright.tools.interop.huggingface.restructure.initial import Initial
-from meshwright.tools.interop.huggingface.restructure.library import library
+from meshwright.tools.interop.huggingface.restructure.frame import (
+    ModelSkeleton,
+    ModulePlaceholder,
+    PipelineLayer,
+    RunState,
+)
+from meshwright.tools.interop.huggingface.restructure.initial import ParameterInitialiser
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.interop.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
 from meshwright.tools.interop.huggingface.restructure.probe import probe
 
@@ -40,7 +45,7 @@ CHANGING_ROTARY = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the sequence lengths seen so far."""
 
 
-class Named(NamedTuple):
+class LayerModules(NamedTuple):
     """One layer of the Sequential: its name, and child name -> name in transformers, in order of execution."""
 
     name: str
@@ -103,7 +108,9 @@ def build(
         "divisible": sharding.divisible,
         "impossible": sharding.impossible,
         "tied_weights": tied,
-        "initialise": Initial(model, parameters, {t: layers.get_submodule(h) for t, h in names.items()}, found),
+        "initialise": ParameterInitialiser(
+            model, parameters, {t: layers.get_submodule(h) for t, h in names.items()}, found
+        ),
         "names_in_transformers": parameters,
     }
     for attribute, value in carried.items():
@@ -117,7 +124,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     Raises:
         ModelError: it is no causal LM, has no pipeline plan, or its rotary embedding changes during training.
     """
-    transformers = library()
+    transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{place}: transformers has no causal language model of this architecture (AutoModelForCausalLM): only "
@@ -180,10 +187,10 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
             planned |= {f"{name}.{index}": each for index, each in enumerate(module)}
         else:
             planned[name] = module
-    play = Play(model.config.get_text_config().hidden_size)
+    play = RunState(model.config.get_text_config().hidden_size)
     for name, module in planned.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, Mark(name, module, play))
+        setattr(model.get_submodule(owner), attribute, ModulePlaceholder(name, module, play))
     left = [name for name, _ in model.named_parameters()]
     if left:
         raise ModelError(
@@ -191,7 +198,7 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
             f"says which stage holds it"
         )
     text = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
-    frame = Frame(model, play, f"{type(model).__name__} {text}")
+    frame = ModelSkeleton(model, play, f"{type(model).__name__} {text}")
     try:
         order = frame.find_order()
     except Exception as error:
@@ -207,34 +214,34 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
     position = 0
     for piece in _grouped(order, in_lists, planned):
         modules = {child: planned[theirs] for child, theirs in piece.modules.items()}
-        layers[piece.name] = Piece(frame, position, list(modules), modules)
+        layers[piece.name] = PipelineLayer(frame, position, list(modules), modules)
         rename |= {f"{piece.name}.{child}": theirs for child, theirs in piece.modules.items()}
         position += len(modules)
     return rename, nn.Sequential(layers)
 
 
-def _grouped(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[Named]:
+def _grouped(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[LayerModules]:
     """Group the planned modules into pieces: one for each layer of a module list.
 
     A module without weights joins the piece before it. So does every module between the embedding and the first block.
     """
-    pieces: list[Named] = []
+    pieces: list[LayerModules] = []
     blocks = 0
     for name in order:
         has_weights = any(True for _ in planned[name].parameters())
         if name in in_lists:
-            pieces.append(Named(f"block{blocks}", {"layer": name}))
+            pieces.append(LayerModules(f"block{blocks}", {"layer": name}))
             blocks += 1
         elif not pieces:
-            pieces.append(Named("embedding", {_child(name, {}): name}))
+            pieces.append(LayerModules("embedding", {_child(name, {}): name}))
         elif blocks == 0 or not has_weights:
             pieces[-1].modules[_child(name, pieces[-1].modules)] = name
         elif name == order[-1]:
-            pieces.append(Named("head", {_child(name, {}): name}))
+            pieces.append(LayerModules("head", {_child(name, {}): name}))
         else:
             taken = {piece.name for piece in pieces}
             own = _child(name, dict.fromkeys(taken, ""))
-            pieces.append(Named(own, {_child(name, {}): name}))
+            pieces.append(LayerModules(own, {_child(name, {}): name}))
     return pieces
 
 

@@ -15,7 +15,7 @@ from meshwright.errors import ModelError
 _WHOLE_ROWS: ContextVar[bool] = ContextVar("whole_rows", default=False)
 
 
-def library() -> Any:
+def import_transformers() -> Any:
     """Import and return the package ``transformers`` in offline mode, patched by :func:`_install`.
 
     Raises:

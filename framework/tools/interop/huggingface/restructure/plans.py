@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from meshwright.tools.interop.huggingface.restructure.probe import Seen
+from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
 
 KINDS = {
     "colwise": "column",
@@ -75,7 +75,7 @@ def sharding_of(
     problems: Sequence[str],
     layers: nn.Sequential,
     tied: Sequence[tuple[str, ...]],
-    seen: Seen,
+    seen: ProbeResult,
 ) -> Sharding:
     """Build the sharding plan of a restructured model.
 

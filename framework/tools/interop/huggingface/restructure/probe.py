@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import ModelError
 
 
-class Dropping(TorchFunctionMode):
+class FunctionalDropoutRecorder(TorchFunctionMode):
     """Function mode that records each functional dropout, which would draw from the process-wide generator."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Dropping(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Seen(NamedTuple):
+class ProbeResult(NamedTuple):
     """Observations of the probe that matter to tensor parallelism."""
 
     uncut: dict[str, bool]
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     """Reasons why weights without an entry in the plan cannot stay replicated."""
 
 
-class Parts(TorchFunctionMode):
+class ShardedTensorTracker(TorchFunctionMode):
     """Function mode that follows tensors from a column, which tensor parallelism will shard, until a row reduces them.
 
     It records the other operands of operations on such sharded tensors::
@@ -60,11 +60,13 @@ class Parts(TorchFunctionMode):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.made_of: dict[int, Known] = {id(weight): Known(weight, name) for name, weight in weights.items()}
+        self.made_of: dict[int, TrackedTensor] = {
+            id(weight): TrackedTensor(weight, name) for name, weight in weights.items()
+        }
         """Weights, and tensors computed from one weight alone, by id."""
-        self.whole: dict[int, Known] = {}
+        self.whole: dict[int, TrackedTensor] = {}
         """Replicated activations by id, with the last weight in their computation."""
-        self.parts: dict[int, Known] = {}
+        self.parts: dict[int, TrackedTensor] = {}
         self.met: dict[str, list[tuple[int, ...]]] = {}
         """Name of a weight -> shapes of the sharded tensors that it acts on."""
         self.mixed: dict[str, str] = {}
@@ -89,8 +91,8 @@ class Parts(TorchFunctionMode):
             self._note(self.whole, (made_of or whole)[-1].name, (result, written))
         return result
 
-    def _note(self, kind: dict[int, Known], name: str, value: Any) -> None:
-        kind |= {id(tensor): Known(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
+    def _note(self, kind: dict[int, TrackedTensor], name: str, value: Any) -> None:
+        kind |= {id(tensor): TrackedTensor(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
 
     def watch(self, name: str, module: nn.Module, kind: str) -> None:
         """Register a hook that marks the output of a column as sharded, and of a row as replicated."""
@@ -103,7 +105,7 @@ class Parts(TorchFunctionMode):
         module.register_forward_hook(after)
 
 
-class Known(NamedTuple):
+class TrackedTensor(NamedTuple):
     """Tensor, kept alive so that its ``id`` is not reused, and the name of its weight or column."""
 
     tensor: Tensor
@@ -121,7 +123,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-def alike(layer: nn.Module) -> str:
+def structure_key(layer: nn.Module) -> str:
     """Return a description that is equal for layers that differ only in their index."""
     plain = (bool, int, float, str, type(None))
     attributes = [
@@ -135,7 +137,7 @@ def alike(layer: nn.Module) -> str:
 
 def probe(
     layers: nn.Sequential, kinds: Mapping[str, str], beside: Mapping[str, Sequence[str]], place: str, config: Any
-) -> Seen:
+) -> ProbeResult:
     """Run one training forward on meta, and return the observations.
 
     Of equal layers only the first one runs. Dropout modules are off, since their masks are later seeded by name.
@@ -151,7 +153,7 @@ def probe(
         ModelError: functional dropout, which draws from the process-wide generator: its masks would depend on layout.
     """
     first_of_kind: dict[str, str] = {}
-    twins = {name: first_of_kind.setdefault(alike(layer), name) for name, layer in layers.named_children()}
+    twins = {name: first_of_kind.setdefault(structure_key(layer), name) for name, layer in layers.named_children()}
     on_meta = nn.Sequential()
     for name in dict.fromkeys(twins.values()):
         on_meta.add_module(name, copy.deepcopy(layers.get_submodule(name)).to("meta").train())
@@ -159,7 +161,7 @@ def probe(
         if isinstance(module, nn.Dropout):
             module.eval()
     uncut = _watch_uncut(on_meta, beside)
-    dropping, parts = Dropping(), Parts(dict(on_meta.named_parameters()))
+    dropping, parts = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
             parts.watch(name, module, kinds[name])
@@ -169,7 +171,7 @@ def probe(
         except ModelError:
             raise
         except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
-            return Seen(uncut, [], [])
+            return ProbeResult(uncut, [], [])
     _refuse_dropping(dropping.found, place, config)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
     left_out = {name: shapes for name, shapes in parts.met.items() if name.rpartition(".")[0] not in named}
@@ -179,7 +181,7 @@ def probe(
         f"be of one rank's part"
         for name, column in parts.mixed.items()
     ]
-    return Seen(
+    return ProbeResult(
         {name: uncut[_twin(name, twins)] for name in beside},
         [name for name, _ in layers.named_modules() if name.partition(".")[0] and _twin(name, twins) in of_heads],
         unsaid,
@@ -187,7 +189,7 @@ def probe(
 
 
 def _watch_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
-    """Register hooks that fill the returned dict, :attr:`Seen.uncut`, while the layers run."""
+    """Register hooks that fill the returned dict, :attr:`ProbeResult.uncut`, while the layers run."""
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(beside, False)
     run = [name for name in beside if name.partition(".")[0] in on_meta._modules]
@@ -214,7 +216,8 @@ def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
 
 
 def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]) -> tuple[list[str], list[str]]:
-    """Judge the weights that act on sharded tensors; return :attr:`Seen.of_heads` and :attr:`Seen.unsaid`.
+    """Judge the weights that act on sharded tensors; return :attr:`ProbeResult.of_heads` and
+    :attr:`ProbeResult.unsaid`.
 
     A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims, the last of size d.
     Any other weight is a problem.
