@@ -1,4 +1,4 @@
-"""What the layouts are compared on: the run's own corpus or random tokens, with labels ignored unevenly on purpose."""
+"""Samples for the comparison: the run's own corpus or random tokens, with unevenly ignored labels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from meshwright.seeding import derive
 
 
 class VerifyFeed(NamedTuple):
-    """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m the next odd number from S/2 on.
+    """Samples by global index. Sample i ignores its first ``7 i mod m`` labels, where m is ``S // 2``, made odd.
 
-    So samples count unevenly from the first step, and so do two or four replicas, since m is odd. A loss averaged per
-    micro-batch, or per replica, then differs from the mean over labels. Of samples with one label each, three in eight
-    are ignored: 1, 1, 0 and 1 among four replicas of two. Labels that are no integers all count.
+    Samples therefore have unequal label counts from the first step. So do two or four replicas, since m is odd. A loss
+    averaged per micro-batch, or per replica, then differs from the mean over labels. Of samples with a single label,
+    three in eight are ignored, which leaves 1, 1, 0 and 1 among four replicas of two. Labels that are not integers all
+    count.
     """
 
     sample: Callable[[int], tuple[Any, Tensor]]
@@ -30,7 +31,10 @@ class VerifyFeed(NamedTuple):
     def microbatch(
         self, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
     ) -> tuple[Any, Tensor, Tensor]:
-        """Micro-batch m of a replica, as :class:`meshwright.data.samples.Feed` numbers them."""
+        """Return (inputs, labels, sample indices (B,)) of micro-batch ``m`` of a replica.
+
+        The numbering of samples is that of :class:`meshwright.data.samples.Feed`.
+        """
         first = samples_seen + (dp_rank * chunks + m) * micro_batch_size
         indices = list(range(first, first + micro_batch_size))
         rows = [self.sample(index) for index in indices]
@@ -46,7 +50,7 @@ class VerifyFeed(NamedTuple):
 
 
 def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Token ids drawn for (seed, sample): a corpus that needs no file."""
+    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,) inputs and (S,) labels."""
 
     def sample(index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(derive(seed, "verify tokens", index))
@@ -57,7 +61,7 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
 
 
 def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """The same, as some documents one after the other: what a model with document boundaries is trained on."""
+    """Return a sampler like :func:`random_sample` with several documents per sample, for document boundaries."""
     window = random_sample(seed, vocab_size, sequence_length)
 
     def sample(index: int) -> tuple[Any, Tensor]:
@@ -72,7 +76,7 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
 
 
 def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """The same, with spans taken out: what an encoder-decoder is trained on."""
+    """Return a sampler as in :func:`random_sample` with span corruption, for encoder-decoder models."""
     shape = lengths(sequence_length)
     if vocab_size <= shape.sentinels + 1:
         raise ConfigError(f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
@@ -87,7 +91,7 @@ def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Calla
 
 
 def own_sample(feed: Source) -> Callable[[int], tuple[Any, Tensor]]:
-    """The run's own samples, in its own order."""
+    """Return a sampler of the run's own samples, in the run's order."""
 
     def sample(index: int) -> tuple[Any, Tensor]:
         inputs, labels, _ = feed.microbatch(index, 0, 1, 1, 1, 0)
