@@ -56,9 +56,9 @@ class Ask(NamedTuple):
     temperature: float = 0.8
     """Softmax temperature; 0: greedy decoding."""
     top_k: int = 40
-    """Number of likeliest tokens to draw from; 0: all."""
+    """Number of most probable tokens to draw from; 0: all."""
     top_p: float = 1.0
-    """Probability mass of the likeliest tokens to draw from (nucleus sampling)."""
+    """Probability mass of the most probable tokens to draw from (nucleus sampling)."""
     seed: int | None = None
     """Seed of the draws; None: the run's seed."""
 

@@ -94,7 +94,7 @@ def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
-    """Return torch's own optimizer on whole parameters; for ``adamw8bit``, which torch lacks, ours."""
+    """Return torch's own optimizer on whole parameters; for ``adamw8bit`` the framework's, since torch has none."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
