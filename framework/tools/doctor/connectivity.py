@@ -41,9 +41,10 @@ class Reach(NamedTuple):
 
 
 def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
-    """Connect the first ranks of the nodes pairwise and return the result, the same on every rank.
+    """Connect the first ranks of the nodes pairwise, in at most ``MOST_ROUNDS`` rounds, and return the result.
 
-    Every rank calls it; blocks. Figures travel through ``store``, the store of the rendezvous.
+    Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``, the store of the
+    rendezvous.
 
     Raises:
         CommunicationError: rank 0 has left.

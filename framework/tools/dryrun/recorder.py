@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        if function is _DEVICE:  # autograd reads it often; a fake tensor is on meta and has its own answer
+        if function is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
             device = getattr(arguments[0], "fake_device", None)
             return function(*arguments) if device is None else device
         if hears_parts(types):

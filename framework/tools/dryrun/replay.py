@@ -310,7 +310,7 @@ class PlayedStage:
         return self.output_spec is None
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
-        """Play the forward; return the stage's output tensors, or an empty loss on the last stage."""
+        """Play the forward; return the stage's output tensors, or a loss without a value on the last stage."""
         taken = [*tree_leaves(inputs), *([] if labels is None else [labels])]
         action = Action(Kind.F, self.index, microbatch)
         template = self._player.template(action)

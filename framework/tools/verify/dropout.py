@@ -7,8 +7,8 @@ of them does not hide in the other. All arithmetic is modulo 2**64, with mix = s
     drawn    = mix(position * GOLDEN + mix(sample * GOLDEN ^ key))
     is_kept  = bits 32..62 of drawn >= floor(p * 2**31)
 
-``name`` is the module's full name, ``call`` counts its calls in one forward of a micro-batch, ``sample`` is the global
-sample index, ``position`` the element's row-major index in the activation of one sample.
+``name`` is the module's full name. ``call`` counts its calls in one forward of a micro-batch. ``sample`` is the global
+sample index. ``position`` is the element's row-major index in the activation of one sample.
 """
 
 from __future__ import annotations
