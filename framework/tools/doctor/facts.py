@@ -39,7 +39,7 @@ class Facts(NamedTuple):
     """True if a file that rank 0 has just written into the run's directory is visible here."""
     disk_free_bytes: int
     write_bytes_per_s: float | None
-    """Rate of writing 64 MiB into the run's directory, with fsync; None except on the first rank of each host."""
+    """Rate of a 64 MiB write with fsync into the run's directory; None if it failed, or not the host's first rank."""
     disk_problem: str | None
 
 

@@ -12,9 +12,9 @@ from meshwright.tools.doctor.links import Link, by_node, slow_pairs
 from meshwright.watch.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
-"""Share of the usual rate of this cluster; a node or link below it is reported."""
+"""Share of the usual rate on this cluster below which a node or link is reported."""
 EXPECTED = 0.8
-"""Share of the expected rate in the cluster file; a node below it is reported."""
+"""Share of the rate in the cluster file below which a node is reported."""
 CLOCK_S = 1.0
 
 

@@ -1,4 +1,4 @@
-"""The whole check on one rank of a job, and its outcome."""
+"""Complete check on one rank of a job, and its outcome."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
 
 
 def _meet(grid: Grid, directory: Path) -> Any:
-    """Return the store of the rendezvous once all ranks are there and every link between nodes has accepted a
-    connection.
+    """Return the rendezvous store once all ranks are there and all links between nodes accept connections; blocks.
 
     Returns None on a rank other than 0 if there are findings, because rank 0 reports them.
 

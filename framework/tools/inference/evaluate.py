@@ -50,7 +50,7 @@ WINDOWS_AT_ONCE = 256
 
 
 class Text(NamedTuple):
-    """Size of the labels that count, as text."""
+    """Number of labels that are not ignored, and the bytes of their text."""
 
     tokens: int
     bytes: int
@@ -274,10 +274,9 @@ def of_corpus(config: RunConfig, place: Path) -> RunConfig:
 
 
 def count_text(source: AnyFeed, config: RunConfig, batches: int) -> Text | None:
-    """Count the labels that count in ``batches`` global batches, and the bytes of their text.
+    """Return the number of labels that are not ignored in ``batches`` global batches, and the bytes of their text.
 
-    Returns:
-        None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
+    None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
 
     Raises:
         DataError: a token that the tokenizer does not have.

@@ -93,7 +93,8 @@ def config_for(
 ) -> RunConfig:
     """Return the training's configuration with ``defaults`` and then ``overrides`` applied, not yet resolved.
 
-    Training-only sections are reset to their defaults. The schedule is gpipe: micro-batches pass the stages in order.
+    Training-only sections are reset to their defaults. The schedule defaults to gpipe, in which micro-batches pass the
+    stages in order.
 
     Args:
         what: name of the use, for error messages.
@@ -134,8 +135,9 @@ def config_for(
 def open_trained(
     config: RunConfig, mesh: Mesh, place: Place, loss: Loss | None = None, blueprint: Blueprint | None = None
 ) -> tuple[Forward, Checkpoint]:
-    """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint. Every rank calls it;
-    blocks.
+    """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint.
+
+    Every rank calls it; blocks.
 
     Args:
         config: resolved.

@@ -267,8 +267,7 @@ def _look(
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
     """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S) ids and (B, S) bool starts.
 
-    A document starts after each end token. If ``begin`` is also an end token, it does not close a document at position
-    0.
+    A document starts after each end token. An end token at position 0 that equals ``begin`` closes no document.
     """
     starts = torch.zeros_like(ids, dtype=torch.bool)
     starts[:, 0] = True

@@ -57,8 +57,8 @@ def relative(found: float, expected: float) -> float:
 def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return, per parameter, the norm of the difference over the norm of the reference.
 
-    The denominator is at least 1e-6 of the norm of all parameters, per element: below this floor a parameter's own norm
-    is rounding noise. A missing tensor, another shape or NaN gives inf.
+    The denominator is at least 1e-6 of the norm of all parameters, scaled to this parameter's number of elements. Below
+    that floor a parameter's own norm is rounding noise. A missing tensor, another shape or NaN gives inf.
     """
     total = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     elements = sum(tensor.numel() for tensor in expected.values())

@@ -113,7 +113,7 @@ def difference(found: Tensor, wanted: list[Tensor]) -> str:
 
 
 def _is_continuous(values: Tensor) -> bool:
-    """Return True if hardly any value occurs twice, so that equal values must be constants and not chance."""
+    """Return True if hardly any value occurs twice; an element equal in all draws is then a constant."""
     return len(set(values.flatten().tolist())) > 0.9 * values.numel()
 
 

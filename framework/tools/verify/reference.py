@@ -129,7 +129,7 @@ class PlainRun:
         self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
         self.labels_per_step = self.global_batch * outline.labels_per_sample
         self.masters = self.parameters
-        """Tensors that the optimizer steps: the weights, or for bfloat16 their float32 copies (gradients too)."""
+        """Tensors that the optimizer steps: the weights; for bfloat16, float32 copies with float32 gradients."""
         if dtype == torch.bfloat16:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
         self.optimizer = _optimizer(list(self.masters.values()), config.optimizer)

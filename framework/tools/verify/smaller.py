@@ -29,7 +29,7 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
     """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads of at most 8
     elements, and an odd vocabulary below 1,000.
 
-    Options are recognised by the names that our own models use; all other options stay unchanged.
+    Options are recognised by their names in meshwright's own models; all other options stay unchanged.
     """
     small = dict(options)
     for key, most in (("num_layers", 4), ("num_decoder_layers", 4), ("head_dim", 8)):
