@@ -58,7 +58,7 @@ class Spoken(NamedTuple):
 
 @dataclass
 class Rehearsal:
-    """Memory and communication of one rank in a step."""
+    """Memory and communication of one rank in a step: the script that ranks of its kind follow."""
 
     rank: int
     pp_rank: int

@@ -68,10 +68,9 @@ def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire
 
 
 def ticks(job: Job) -> Timeline:
-    """Simulate the schedule, with stage times from their layers on the reference device
-    (:mod:`meshwright.pipeline.costs`).
+    """Simulate the schedule, with stage times from the costs of their layers; messages take no time.
 
-    Messages take no time.
+    Costs are times on the reference device of :mod:`meshwright.pipeline.costs`.
     """
     costs = []
     for stage in job.blueprint.stages:
