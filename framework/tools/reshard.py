@@ -1,13 +1,13 @@
-"""Rewrite a checkpoint as another layout would have saved it, without starting a rank.
+"""Rewrite of a checkpoint as another layout would have saved it, without starting a rank.
 
     source                 layout                      target
     pp0-tp0 |####|         draw_blueprint              pp0-tp0 |##|  pp0-tp1 |##|
     pp1-tp0 |####|  read   for each tp rank:   write   pp1-tp0 |##|  pp1-tp1 |##|
-                    ---->  who holds what,     ---->   ...
-                           which slice of it           manifest: the same step, the new layout
+                    ---->  tensors per rank,   ---->   ...
+                           and their slices            manifest: the same step, the new layout
 
-Any layout reads any checkpoint as it is; this is for files that each rank of a layout reads in one piece, and for one
-single file. One tensor is in hand at a time, besides what fills the file that is being written.
+Any layout reads any checkpoint directly. Rewriting pays for files that each rank of a layout reads in one piece, and
+for one single file. Memory holds one tensor at a time, besides the contents of the file being written.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from meshwright.run.trust import check_trusted, same_builders
 from meshwright.system.bounded import real_path
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
-"""Sections that say how a run is laid out, or where it is kept, and not what it is."""
+"""Sections that an override may change: the layout of a run and its place on disk."""
 
 
 class Resharded(NamedTuple):
-    """What was written."""
+    """Rewritten checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -70,16 +70,18 @@ def reshard(
 ) -> Resharded:
     """Write the checkpoint ``source`` into the run directory ``out``, laid out by its configuration plus overrides.
 
-    ``out`` is then a run directory that ``meshwright train out/config.toml`` goes on from. ``trust_code``: import
-    whatever builder the checkpoint names.
+    ``meshwright train out/config.toml`` can then continue the run in ``out``.
+
+    Args:
+        trust_code: import whatever builder the checkpoint names.
 
     Raises:
-        CheckpointError: the source is damaged, or ``out`` cannot take it.
+        CheckpointError: the source is damaged, or ``out`` cannot take the checkpoint.
         ConfigError: an override that changes more than the layout, or a layout that does not fit; a builder that is not
             meshwright's own and that no override names.
     """
     if out.name in ("", ".."):
-        out = real_path(out)  # its name is to be that of the run
+        out = real_path(out)  # its last part becomes the run's name
     _check_place(source, out)
     with contextlib.ExitStack() as held_open:
         checkpoint = held_open.enter_context(_sound(source))
@@ -95,13 +97,13 @@ def reshard(
         )
         _check_names(checkpoint, blueprints[0], is_fresh)
         out.mkdir(parents=True, exist_ok=True)
-        held_open.enter_context(RunLock(out))  # no job of that directory saves into it meanwhile
+        held_open.enter_context(RunLock(out))  # keeps a job of that directory from saving into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
         for pp_rank in range(parallel.pp):
             for tp_rank, blueprint in enumerate(blueprints):
                 shard = pieces(checkpoint, blueprint, pp_rank, tp_rank, is_fresh)
                 write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
-                checkpoint.close()  # what was mapped for this shard
+                checkpoint.close()  # unmap the files that this shard was read from
         head = Head(
             step=saved.step,
             samples_seen=saved.samples_seen,
@@ -112,22 +114,24 @@ def reshard(
         )
         path = final_directory(out, saved.step)
         manifest = publish(temporary, path, head)
-        keep(out, config)  # only now: without a checkpoint, training by it would start from fresh weights
+        keep(out, config)  # last: with it but without a checkpoint, training would start from fresh weights
     return Resharded(path, manifest, config)
 
 
 class Held(NamedTuple):
-    """A tensor that one rank writes: which, and what of it."""
+    """Tensor that one rank writes: its kind, name and slice."""
 
     kind: Kind
     info: ParameterInfo
 
 
 def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[Held]:
-    """What dp rank 0 of these coordinates contributes to a checkpoint, in the order of
+    """Yield the tensors that dp rank 0 of these coordinates writes, in the order of
     :func:`meshwright.run.tensors.pieces`.
 
-    ``blueprint``: drawn for this tp rank. ``is_fresh``: an imported model, weights alone.
+    Args:
+        blueprint: drawn for this tp rank.
+        is_fresh: the checkpoint is an imported model, with weights alone.
     """
     stages = blueprint.schedule.stages_of(pp_rank)
     if tp_rank == 0:
@@ -158,15 +162,15 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = Fals
 
 
 def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool) -> Iterator[Piece]:
-    """The same with their numbers, read one by one."""
+    """Yield the tensors of :func:`held` with their values, read one by one."""
     for kind, info in held(blueprint, pp_rank, tp_rank, is_fresh):
         tensor = checkpoint.read(kind, info)
-        assert tensor is not None, (kind, info)  # _check_names has seen it
+        assert tensor is not None, (kind, info)  # guaranteed by _check_names
         yield Piece(kind, info, info.unpadded(tensor))
 
 
 def _members(blueprint: Blueprint, stage: int) -> list[Member]:
-    """The parameters of a stage, each once. A weight tied across stages knows the first of them, and no other rank."""
+    """Return the parameters of a stage, each once. The group of a tied weight has only its first rank, alone."""
     alone = Group("pp", (0,), 0)
     tied = {name: alone for name, stages in blueprint.stage_of_parameter().items() if len(stages) > 1}
     found: dict[str, Member] = {}
@@ -189,7 +193,7 @@ def _check_place(source: Path, out: Path) -> None:
 
 
 def _sound(source: Path) -> Checkpoint:
-    """Every byte of it, before anything is written: what is damaged would get hashes of its own."""
+    """Open the source and verify all its bytes before any write: damaged data would get valid new hashes."""
     checkpoint = open_checkpoint(source)
     try:
         checkpoint.verify()
@@ -201,7 +205,7 @@ def _sound(source: Path) -> Checkpoint:
 
 
 def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str, trust_code: bool) -> RunConfig:
-    """The saved configuration on the new layout, resolved; it names ``out`` as the directory of its run."""
+    """Return the saved configuration on the new layout, resolved, with ``out`` as the directory of its run."""
     given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
     before = parse(json.dumps(saved), place)
     changed = given.keys() - same_builders(before, given)
@@ -220,14 +224,14 @@ def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place:
 
 
 def _check_free(out: Path, step: int, config: RunConfig) -> None:
-    """``out`` is new, or keeps this very configuration and has no sound checkpoint of the step."""
+    """Check that ``out`` is new, or that it has this very configuration and no sound checkpoint of the step."""
     for candidate in find(out):
         if candidate.step != step:
             continue
         try:
             open_checkpoint(candidate.path).verify()
         except CheckpointError:
-            continue  # a damaged one is moved aside by `begin`, which tells
+            continue  # `begin` moves a damaged one aside, with a message
         raise CheckpointError(
             f"{candidate.path} exists and is sound: a checkpoint is never written into; name another --out"
         )
@@ -242,7 +246,7 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
 
 
 def _check_names(checkpoint: Checkpoint, blueprint: Blueprint, is_fresh: bool) -> None:
-    """The model that is built now has the very tensors of the checkpoint: none would be lost."""
+    """Check that the model as built now has exactly the tensors of the checkpoint, so that none is lost."""
     found = {
         kind.of(info.name)
         for pp_rank in range(blueprint.grid.pp)

@@ -1,7 +1,7 @@
-"""Which nodes reach which others at all: one connection for each pair, before anything that would hang without it.
+"""Reachability between nodes: one connection per pair, before anything that would hang on a dead link.
 
-first rank of each node     listens, and tries those of other nodes, in rounds, as their links are measured later
-rank 0                      puts together who failed; all others wait for that
+first rank of each node     listens, and connects to other nodes in rounds, in the order of the later measurement
+rank 0                      collects the failures; all other ranks wait for the result
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from meshwright.tools.doctor.findings import Finding
 from meshwright.tools.doctor.links import MOST_ROUNDS, rounds
 
 CONNECT_S = 5.0
-"""A link on which a connection takes longer is dead."""
+"""Seconds after which a connection attempt counts as failed and the link as dead."""
 TRYING = timedelta(seconds=CONNECT_S * MOST_ROUNDS)
-"""What a node needs that reaches nobody."""
+"""Time that a node needs for its attempts if it reaches no other node."""
 
 
 class Reach(NamedTuple):
-    """What the nodes have found."""
+    """Reachability of all nodes."""
 
     pairs: list[tuple[str, str]]
-    """Of nodes, the first of which cannot connect to the second."""
+    """Pairs of nodes; the first cannot connect to the second."""
     silent: list[str]
-    """Nodes that did not say, though they had come."""
+    """Nodes that joined the rendezvous but did not report a result."""
     nodes: list[str]
-    """All."""
+    """All nodes."""
 
 
 def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
-    """The same for every rank. Every rank calls it; blocks. ``store``: where all have met.
+    """Connect the first ranks of the nodes pairwise, in at most ``MOST_ROUNDS`` rounds, and return the result.
+
+    Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``, the store of the
+    rendezvous.
 
     Raises:
         CommunicationError: rank 0 has left.
@@ -65,7 +68,7 @@ def _try_others(store: Any, address: str, patience: timedelta) -> None:
     store.set(f"listens/{mine}", address)
     tried = itertools.chain.from_iterable(itertools.islice(rounds(names), MOST_ROUNDS))
     others = [b if a == mine else a for a, b in tried if mine in (a, b)]
-    with contextlib.suppress(RuntimeError):  # who does not listen in time will not say anything either
+    with contextlib.suppress(RuntimeError):  # a node that does not listen in time will not report a result either
         store.wait([f"listens/{other}" for other in others], patience)
     places = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
     failed = [other for other, place in places.items() if address and place and not _connects(place)]
@@ -86,8 +89,10 @@ def _put_together(store: Any, rank: int, patience: timedelta) -> Reach:
 
 
 def judge_reach(found: Reach) -> list[Finding]:
-    """What to say of it. A node of several dead links is to be left out, unless most are; of a single dead link nobody
-    can tell whose it is.
+    """Return the findings on unreachable nodes.
+
+    A node with several dead links is to be left out, unless most nodes have them. A single dead link gives no hint at
+    which of its two nodes is at fault.
     """
     links = list(dict.fromkeys((min(pair), max(pair)) for pair in found.pairs))
     said, left = [], links
@@ -111,7 +116,7 @@ def judge_reach(found: Reach) -> list[Finding]:
 
 @contextlib.contextmanager
 def _listening(host: str | None) -> Iterator[str]:
-    """``host:port`` at which connections are taken; empty where the node's own address is not known."""
+    """Accept connections inside the context and yield ``host:port``, or "" if ``host`` is None."""
     if host is None:
         yield ""
         return
@@ -134,6 +139,6 @@ def _connects(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_S) as connection:
-            return connection.recv(1) == b""  # taken, and closed
+            return connection.recv(1) == b""  # accepted, then closed
     except OSError:
         return False

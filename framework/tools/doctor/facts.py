@@ -1,4 +1,4 @@
-"""What one rank finds out about the machine it runs on, and the disk that the run will write to."""
+"""Facts about the machine of one rank, and about the disk that the run will write to."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ CLOCK_ROUNDS = 5
 
 
 class Facts(NamedTuple):
-    """Of one rank."""
+    """Facts about one rank's machine."""
 
     rank: int
     host: str
     versions: tuple[tuple[str, str], ...]
     device: str
     device_bytes: int
-    """Memory of the device; on CPU of the machine."""
+    """Memory of the device; on CPU that of the machine."""
     free_bytes: int
-    """Of that, not in use now."""
+    """Unused part of that memory."""
     num_cpus: int
     load: float
-    """Processes that want a CPU now, over the last minute."""
+    """Load average of the last minute: processes that want a CPU."""
     clock_s: float
-    """Ahead of rank 0's clock."""
+    """Seconds that this clock is ahead of rank 0's."""
     sees_directory: bool
-    """Whether a file that rank 0 has just written into the run's directory is there."""
+    """True if a file that rank 0 has just written into the run's directory is visible here."""
     disk_free_bytes: int
     write_bytes_per_s: float | None
-    """Of 64 MB into the run's directory, on the disk; only the first rank of each host writes. None: it did not."""
+    """Rate of a 64 MiB write with fsync into the run's directory; None if it failed, or not the host's first rank."""
     disk_problem: str | None
 
 
 def look(mesh: Mesh, directory: Path) -> list[Facts]:
-    """Everyone's. Every rank calls it; all get the same answer. The directory must be there for rank 0."""
+    """Gather the facts of all ranks over the world group. Every rank calls it and gets the same list; blocks.
+
+    ``directory`` must exist on rank 0.
+    """
     first_of_host = mesh.nodes.index(mesh.nodes[mesh.rank]) == mesh.rank
     clock_s = clock_ahead_s(mesh, CLOCK_ROUNDS)
     sees = sees_directory(mesh, directory)
@@ -74,7 +77,7 @@ def look(mesh: Mesh, directory: Path) -> list[Facts]:
 
 
 def _write(directory: Path) -> tuple[float | None, str | None]:
-    """(bytes per second, what went wrong)."""
+    """Write a test file and return (bytes per second, error text); one of the two is None."""
     place = directory / f".doctor-{socket.gethostname()}-{os.getpid()}"
     data = os.urandom(2**20)
     try:
@@ -92,7 +95,7 @@ def _write(directory: Path) -> tuple[float | None, str | None]:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """(all, free) bytes."""
+    """Return (total, free) memory in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free

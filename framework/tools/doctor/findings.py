@@ -1,4 +1,4 @@
-"""What of it would end a run, or hold all others up; and who is to be left out. Pure."""
+"""Faults that would end a run or slow down all ranks, and the nodes to leave out. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from meshwright.tools.doctor.links import Link, by_node, slow_pairs
 from meshwright.watch.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
-"""A node or link that reaches less than this share of what is usual here is named."""
+"""Share of the usual rate on this cluster below which a node or link is reported."""
 EXPECTED = 0.8
-"""And one that reaches less than this share of what the cluster is said to have."""
+"""Share of the rate in the cluster file below which a node is reported."""
 CLOCK_S = 1.0
 
 
 class Finding(NamedTuple):
-    """Something that is wrong."""
+    """Fault found by the check."""
 
     text: str
     nodes: tuple[str, ...] = ()
-    """That a job would do better without."""
+    """Nodes that a job should leave out because of it."""
 
 
 def judge(facts: Sequence[Facts], links: Sequence[Link], *, expected_bytes_per_s: float | None = None) -> list[Finding]:
-    """All that is wrong, the worst first. ``expected_bytes_per_s``: of a link across nodes."""
+    """Return all faults, the worst first. ``expected_bytes_per_s``: expected rate of a link across nodes."""
     return [*_disk(facts), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
 
 
@@ -93,5 +93,5 @@ def _links(links: Sequence[Link], expected: float | None) -> list[Finding]:
 
 
 def gbit(bytes_per_s: float) -> str:
-    """``0.957 Gbit/s``."""
+    """Format a rate as ``0.957 Gbit/s``."""
     return f"{8 * bytes_per_s / 1e9:.3g} Gbit/s"

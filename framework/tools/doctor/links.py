@@ -1,4 +1,4 @@
-"""How fast and how far apart nodes are: bytes sent to and fro between pairs of ranks, and all-reduces of each axis."""
+"""Bandwidth and latency between nodes: ping-pong between pairs of ranks, and all-reduces along each axis."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from meshwright.mesh.mesh import Mesh
 
 PINGS = 20
 AIM_S = 0.25
-"""How long the bytes of one measurement are to be under way: long against a latency, short against patience."""
+"""Intended duration of one bandwidth measurement: long compared with a latency, short for the user."""
 FIRST_BYTES, MOST_BYTES = 2**20, 2**28
 REPEATS = 3
 SUMMED_BYTES = 2**22
-"""Of an all-reduce."""
+"""Bytes of a measured all-reduce."""
 MOST_ROUNDS = 6
-"""Of pairs of nodes: in each round every node has one partner."""
+"""Largest number of rounds over pairs of nodes; in each round every node has one partner."""
 
 
 class Link(NamedTuple):
-    """Between two nodes, or two ranks of one."""
+    """Measured link between two nodes, or between two ranks of one node."""
 
     nodes: tuple[str, str]
     ranks: tuple[int, int]
     bytes_per_s: float
-    """One way, of large messages."""
+    """One-way bandwidth of large messages."""
     latency_s: float
-    """One way, of 8 bytes."""
+    """One-way latency of 8 bytes."""
 
 
 class Sum(NamedTuple):
-    """An all-reduce of one group."""
+    """Measured all-reduce of one group."""
 
     axis: str
     ranks: tuple[int, ...]
     seconds: float
     bus_bytes_per_s: float
-    """What each rank sends, 2 M (n-1)/n, over the time."""
+    """Bytes that each rank sends, 2 M (n-1)/n, per second."""
     latency_s: float
-    """Of an all-reduce of 8 bytes."""
+    """Seconds of an all-reduce of 8 bytes."""
 
     def latency_share(self, num_bytes: int) -> float:
-        """Of the time of a sum of so many bytes that one spends waiting for the first of them."""
+        """Return the share of an all-reduce's time that is latency, for ``num_bytes`` bytes."""
         return self.latency_s / (self.latency_s + num_bytes * self._seconds_per_byte)
 
     def bytes_for(self, share: float) -> int:
-        """The smallest message of whose time this share is latency."""
+        """Return the smallest number of bytes for which latency is ``share`` of an all-reduce's time."""
         return math.ceil(self.latency_s * (1 / share - 1) / self._seconds_per_byte)
 
     @property
@@ -61,7 +61,7 @@ class Sum(NamedTuple):
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Pairs such that in each round nobody is in two: a tournament, every pair once. The circle method."""
+    """Yield rounds of pairs by the circle method: every pair occurs once, and no name twice in a round."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -71,8 +71,10 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def measure_links(mesh: Mesh) -> list[Link]:
-    """Pairs of nodes by their first ranks, round by round, and two ranks inside each node. Every rank calls it; all
-    get the same answer."""
+    """Measure pairs of nodes through their first ranks, round by round, and one pair of ranks inside each node.
+
+    Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up to ``MOST_BYTES``.
+    """
     first: dict[str, list[int]] = {}
     for rank, node in enumerate(mesh.nodes):
         first.setdefault(node, []).append(rank)
@@ -92,7 +94,7 @@ def measure_links(mesh: Mesh) -> list[Link]:
 
 
 def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple[float, float]:
-    """(bytes per second, seconds of latency) as the first of the two sees it: there and back, halved."""
+    """Return (bytes per second, seconds of latency) of a pair: half a round trip, timed on the calling rank."""
     leads, peer = world.rank == pair[0], pair[1] if world.rank == pair[0] else pair[0]
     latency_s = statistics.median(_there_and_back(world, peer, leads, 8, PINGS, device)) / 2
     probe_s = min(_there_and_back(world, peer, leads, FIRST_BYTES, REPEATS, device)) / 2
@@ -106,7 +108,7 @@ def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple
 def _there_and_back(
     world: Group, peer: int, leads: bool, num_bytes: int, times: int, device: torch.device
 ) -> list[float]:
-    """Seconds of each, after one that nobody counts."""
+    """Return the seconds of ``times`` round trips of ``num_bytes`` bytes each way, after one warm-up."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     taken_s = []
     for _ in range(times + 1):
@@ -126,7 +128,10 @@ def _pass(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
 
 
 def measure_sums(mesh: Mesh) -> list[Sum]:
-    """An all-reduce in every group of each axis, those of an axis at once, as in training. Every rank calls it."""
+    """Measure an all-reduce in every group of tp, dp and pp; the groups of one axis run at once, as in training.
+
+    Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n bytes per all-reduce.
+    """
     groups = {Axis.TP: mesh.tp, Axis.DP: mesh.dp, Axis.PP: mesh.pp}
     found: list[Sum] = []
     for axis, group in groups.items():
@@ -141,7 +146,7 @@ def measure_sums(mesh: Mesh) -> list[Sum]:
 
 
 def _sum(group: Group, numbers: torch.Tensor, times: int) -> float:
-    """Seconds of an all-reduce, median, after one that nobody counts."""
+    """Return the median seconds of ``times`` all-reduces of ``numbers`` (any shape), after one warm-up; blocks."""
     taken_s = []
     for _ in range(times + 1):
         group.barrier()
@@ -154,7 +159,7 @@ def _sum(group: Group, numbers: torch.Tensor, times: int) -> float:
 
 
 def by_node(links: Sequence[Link]) -> dict[str, float]:
-    """The best that each node has reached with any other, bytes per second: a slow partner is not its fault."""
+    """Return each node's best bandwidth to another node, in bytes per second: a slow partner is not its fault."""
     best: dict[str, float] = {}
     for link in links:
         if link.nodes[0] != link.nodes[1]:
@@ -164,7 +169,7 @@ def by_node(links: Sequence[Link]) -> dict[str, float]:
 
 
 def slow_pairs(links: Sequence[Link], share: float) -> list[Link]:
-    """Links across nodes that are slower than this share of what both of their nodes reach with others."""
+    """Return links across nodes that are slower than ``share`` of the best bandwidth of both their nodes."""
     best = by_node(links)
     across = [link for link in links if link.nodes[0] != link.nodes[1]]
     return [link for link in across if all(link.bytes_per_s < share * best[node] for node in link.nodes)]

@@ -1,4 +1,4 @@
-"""The whole visit, as one rank of a job, and what comes of it."""
+"""Complete check on one rank of a job, and its outcome."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from meshwright.tools.doctor.links import measure_links, measure_sums
 from meshwright.tools.doctor.report import text, write_links
 
 LIMIT_S = 120.0
-"""How long a rank waits for another: who does not come within that is not coming."""
+"""Seconds that a rank waits for another one; a rank that takes longer counts as absent."""
 HEARD_S = 5.0
-"""How long rank 0 waits until the others know that it has something to say."""
+"""Seconds that rank 0 waits for the other ranks to see that there are findings."""
 LINKS = "links.toml"
 BAD_NODES = "bad-nodes"
-"""What a job script gives to Slurm's ExcNodeList; empty when there is none."""
+"""File with a value for Slurm's ExcNodeList, which a job script passes on; empty if no node is bad."""
 
 
 class NotFit(UserError):
-    """Something is wrong that a run would suffer from; names it, and the nodes to leave out."""
+    """Error that lists the faults a run would suffer from, and the nodes to leave out."""
 
     exit_code = 3
 
 
 def nodes_of(findings: list[Finding]) -> list[str]:
-    """Those to leave out."""
+    """Return the nodes to leave out, each once."""
     return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
 
 
 def not_fit(findings: list[Finding]) -> NotFit:
-    """The error that names them."""
+    """Build the error that lists the findings and the nodes to leave out."""
     nodes = nodes_of(findings)
     exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
     many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
@@ -51,10 +51,10 @@ def not_fit(findings: list[Finding]) -> NotFit:
 
 
 def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
-    """One rank of the visit; rank 0 prints it.
+    """Run the check on one rank; rank 0 prints the report. Every rank calls it; blocks.
 
     Raises:
-        NotFit: on rank 0, when something is wrong.
+        NotFit: on rank 0, if there is any finding.
     """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
@@ -87,12 +87,13 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
 
 
 def _meet(grid: Grid, directory: Path) -> Any:
-    """The store at which all ranks have met, when every link between nodes has taken a connection. None on a rank that
-    has nothing to say of what is wrong: rank 0 says it.
+    """Return the rendezvous store once all ranks are there and all links between nodes accept connections; blocks.
+
+    Returns None on a rank other than 0 if there are findings, because rank 0 reports them.
 
     Raises:
-        NotFit: on rank 0: somebody did not come, or a link is dead; nothing more can be measured. On another rank: rank
-            0 cannot be reached, and has said nothing.
+        NotFit: on rank 0: a rank is absent or a link is dead, and nothing more can be measured. On another rank: rank 0
+            is unreachable and has reported nothing.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
@@ -105,7 +106,7 @@ def _meet(grid: Grid, directory: Path) -> Any:
             store.add("heard", 1)
     except NotAllCame as error:
         store, findings = None, [Finding(str(error), error.nodes)]
-        if rank != 0:  # rank 0, had it been there, would have spoken before
+        if rank != 0:  # a running rank 0 would have reported before
             raise not_fit(findings) from None
     except CommunicationError:
         if rank == 0:
@@ -120,23 +121,23 @@ def _meet(grid: Grid, directory: Path) -> Any:
 
 
 def _wait_for_others(store: Any, world_size: int) -> None:
-    """The store ends with this process: not before the others have heard."""
+    """Wait until the other ranks have seen the findings, at most ``HEARD_S``: the store ends with this process."""
     deadline_s = time.monotonic() + HEARD_S
     while store is not None and store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
 def _ignore_signals() -> None:
-    """srun ends all ranks when one has something to say; they are leaving anyway, and with 0."""
+    """Ignore the signals by which srun ends all ranks once one has failed; this rank is about to exit with 0 anyway."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 def expected_of(cluster: Path) -> float | None:
-    """What a cluster's TOML says of its links across nodes, bytes per second: ``[across_nodes] bytes_per_s``.
+    """Return the rate of links across nodes in a cluster's TOML, ``[across_nodes] bytes_per_s``; None if it is missing.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         found = parse_toml(read_text(cluster, MAX_TOML_BYTES)).get("across_nodes", {})

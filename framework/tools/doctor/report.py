@@ -1,4 +1,4 @@
-"""The visit in words, and its link figures as a small TOML file that a planner reads."""
+"""Results of the check as text, and its link figures as a small TOML file that a planner reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.tools.doctor.findings import Finding, gbit
 from meshwright.tools.doctor.links import Link, Sum, by_node
 
 MUCH_LATENCY = 0.05
-"""Of the time of a message: what buckets should be large enough for."""
+"""Share of an all-reduce's time that latency may take; buckets should be large enough for it."""
 
 
 def text(
@@ -23,7 +23,7 @@ def text(
     findings: Sequence[Finding],
     bucket_bytes: int,
 ) -> str:
-    """All of it. ``bucket_bytes``: of the configuration."""
+    """Return the whole report. ``bucket_bytes``: the configuration's ``parallel.bucket_bytes``."""
     first = facts[0]
     lines = ["  ".join(f"{name} {version}" for name, version in first.versions), ""]
     best, inside = by_node(links), {link.nodes[0]: link for link in links if link.nodes[0] == link.nodes[1]}
@@ -84,7 +84,10 @@ def _sums(sums: Sequence[Sum]) -> list[tuple[str, ...]]:
 
 
 def buckets_line(sums: Sequence[Sum], bucket_bytes: int) -> list[str]:
-    """How large gradients' messages should be on these links. Larger ones begin later: no more than is needed."""
+    """Return a line on the latency share of the gradient buckets, with the size that would suffice on these links.
+
+    Larger buckets start their reduction later, so the advice is never more than needed. Empty without dp measurements.
+    """
     dp = [each for each in sums if each.axis == "dp"]
     if not dp:
         return []
@@ -104,7 +107,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def links_toml(links: Sequence[Link]) -> str:
-    """Medians inside nodes and across; what was not measured is left out."""
+    """Return the median figures inside nodes and across nodes as TOML; unmeasured ones are left out."""
     kinds = {
         "in_node": [link for link in links if link.nodes[0] == link.nodes[1]],
         "across_nodes": [link for link in links if link.nodes[0] != link.nodes[1]],
@@ -125,7 +128,7 @@ def links_toml(links: Sequence[Link]) -> str:
 
 
 def write_links(links: Sequence[Link], place: Path) -> None:
-    """Whole or not at all."""
+    """Write the link figures atomically (temporary file, then rename)."""
     aside = place.with_name(f"{place.name}.part")
     aside.write_text(links_toml(links))
     aside.replace(place)

@@ -1,1 +1,1 @@
-"""A job rehearsed on paper: what each kind of rank holds and says, and whether all of them agree."""
+"""Dry run of a job: memory and communication of each kind of rank, and a check that all ranks agree."""

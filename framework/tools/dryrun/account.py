@@ -1,9 +1,10 @@
-"""From a recorder's notes to what is told of a rank: its peak and what that is made of, the peak of each action, and
-what it said to whom.
+"""Account of a rank from a recorder's notes: peak memory and its composition, the peak of each action, communication.
 
-    at the peak     born before the step              by what it is: weights, gradients, optimizer, buffers
-                    made in this action or another    gone by its end: temporary; sent or received: a message;
-                                                      else kept: of a forward activations, of a backward buckets
+Category of the storages that live at one moment, such as the peak:
+
+    at the peak     born before the step              by its role: weights, gradients, optimizer, buffers
+                    made in this action or another    released by its end: temporary; sent or received: a message;
+                                                      else kept: by a forward activations, by a backward buckets
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from meshwright.tools.dryrun.recorder import Begun, Life, Recorder, live_bytes
 
 
 class Category(StrEnum):
-    """What live bytes are for."""
+    """Use of live bytes."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     GATHERED = "gathered weights"
-    """Of ZeRO-3, whole for a while."""
+    """Weights of ZeRO-3 while they are unsharded."""
     ACTIVATIONS = "activations"
-    """Kept for a backward."""
+    """Tensors kept for a backward."""
     MESSAGES = "messages"
-    """Between stages: sent and not done, or received and not used."""
+    """Values between stages: sent and not completed, or received and not yet used."""
     BUCKETS = "buckets"
-    """Gradients in communication, and what a backward has made of them and not handed on."""
+    """Gradients in communication, and results of a backward that have not been passed on."""
     TEMPORARIES = "temporaries"
-    """Made and gone in the same action."""
+    """Tensors made and released in the same action."""
     CONSTANTS = "constants"
-    """The model's buffers."""
+    """Buffers of the model."""
     OTHER = "other"
 
 
 class Peak(NamedTuple):
-    """The most live bytes within one thing that a rank did."""
+    """Largest number of live bytes during one activity of a rank."""
 
     what: object
-    """An action, or messages posted together, or words."""
+    """Action, group of messages posted together, or a text."""
     num_bytes: int
 
 
 class Spoken(NamedTuple):
-    """A message, and what the rank was doing as it said it."""
+    """Communication operation, and the rank's activity at that time."""
 
     what: object
     heard: Heard
@@ -57,26 +58,26 @@ class Spoken(NamedTuple):
 
 @dataclass
 class Rehearsal:
-    """What one rank does and holds in a step."""
+    """Memory and communication of one rank in a step: the script that ranks of its kind follow."""
 
     rank: int
     pp_rank: int
     peak_bytes: int
-    """The most live bytes on the device after any operation of the step."""
+    """Largest number of live bytes on the device after any operation of the step."""
     peak_in: object
-    """What the rank was doing then."""
+    """Activity of the rank at the peak."""
     held: dict[Category, int]
-    """The bytes of that moment."""
+    """Live bytes at the peak, by category."""
     at_rest: dict[Category, int]
-    """Before the step."""
+    """Live bytes before the step, by category."""
     host_bytes: int
-    """Of that moment's bytes, those that ``parallel.offload`` puts into the host's memory, and that are not counted."""
+    """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
     both_bytes: int
-    """The most live bytes, those of the host counted too."""
+    """Largest number of live bytes on device and host together."""
     said: list[Spoken] = field(default_factory=list)
-    """In order."""
+    """Communication operations, in order."""
     peaks: list[Peak] = field(default_factory=list)
-    """Of each thing that it did, in order."""
+    """Peak of each activity, in order."""
 
 
 def told(
@@ -87,8 +88,12 @@ def told(
     roles: Mapping[int, Category],
     on_host: Collection[Category] = (),
 ) -> Rehearsal:
-    """What the notes from after operation ``first`` on tell. ``roles``: of the storages that were there before;
-    ``on_host``: what of them is not on the device: the peak is the device's."""
+    """Build the account of a rank from the notes after operation ``first``.
+
+    Args:
+        roles: storage number -> category, for storages from before the step.
+        on_host: categories of those in host memory, which the device's peak does not count.
+    """
     last = recorder.now
     begun = [each for each in recorder.begun if each.at >= first] or [Begun(first, "nothing")]
     away = {number for number, role in roles.items() if role in on_host}

@@ -1,13 +1,15 @@
-"""Whether the ranks of a job understand each other: members, collectives, messages, and who waits for whom for ever.
+"""Check that the ranks of a job agree: group members, collectives, messages, and absence of deadlocks.
 
-    members       each rank that is in a group is known to all others of it
-    collectives   all members of a group say the same, in the same order: operation, bytes, dtype
-    messages      each send meets its receive: bytes and dtype, in the order of the channel; and the rows themselves
+    members       every rank of a group counts every other one as a member
+    collectives   all members of a group issue the same sequence: operation, bytes, dtype
+    messages      each send matches its receive: bytes and dtype, in the order of the channel; and the rows themselves
                   pass meshwright.schedule.check
-    hang          played to the end, each operation waits until all that it concerns are there (the harshest reading)
+    hang          played to the end; each operation blocks until all its ranks have reached it (the strictest
+                  semantics)
 
-All ranks are held together. Those of one column, the ranks with the same (dp, tp), do what another column does unless
-a rank is apart; so what is played is the columns of such ranks, and one more along each axis.
+The rehearsal that a rank follows is called its script. Members and collectives are compared over all ranks. A column is
+the ranks with the same (dp, tp). Columns behave alike unless a rank differs, so only columns with such ranks are
+played, and one more along each axis.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Ranks = tuple[int, ...]
 
 
 class Disagreement(NamedTuple):
-    """What does not fit."""
+    """Disagreement between ranks: its kind, the ranks and a description."""
 
     kind: str
     ranks: Ranks
@@ -38,14 +40,14 @@ class Disagreement(NamedTuple):
 
 
 def disagreements(job: Job) -> list[Disagreement]:
-    """All that is found, causes before consequences; empty: the job runs through."""
+    """Return all disagreements, causes before consequences; empty if the job can run."""
     views = Views(job)
     found = [*_members(job, views), *_collectives(job, views), *_rows(job), *_messages(job, views)]
     return found + list(_hangs(job, views))
 
 
 def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
-    """Along which axis a group goes: pp, dp, tp, ``tied`` (copies of a weight) or ``world``."""
+    """Return the axis along which a group extends: pp, dp, tp, ``tied`` (copies of a weight) or ``world``."""
     if to_peer:
         return Axis.PP
     if len(group) == grid.size and sum(degree > 1 for degree in grid) > 1:
@@ -56,13 +58,13 @@ def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
 
 
 class _Outline(NamedTuple):
-    """Of a group: its members, and along what they stand."""
+    """Members of a group, and its extent along dp and tp."""
 
     members: tuple[Coordinates, ...]
     first_dp: int
     num_dp: int
     dp_step: int
-    """0: one replica."""
+    """Distance between neighbouring dp ranks; 0: one replica."""
     along_tp: bool
 
 
@@ -74,14 +76,14 @@ def _outline(grid: Grid, group: Ranks) -> _Outline:
 
 
 class Views:
-    """What each rank believes of its groups."""
+    """Each rank's view of its groups."""
 
     def __init__(self, job: Job) -> None:
         self._grid, self._job = job.grid, job
         self._kept: dict[tuple[Ranks, Coordinates], Ranks] = {}
         self._outlines: dict[Ranks, _Outline] = {}
         self._strangers: dict[tuple[str, int], set[int]] = defaultdict(set)
-        """(axis, rank) -> those of its group that it does not know."""
+        """(axis, rank) -> members of its group that are missing in its view."""
         for axis, rank in job.missing:
             for other in job.grid.group(Axis(axis), rank):
                 if other != rank:
@@ -96,7 +98,7 @@ class Views:
         }
 
     def group(self, group: Ranks, script: Rehearsal, rank: int) -> Ranks:
-        """The group of ``rank`` that stands where ``group`` does in the script that it follows."""
+        """Return the group of ``rank``, in its own view, that corresponds to ``group`` in the script it follows."""
         moved = group if script.rank == rank else self._moved(group, rank)
         return self._known(axis_of(self._grid, group), moved, rank) if self._strangers else moved
 
@@ -105,7 +107,7 @@ class Views:
         return tuple(member for member in group if member not in unknown) if unknown else group
 
     def beliefs(self, script: Rehearsal, rank: int) -> Iterator[tuple[str, Ranks, Ranks]]:
-        """(axis, the group that the grid says, the one that ``rank`` believes) of each that it speaks in."""
+        """Yield (axis, group by the grid, group in the view of ``rank``) for each group in which it communicates."""
         for kind in self.kinds[id(script)]:
             axis = axis_of(self._grid, kind) if self._strangers or len(kind) < self._grid.size else "world"
             if axis != "world":
@@ -116,7 +118,7 @@ class Views:
             yield Axis.PP, column, self._known(Axis.PP, column, rank)
 
     def knows(self, rank: int, peer: int) -> bool:
-        """Whether ``rank`` can send to ``peer`` and receive from it."""
+        """Return True if ``peer`` exists in the view of ``rank``, so that they can exchange messages."""
         return peer not in self._strangers.get((Axis.PP, rank), ())
 
     def _moved(self, group: Ranks, rank: int) -> Ranks:
@@ -126,7 +128,7 @@ class Views:
             self._outlines[group] = _outline(self._grid, group)
         outline, at = self._outlines[group], self._grid.coordinates(rank)
         dp_shift = 0
-        if outline.dp_step:  # neighbours, or those that stand alike among theirs
+        if outline.dp_step:  # one contiguous run of dp ranks, or the same position in each run
             is_run = outline.dp_step == 1
             dp_shift = at.dp_rank - at.dp_rank % outline.num_dp if is_run else at.dp_rank % outline.dp_step
         key = (
@@ -149,11 +151,11 @@ class Views:
         return self._kept[key]
 
     def crosses_stages(self, kind: Ranks) -> bool:
-        """Whether pipeline ranks that do something else are in it."""
+        """Return True if the group spans several pipeline ranks, which follow different scripts."""
         return len({member // (self._grid.dp * self._grid.tp) for member in (kind[0], kind[-1])}) > 1
 
     def peer(self, spoken: Spoken, script: Rehearsal, rank: int) -> int:
-        """The rank at the other end of a message."""
+        """Return the rank at the other end of a message."""
         assert spoken.heard.peer is not None
         at = self._grid.coordinates(rank)
         return self._grid.rank(at._replace(pp_rank=self._grid.coordinates(spoken.heard.peer).pp_rank))
@@ -199,9 +201,9 @@ def _members(job: Job, views: Views) -> Iterator[Disagreement]:
 
 
 def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
-    """Groups whose members follow several scripts."""
+    """Compare collectives within groups whose members follow different scripts."""
     by_group: dict[Ranks, dict[int, _Place]] = defaultdict(dict)
-    world: dict[int, _Place] = {}  # apart: it takes long to look up a group of all ranks
+    world: dict[int, _Place] = {}  # kept apart: looking up a group of all ranks is slow
     for rank in range(job.grid.size):
         script = job.rehearsal_of(rank)
         for kind in views.kinds[id(script)]:
@@ -243,16 +245,16 @@ def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
 
 
 class _Place(NamedTuple):
-    """Of a script in a group."""
+    """Position of a script in a group."""
 
     rank: int
-    """The first that follows it there."""
+    """First rank of the group that follows the script."""
     kind: Ranks
-    """The group, as the script calls it."""
+    """The group as the script contains it."""
 
 
 def _rows(job: Job) -> Iterator[Disagreement]:
-    """A rank with another schedule among those of its column."""
+    """Check ranks that run another schedule than the rest of their column."""
     schedule = job.blueprint.schedule
     for rank, own in job.own_schedules.items():
         pp_rank = job.grid.coordinates(rank).pp_rank
@@ -286,7 +288,7 @@ def _rows(job: Job) -> Iterator[Disagreement]:
 
 
 def _messages(job: Job, views: Views) -> Iterator[Disagreement]:
-    """Each channel of a pipeline, of the first column and of those with ranks that are apart."""
+    """Compare sends with receives, on each channel of the first column and of the columns with deviating ranks."""
     apart = [*job.own, *(rank for axis, rank in job.missing if axis == Axis.PP)]
     columns = {(0, 0)} | {tuple(job.grid.coordinates(rank)[1:]) for rank in apart}
     for dp_rank, tp_rank in sorted(columns):
@@ -341,11 +343,11 @@ def _few(ranks: Sequence[int]) -> str:
     return " ".join(shown) if len(ranks) == 1 else f"[{' '.join(shown)}]"
 
 
-# --------------------------------------------------------------------------------------------------- who waits for ever
+# ------------------------------------------------------------------------------------------------------------ deadlocks
 
 
 class _Item(NamedTuple):
-    """What a rank does together: messages posted as one, or one collective."""
+    """Blocking unit of a rank: messages posted together, or one collective."""
 
     what: object
     sends: tuple[int, ...]

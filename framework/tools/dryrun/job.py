@@ -1,10 +1,10 @@
-"""All ranks of a job, rehearsed once for each kind of them and then held against each other.
+"""Rehearsal of all ranks of a job, once per kind of rank, and the comparison of all ranks.
 
-16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      the ranks of one pipeline rank do alike: one script
-16 pipeline ranks = 3 kinds: first, 14 between, last           stages that are alike are rehearsed once, in short,
+16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      ranks of one pipeline rank behave alike: one script
+16 pipeline ranks = 3 kinds: first, 14 between, last           equal stages are rehearsed once, in short,
                                                                and played back in each rank's own row
-every rank      the script of its kind, the groups that it believes to be in        or its own, where it differs
-held together   members of groups; collectives one by one; each send with its receive; who waits for whom for ever
+every rank      the script of its kind and its view of its groups, or a script of its own where it differs
+compared        members of groups; collectives one by one; each send with its receive; deadlocks
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ from meshwright.tools.dryrun.replay import CHUNKS, CannotPlay, learn, play_back
 
 @dataclass
 class Job:
-    """A job on paper."""
+    """Dry run of a job."""
 
     config: RunConfig
     grid: Grid
     blueprint: Blueprint
     rehearsals: list[Rehearsal]
-    """By pipeline rank: of its first rank, and so of all that stand there."""
+    """By pipeline rank: rehearsal of its first rank, valid for all its ranks."""
     kinds: list[int]
-    """By pipeline rank: the first one that holds stages like it."""
+    """By pipeline rank: the first pipeline rank with equal stages."""
     own: dict[int, Rehearsal] = field(default_factory=dict)
-    """Ranks that do something of their own."""
+    """Rehearsals of ranks that differ from their pipeline rank."""
     own_schedules: dict[int, Schedule] = field(default_factory=dict)
-    """Theirs, of those that have another one."""
+    """Schedules of those ranks that run another one."""
     missing: list[tuple[str, int]] = field(default_factory=list)
-    """(axis, rank): the others of this rank's group do not know it."""
+    """(axis, rank) of each rank that is missing in the view of its group's other ranks."""
 
     def rehearsal_of(self, rank: int) -> Rehearsal:
-        """What a rank does."""
+        """Return the rehearsal that holds for a rank."""
         return self.own.get(rank) or self.rehearsals[self.grid.coordinates(rank).pp_rank]
 
 
 def plan_job(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Job:
-    """Rehearse every kind of rank of a resolved configuration. ``say``: told what takes long."""
+    """Run the dry run of every kind of rank of a resolved configuration.
+
+    The callback receives a text for each kind that cannot be played back and therefore takes longer.
+    """
     grid = grid_of(config)
     drawn = draw(config)
     blueprint, pp = drawn.blueprint, grid.pp
@@ -88,13 +91,15 @@ def _short(config: RunConfig) -> RunConfig:
 
 
 def draw_like(blueprint: Blueprint, config: RunConfig) -> Blueprint:
-    """The blueprint of a configuration that differs in its schedule alone, or in the number of its micro-batches."""
+    """Return the blueprint for a configuration that differs only in schedule or number of micro-batches."""
     return replace(blueprint, config=config, schedule=draw_schedule(config))
 
 
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
-    """Equal for pipeline ranks whose stages are alike: layers, weights and what they hand on; a weight that several
-    stages hold makes a stage one of its own."""
+    """Return a key that is equal for pipeline ranks with equal stages: layers, weights and boundary values.
+
+    A stage with a weight that several stages hold has a key of its own.
+    """
     tied = {stage for stages in blueprint.stage_of_parameter().values() if len(stages) > 1 for stage in stages}
     found: list[Any] = []
     last = len(blueprint.stages) - 1
@@ -115,7 +120,7 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
 
 
 def seed_schedule(job: Job, rank: int, schedule: str) -> None:
-    """One rank was started with another schedule.
+    """Give one rank another schedule than the rest, as a deliberate fault.
 
     Raises:
         UserError: there is no such schedule for these degrees.

@@ -1,11 +1,11 @@
-"""Notes when each storage of a rank comes and goes, and what the rank says to others, operation by operation.
+"""Recorder of one rank's storage lifetimes and communication, operation by operation.
 
-    operation      1   2   3   4   5          a storage lives from the operation that made it to the last one before it
-    storage  a     |-----------|              went; the live bytes after operation t are those of all that live at t
-    storage  b         |-------------->       resized: it ends, and begins anew with its new size
+    operation      1   2   3   4   5          a storage lives from the operation that made it to the last one before
+    storage  a     |-----------|              its release; live bytes after operation t are those of all alive at t
+    storage  b         |-------------->       resized: one life ends, another begins with the new size
 
-It works on real tensors and on fake ones, which have a storage of the right size and no memory. A hook costs a few
-microseconds; everything else is worked out from the notes afterwards.
+It records real tensors and fake ones, whose storages have the right size and no memory. A hook costs a few
+microseconds; everything else is computed from the notes afterwards.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Life:
-    """A storage while it had one size."""
+    """Lifetime of a storage at one size."""
 
     __slots__ = ("born", "died", "first", "num_bytes", "number")
 
     def __init__(self, number: int, num_bytes: int, born: int, first: int) -> None:
         self.number = number
-        """Of the storage: the same for all its lives."""
+        """Number of the storage, the same for all its lives."""
         self.num_bytes = num_bytes
         self.born = born
-        """The operation after which it was there."""
+        """First operation after which this life exists."""
         self.died = ALIVE
-        """The last operation after which it was still there."""
+        """Last operation after which this life exists."""
         self.first = first
-        """When its storage was made."""
+        """Operation that made the storage, at its first size."""
 
 
 class Said(NamedTuple):
-    """A message, when it was said, and with which storages."""
+    """Communication operation, its time and the storages of its tensors."""
 
     at: int
     heard: Heard
@@ -53,34 +53,37 @@ class Said(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """From ``at`` on, which counts as an operation, the rank did that."""
+    """Start of an activity ``what`` of the rank; ``at`` counts as an operation."""
 
     at: int
     what: object
 
 
 class NotedActivity(Activity):
-    """Notes what the rank does, for a recorder."""
+    """Activity that also notes each start for a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def begin(self, what: object) -> None:
-        """As ever, and noted."""
+        """Begin an activity and record its start."""
         super().begin(what)
-        self._recorder.now += 1  # what goes before the first operation of this is no longer of what was before
+        self._recorder.now += 1  # a release before the first operation of ``what`` belongs to ``what``
         self._recorder.begun.append(Begun(self._recorder.now, what))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enter it before anything is built, above a FakeTensorMode if there is one."""
+    """Dispatch mode that records storages and communication.
+
+    Enter it before anything is built, above a FakeTensorMode if there is one.
+    """
 
     def __init__(self, first_number: int = 0) -> None:
-        """``first_number``: of the first storage."""
+        """Start an empty recorder; storages are numbered from ``first_number``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        """Operations so far."""
+        """Number of operations so far."""
         self.lives: list[Life] = []
         self.said: list[Said] = []
         self.begun: list[Begun] = []
@@ -91,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        if function is _DEVICE:  # autograd asks for it at every turn; a fake tensor is on meta and says otherwise
+        if function is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
             device = getattr(arguments[0], "fake_device", None)
             return function(*arguments) if device is None else device
         if hears_parts(types):
@@ -142,32 +145,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry[1].died = self.now
 
     def _resized(self, storage: Any, num_bytes: int, at: int) -> None:
-        """From operation ``at`` on it has that size."""
+        """Record that the storage has ``num_bytes`` from operation ``at`` on."""
         key = storage._cdata
         _, life = self._known[key]
         life.died = at - 1
         self._begin(key, storage, num_bytes, life, at)
 
     def next_number(self) -> int:
-        """For a storage that is new."""
+        """Return the number for a new storage."""
         self._next_number += 1
         return self._next_number - 1
 
     def number_of(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; one that no operation has shown before gets its number now."""
+        """Return the number of a tensor's storage; a storage that no operation has shown before gets its number now."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._begin(storage._cdata, storage, storage.nbytes(), None)
         return self._known[storage._cdata][1].number
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Of those whose storage has been seen."""
+        """Return the numbers of all tensors whose storage is recorded."""
         keys = (tensor.untyped_storage()._cdata for tensor in tensors)
         return {self._known[key][1].number for key in keys if key in self._known}
 
     @contextmanager
     def watching_sizes(self) -> Iterator[None]:
-        """Within: resizing a storage by hand, which is no operation, is noted (torch's fully_shard frees so)."""
+        """Record manual storage resizes inside the context.
+
+        They are not dispatched operations; torch's fully_shard frees memory by them.
+        """
         storage_class: Any = torch.UntypedStorage
         resize = storage_class.resize_
 
@@ -185,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def live_bytes(lives: Iterable[Life], first: int, last: int) -> list[int]:
-    """After each operation ``first`` .. ``last``: the bytes of all that lived then."""
+    """Return the live bytes after each of the operations ``first`` .. ``last``."""
     changes = [0] * (last - first + 2)
     for life in lives:
         if life.died >= first and life.born <= last:

@@ -1,12 +1,12 @@
-"""One step of one rank on paper: the rank's own code on tensors that have shapes and no numbers.
+"""Dry run of one step of one rank: the rank's own code on tensors with shapes and without values.
 
     blueprint -> paper mesh -> build() -> the optimizer's states -> one step by the rank's row
                     |             |              |                      |
-                    +---- every operation: what comes, what goes, what is said to whom ----> Rehearsal
+                    +---- every operation: allocations, releases, communication ---> Rehearsal
 
-What runs is what trains: stages, buckets, regions, fully_shard, optimizer. Tensors are fake ones of the CPU, so that
-the kernels are chosen that a CPU would choose, with what these keep for backward. Left out is what reads numbers on the
-host, and with it the first look that each layer gets in a run's first forward.
+The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, so the
+kernels and the tensors that these save for backward are those of a CPU. Code that reads values on the host is left
+out, and with it the inspection of each layer in a run's first forward.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def _zeros(outline: Tensor) -> Tensor:
 
 
 class Handed(NamedTuple):
-    """The tensors that an action of a stage was handed and has handed on, by their storages."""
+    """Storages of the tensors that an action of a stage received (``taken``) and returned (``given``)."""
 
     taken: tuple[int, ...]
     given: tuple[int, ...]
     kept: tuple[bool, ...]
-    """Of those given: whether the stage keeps them too, for backward."""
+    """True for each returned tensor that the stage also keeps for backward."""
     beside: frozenset[int] = frozenset()
-    """Those that everybody may look at: which samples go through."""
+    """Storage of the current sample indices, which any layer may read."""
 
 
 class NotedStage:
-    """A stage of which it is noted what it is handed and hands on."""
+    """Wrapper of a stage that records the tensors it receives and returns."""
 
     def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, handed: dict[Action, Handed]) -> None:
         self._stage, self._recorder, self._draw, self._handed = stage, recorder, draw, handed
@@ -77,7 +77,7 @@ class NotedStage:
         return getattr(self._stage, name)
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
-        """As ever."""
+        """Run the stage's forward and record its tensors."""
         taken = [*tree_leaves(inputs), *([] if labels is None else [labels])]
         found = self._stage.forward(microbatch, inputs, labels, train=train)
         kept = self._recorder.numbers_of(self._stage.roots_of(microbatch))
@@ -85,13 +85,13 @@ class NotedStage:
         return found
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """As ever."""
+        """Run the stage's whole backward and record its tensors."""
         found = self._stage.backward(microbatch, gradients)
         self._note(Kind.B, microbatch, gradients or [], found, set())
         return found
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """As ever."""
+        """Run the stage's input-gradient half and record its tensors."""
         found = self._stage.backward_input(microbatch, gradients)
         self._note(Kind.I, microbatch, gradients or [], found, set())
         return found
@@ -107,14 +107,14 @@ class NotedStage:
 
 
 class Drawn(NamedTuple):
-    """A blueprint drawn before there are ranks, for all of one tp coordinate."""
+    """Blueprint drawn before any rank exists, for all ranks of one tp coordinate."""
 
     blueprint: Blueprint
     tp: Group
-    """Which its layers hold, and which becomes the group of the rank that is rehearsed."""
+    """Tensor-parallel group in its layers; it becomes the group of the rehearsed rank."""
 
     def for_rank(self, pp_rank: int) -> Blueprint:
-        """With its own layers in the stages of a pipeline rank, to be filled and changed; the rest is shared."""
+        """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
         blueprint, model = self.blueprint, self.blueprint.model
         mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
         memo: dict[int, Any] = {id(model.draw): model.draw}
@@ -125,37 +125,44 @@ class Drawn(NamedTuple):
 
 
 def draw(config: RunConfig, tp_rank: int = 0) -> Drawn:
-    """Draw it once for many ranks."""
+    """Draw the blueprint once, for many ranks."""
     tp = Group("tp", tuple(range(config.parallel.tp)), tp_rank)
     return Drawn(draw_blueprint(on_cpu(config), tp), tp)
 
 
 def on_cpu(config: RunConfig) -> RunConfig:
-    """The configuration as it is rehearsed: the stages are those of the device that it is for."""
+    """Return the configuration for the dry run, without an offload directory.
+
+    ``train.device`` stays, because the stages must be those of the real device.
+    """
     parallel = config.parallel.model_copy(update={"offload_directory": None})
     return config.model_copy(update={"parallel": parallel})
 
 
 class Run(NamedTuple):
-    """A rehearsal's notes, for whoever plays them back."""
+    """Notes of a dry run, as input of a replay."""
 
     recorder: Recorder
     first: int
-    """The operation before the step."""
+    """Number of operations before the step."""
     roles: dict[int, Category]
     handed: dict[Action, Handed]
     on_host: frozenset[Category]
 
 
 def rehearse(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Rehearsal:
-    """Run one step of ``rank`` on paper. ``config`` is resolved. ``drawn``: for its tp coordinate; left out: drawn
-    here."""
+    """Run one step of ``rank`` as a dry run and return its account.
+
+    Args:
+        config: resolved.
+        drawn: blueprint for the tp coordinate of ``rank``; None: drawn here.
+    """
     run = rehearsed(config, rank, drawn)
     return told(run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.on_host)
 
 
 def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
-    """The same, with all that was noted."""
+    """Run the dry run of :func:`rehearse` and return all notes."""
     recorder = Recorder()
     config = on_cpu(config)
     with paper_mesh(grid_of(config), rank, NotedActivity(recorder)) as mesh:
@@ -185,8 +192,11 @@ def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
 
 @contextmanager
 def _on_paper(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterator[set[int]]:
-    """Within: tensors have no numbers, and all that is done to them is noted. What the model keeps that has some, its
-    buffers, has lost them. -> their storages; a rank builds the whole model's."""
+    """Make tensors fake and record all operations inside the context; yield the storages of the model's buffers.
+
+    The real buffers of this rank's layers are replaced by fake ones. The storages are those of the whole model, since
+    each rank builds all of it.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     real = {id(buffer): buffer for buffer in blueprint.model.layers.buffers() if not buffer.is_meta}
     for owner in blueprint.model.owners.values():
@@ -204,21 +214,21 @@ def _on_paper(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterato
 
 
 def grid_of(config: RunConfig) -> Grid:
-    """The grid of a resolved configuration."""
+    """Return the grid of a resolved configuration."""
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     return Grid(parallel.pp, parallel.dp, parallel.tp)
 
 
 def _make_states(parts: Parts) -> None:
-    """What the optimizer keeps is there from its first step on."""
+    """Run one optimizer step, so that its states exist before the recorded step."""
     parts.optimizer.step(0.1, 0.5)
     for replica in parts.replicas.values():
         replica.ready_all()
 
 
 def _step(parts: Parts) -> None:
-    """As :func:`meshwright.step.take_step`, without what looks at numbers."""
+    """Run the step of :func:`meshwright.step.take_step` without the parts that read values."""
     for replica in parts.replicas.values():
         replica.begin_step()
 
@@ -230,7 +240,7 @@ def _step(parts: Parts) -> None:
 
 
 def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
-    """Number of a storage -> what it is for, of those that stay."""
+    """Return storage number -> category, for the storages that persist between steps."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     optimizer: list[Tensor] = []
@@ -253,7 +263,7 @@ def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
 
 
 def _on_host(config: RunConfig) -> frozenset[Category]:
-    """What offloading keeps off the device."""
+    """Return the categories that offloading keeps in host memory."""
     if not config.parallel.offload:
         return frozenset()
     shards = (Category.WEIGHTS, Category.GRADIENTS) if config.parallel.zero == 3 and shard_factor(config) > 1 else ()

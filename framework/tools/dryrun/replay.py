@@ -1,12 +1,12 @@
-"""What a stage did in a short rehearsal, played back in the whole row of any pipeline rank that holds such a stage.
+"""Replay of a stage from a short rehearsal, in the full schedule row of any pipeline rank with an equal stage.
 
     rehearsed, 4 micro-batches      0F0  0F1  0F2  0F3  0B0     0B1   0B2   0B3     REDUCE  STEP
     templates                       F                   first   inner   =   last    REDUCE  STEP
     played back, 16                 3F0  3F1  {..}  3B0  3F2  {..}  3B1  ..         the rank's own row, by the executor
 
-A micro-batch does what any other does: the two in the middle are compared, and differ in nothing. Only the first and
-the last backward of a step are apart. The executor is the real one, with the rank's own row, and so are messages
-between stages; of a stage it is played back what it held from when to when, and what it said to whom.
+All micro-batches behave alike: the two in the middle are compared, and must not differ. Only the first and the last
+backward of a step are special. The real executor runs the rank's own row, and messages between stages are real. From
+the templates come a stage's storage lifetimes and its collectives.
 """
 
 from __future__ import annotations
@@ -34,55 +34,57 @@ from meshwright.tools.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, 
 from meshwright.tools.dryrun.rehearsal import Drawn, FakeSource, Run, grid_of
 
 CHUNKS = 4
-"""Micro-batches of the short rehearsal."""
+"""Number of micro-batches of the short rehearsal."""
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 class CannotPlay(Exception):
-    """What was rehearsed depends on more than the action: the reason."""
+    """Error for a rehearsal whose actions behave differently where they should be equal; the message is the reason."""
 
 
 class Ends(NamedTuple):
-    """When something goes: at an offset in the action that comes so many times later on the stage; -1: of the same
-    micro-batch."""
+    """Release of a storage: ``offset`` operations into the ``times``-th later action of ``kind`` on the stage.
+
+    ``times`` -1 means the action of that kind of the same micro-batch.
+    """
 
     kind: Kind | None
-    """None: it stays."""
+    """Kind of the releasing action; None: it is not released in the step."""
     times: int
     offset: int
 
 
 class Lived(NamedTuple):
-    """A storage that an action has made."""
+    """Storage that an action has made. ``born`` is an operation offset within the action."""
 
     born: int
     num_bytes: int
     ends: Ends
     tag: int
-    """Lives of one storage have the same."""
+    """Number shared by all lives of one storage."""
 
 
 class Template(NamedTuple):
-    """What one action does."""
+    """Recorded behaviour of one action. Times are operation offsets within the action."""
 
     num_operations: int
     lived: tuple[Lived, ...]
     said: tuple[tuple[int, Heard], ...]
     given_at: tuple[int, ...]
-    """When each tensor that it hands on was made."""
+    """Offsets at which the returned tensors were made."""
     kept: tuple[bool, ...]
     passed_on: tuple[int, ...]
-    """Which of those it was handed each is; -1: none, it is new."""
+    """Index of the received tensor that each returned one is; -1: a new tensor."""
     taken_until: tuple[Ends, ...]
-    """When each tensor that came in goes."""
+    """Release of each received tensor."""
 
 
 Key = tuple[Kind, int, str]
-"""Kind, which of the rank's stages, and which of its backwards the micro-batch's are."""
+"""Action kind, position among the rank's stages, and roles of the micro-batch's backwards (see :func:`roles_of`)."""
 
 
 def roles_of(schedule: Schedule, pp_rank: int) -> dict[tuple[int, int], str]:
-    """(stage, micro-batch) -> which of the stage's backwards are this one's: the first, an inner, the last."""
+    """Return (stage, micro-batch) -> roles of its backwards among those of the stage: first, inner or last."""
     order: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     for _, action in schedule.actions(pp_rank):
         if action.kind in _BACKWARDS and action.stage is not None and action.microbatch is not None:
@@ -96,27 +98,27 @@ def roles_of(schedule: Schedule, pp_rank: int) -> dict[tuple[int, int], str]:
 
 
 def key_of(action: Action, stages: Sequence[int], roles: Mapping[tuple[int, int], str]) -> Key:
-    """By which its template goes."""
+    """Return the key of an action's template."""
     if action.stage is None or action.microbatch is None:
         return action.kind, 0 if action.stage is None else stages.index(action.stage), ""
     return action.kind, stages.index(action.stage), roles[action.stage, action.microbatch]
 
 
 class Templates(NamedTuple):
-    """Of all stages of a pipeline rank."""
+    """Templates of all stages of a pipeline rank."""
 
     of: dict[Key, Template]
     before: tuple[tuple[Life, Ends, int], ...]
-    """What was there before the step: until when, and of which of the rank's stages that is the action."""
+    """Storages from before the step: lifetime, release, and position of the stage whose action releases it."""
     run: Run
     rank: int
 
 
 def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
-    """The templates of a rehearsal with :data:`CHUNKS` micro-batches.
+    """Build the templates from a rehearsal with :data:`CHUNKS` micro-batches.
 
     Raises:
-        CannotPlay: two actions that should do the same do not, or something goes that no template can tell when.
+        CannotPlay: two actions that should be equal differ, or no template can express when a storage is released.
     """
     recorder, stages = run.recorder, schedule.stages_of(pp_rank)
     begun = [each for each in recorder.begun if each.at > run.first]
@@ -190,7 +192,7 @@ def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
 
 
 def _until(run: Run, number: int, action: Action, at: Any, places: Mapping[Action, tuple[int, int]]) -> Ends:
-    """When something that a forward took goes: in which backward of its micro-batch, or no later than itself."""
+    """Return the release of a tensor that an action received; ``kind`` None: nothing holds it beyond the action."""
     died = next(life.died for life in reversed(run.recorder.lives) if life.number == number)
     ender = at(died)
     if isinstance(ender, Action) and ender in places and ender.microbatch == action.microbatch:
@@ -199,7 +201,7 @@ def _until(run: Run, number: int, action: Action, at: Any, places: Mapping[Actio
 
 
 class Player:
-    """Plays the templates of one rank into a recorder."""
+    """Player of one rank's templates; it writes lifetimes and collectives into a recorder."""
 
     def __init__(self, templates: Templates, recorder: Recorder, grid: Grid, pp_rank: int, schedule: Schedule) -> None:
         self.templates, self.recorder = templates, recorder
@@ -215,7 +217,7 @@ class Player:
                 self._later[ends.kind, position].append([ends.times, fresh, ends.offset])
 
     def template(self, action: Action) -> Template:
-        """Its."""
+        """Return the template of an action."""
         return self.templates.of[key_of(action, self.stages, self._roles)]
 
     def play(
@@ -224,8 +226,12 @@ class Player:
         made: Sequence[TensorSpec | None] = (),
         drops: list[tuple[int, Tensor]] | None = None,
     ) -> list[Tensor | None]:
-        """One action; -> the tensors that it hands on, made when they were. ``drops``: what goes meanwhile, and when;
-        emptied."""
+        """Play one action and return a tensor for each spec, made at its recorded offset.
+
+        Args:
+            made: specs of the returned tensors; None: no new tensor.
+            drops: (offset, tensor) pairs to release during the action; emptied.
+        """
         kind, position, _ = key_of(action, self.stages, self._roles)
         template, microbatch, recorder = self.template(action), action.microbatch, self.recorder
         base = recorder.begun[-1].at
@@ -273,7 +279,7 @@ class Player:
             drops.pop()
 
     def _group(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The group of this rank that corresponds to one of the rank that was rehearsed."""
+        """Return this rank's counterpart of a group of the rehearsed rank."""
         if ranks not in self._groups:
             grid = self._grid
             at = [grid.coordinates(rank) for rank in ranks]
@@ -285,7 +291,7 @@ class Player:
 
 
 class PlayedStage:
-    """The face of a stage towards the executor."""
+    """Stage for the executor that plays templates instead of computing."""
 
     def __init__(self, player: Player, index: int, spec: tuple[ValueSpec | None, ValueSpec | None]) -> None:
         self._player, self.index = player, index
@@ -295,16 +301,16 @@ class PlayedStage:
 
     @property
     def is_first(self) -> bool:
-        """It takes the samples."""
+        """True if the stage takes the samples."""
         return self.input_spec is None
 
     @property
     def is_last(self) -> bool:
-        """It computes the loss."""
+        """True if the stage computes the loss."""
         return self.output_spec is None
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
-        """Played back."""
+        """Play the forward; return the stage's output tensors, or a loss without a value on the last stage."""
         taken = [*tree_leaves(inputs), *([] if labels is None else [labels])]
         action = Action(Kind.F, self.index, microbatch)
         template = self._player.template(action)
@@ -316,16 +322,16 @@ class PlayedStage:
         ]
         self._hold(action, taken)
         for tensor, kept in zip(found, template.kept, strict=True):
-            if kept:  # until the end of its backward
+            if kept:  # held until the end of its backward
                 self._held[microbatch, Kind.B].append((ALIVE, tensor))
         return LossPart(torch.empty((), device="meta"), torch.empty((), device="meta")) if self.is_last else found
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Played back."""
+        """Play the whole backward; return the gradients of the stage's inputs."""
         return self._back(Kind.B, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Played back."""
+        """Play the input-gradient half of the backward; return the gradients of the stage's inputs."""
         return self._back(Kind.I, microbatch, gradients)
 
     def _back(self, kind: Kind, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -337,11 +343,11 @@ class PlayedStage:
         return [tensor for tensor in found if tensor is not None]
 
     def backward_weight(self, microbatch: int) -> None:
-        """Played back."""
+        """Play the weight-gradient half of the backward."""
         self._player.play(Action(Kind.W, self.index, microbatch), drops=self._drops(microbatch, Kind.W))
 
     def _hold(self, action: Action, taken: Sequence[Tensor]) -> None:
-        """What came in stays until a later action of its micro-batch."""
+        """Hold received tensors until the later action of their micro-batch that releases them."""
         assert action.microbatch is not None
         for tensor, until in zip(taken, self._player.template(action).taken_until, strict=True):
             if until.kind is not None and until.kind is not action.kind:
@@ -352,12 +358,12 @@ class PlayedStage:
         return held + (self._held.pop((microbatch, Kind.B), []) if kind is Kind.I else [])
 
     def awaited(self, microbatch: int) -> set[Tensor]:
-        """Nobody asks."""
+        """Return the empty set: a played stage has no parameters whose gradients W would add to."""
         return set()
 
 
 class _Feed:
-    """The samples of a step, and the device that they go to."""
+    """Feed of a step with samples of the right shape."""
 
     def __init__(self, source: FakeSource, config: RunConfig) -> None:
         self._source, self._size = source, batch_numbers(config).micro_batch_size
@@ -370,7 +376,7 @@ class _Feed:
 
 
 def play_back(templates: Templates, config: RunConfig, rank: int, drawn: Drawn, schedule: Schedule) -> Rehearsal:
-    """One step of ``rank``, whose stages are like those that the templates were learnt of."""
+    """Play one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), drawn.blueprint
     recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
     with paper_mesh(grid, rank, NotedActivity(recorder)) as mesh, FakeTensorMode(), recorder:

@@ -1,4 +1,4 @@
-"""What a dry run tells: a table by pipeline rank, totals, what does not fit, and one picture."""
+"""Report of a dry run: a table by pipeline rank, totals, disagreements, and one figure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ GIB = 2**30
 
 
 class StepTime(NamedTuple):
-    """What a time model says of a job."""
+    """Prediction of a time model for a job."""
 
     step_s: float
     mfu_share: float
-    """Model FLOPs of the step over what all devices could have done in it."""
+    """Model FLOPs of the step over the FLOPs that all devices could have computed in it."""
     timeline: Timeline
-    """Of the pipeline ranks, in seconds."""
+    """Timeline of the pipeline ranks, in seconds."""
     device: str
     memory_bytes: int
-    """Of a device, for tensors."""
+    """Memory of a device that is available to tensors."""
 
 
 TimeModel = Callable[[Job], StepTime]
@@ -41,12 +41,15 @@ class Wire(NamedTuple):
     """Bytes that one rank puts on the wire in a step, along one axis."""
 
     inside: float
-    """To ranks of its node."""
+    """Bytes to ranks of the same node."""
     between: float
 
 
 def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire]:
-    """By axis. A ring goes through its group in order: the share of its links that cross nodes is that of the bytes."""
+    """Return the bytes that a rank sends, by axis.
+
+    A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
+    """
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     crossing: dict[tuple[int, ...], float] = {}
     for spoken in rehearsal.said:
@@ -65,8 +68,10 @@ def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire
 
 
 def ticks(job: Job) -> Timeline:
-    """The schedule, each stage as long as its layers take on the reference device (see meshwright.pipeline.costs);
-    messages cost nothing."""
+    """Simulate the schedule, with stage times from the costs of their layers; messages take no time.
+
+    Costs are times on the reference device of :mod:`meshwright.pipeline.costs`.
+    """
     costs = []
     for stage in job.blueprint.stages:
         layers = [job.blueprint.layer_costs[index] for index in stage]
@@ -77,14 +82,14 @@ def ticks(job: Job) -> Timeline:
 
 
 def busy_shares(timeline: Timeline) -> list[float]:
-    """Of each pipeline rank: the share of the time from the first forward to the last backward in which it computes."""
+    """Return, for each pipeline rank, the share of compute in the time from the first forward to the last backward."""
     computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
     total = max(span.end for span in computed) - min(span.start for span in computed)
     return [sum(span.end - span.start for span in computed if span.rank == rank) / total for rank in timeline.ranks]
 
 
 def flops_of(job: Job, pp_rank: int) -> float:
-    """What one rank computes in a step, recomputation included; tensor-parallel ranks share it evenly."""
+    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over tp."""
     stages = job.blueprint.schedule.stages_of(pp_rank)
     costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
     flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
@@ -92,13 +97,16 @@ def flops_of(job: Job, pp_rank: int) -> float:
 
 
 def parameters_of(job: Job, pp_rank: int) -> int:
-    """Elements that a rank computes with."""
+    """Return the number of parameter elements that a rank computes with."""
     stages = job.blueprint.schedule.stages_of(pp_rank)
     return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
 
 
 def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time_model: TimeModel | None = None) -> str:
-    """The whole text. ``time_model``: seconds and MFU; without it the bubble is that of the schedule alone."""
+    """Return the whole report as text.
+
+    ``time_model`` adds seconds and MFU. Without it the bubble follows from the schedule and the layers' shares of time.
+    """
     grid, blueprint = job.grid, job.blueprint
     time = None if time_model is None else time_model(job)
     timeline = ticks(job) if time is None else time.timeline
@@ -193,7 +201,7 @@ def _count(number: int, what: str) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Three digits, in the unit that fits."""
+    """Format FLOPs with three digits, in the unit that fits."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if flops >= size:
             return f"{flops / size:,.3g} {unit}"
@@ -201,7 +209,7 @@ def flops_text(flops: float) -> str:
 
 
 def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
-    """Memory of each pipeline rank, stacked by category, beside what it does when."""
+    """Draw the memory of each pipeline rank, stacked by category, beside its timeline."""
     from matplotlib.figure import Figure
 
     from meshwright.schedule.analysis.picture.palette import shade
@@ -233,5 +241,5 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
 
 
 def save(picture: Figure, path: Path) -> None:
-    """As the suffix says."""
+    """Save the figure in the format that the suffix of ``path`` gives."""
     picture.savefig(path, dpi=130)

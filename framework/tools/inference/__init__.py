@@ -1,1 +1,1 @@
-"""A trained model in use: loaded into the ranks of any layout, evaluated, sampled from."""
+"""Use of a trained model: loading it on the ranks of any layout, evaluation, sampling."""

@@ -1,9 +1,9 @@
-"""What a trained model is worth on text: loss, perplexity and bits per byte, the same on every layout.
+"""Evaluation of a trained model on text: loss, perplexity and bits per byte, the same on every layout.
 
     checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
 
-Loss is the mean over the labels that count. While a run trains it looks at the first train.validate_steps global
-batches of its validation set: these are told apart, and are the same number as in its metrics.jsonl.
+Loss is the mean over the labels that count. Validation during training uses the first train.validate_steps global
+batches of the validation set. They are reported apart, and give the same number as the run's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from meshwright.tracking.record import perplexity
 from meshwright.watch.hang.watchdog import LATER_S
 
 SAY_EVERY_S = 10.0
-"""Between two words of how far an evaluation has come."""
+"""Seconds between two progress messages."""
 WINDOWS_AT_ONCE = 256
-"""Of whose labels the bytes are counted together."""
+"""Number of samples whose label bytes are counted together."""
 
 
 class Text(NamedTuple):
-    """The labels that count, as text."""
+    """Number of labels that are not ignored, and the bytes of their text."""
 
     tokens: int
     bytes: int
@@ -58,7 +58,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The result. Losses are in nats."""
+    """Result of an evaluation. Losses are in nats."""
 
     checkpoint: str
     step: int
@@ -66,22 +66,23 @@ class Evaluated:
     dtype: str
     data: str
     samples: int
-    """Of the data, each once."""
+    """Number of samples evaluated, each once."""
     tokens: int
-    """Labels that count: those of which the loss is the mean."""
+    """Number of labels that count; the loss is their mean."""
     loss: float
     perplexity: float
     bytes: int | None
-    """Of the text that these tokens are; None where nothing tells."""
+    """Bytes of text that these tokens stand for; None if unknown."""
     bits_per_byte: float | None
     unigram_entropy: float | None
-    """Nats per token of the same text: the loss of who knows token frequencies alone."""
+    """Unigram baseline: nats per token of the same text under token frequencies alone."""
     while_training: dict[str, float | int | None] | None
-    """The loss of the first batches, those that the training looks at, and what it has written down of this step; None
-    where these are not looked at."""
+    """Loss of the first batches, which validation in training uses, and the loss that the run logged for this step.
+    None for other data, or if fewer batches were evaluated.
+    """
 
     def lines(self) -> str:
-        """For people."""
+        """Return the result as text for a terminal."""
         said = [
             f"checkpoint     {self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}",
             f"data           {self.data}: {self.samples:,} samples, {self.tokens:,} tokens",
@@ -102,7 +103,7 @@ class Evaluated:
         return "\n".join(said)
 
     def to_json(self) -> str:
-        """Strict JSON; what is not finite as text, as in ``metrics.jsonl``."""
+        """Return the result as strict JSON, with NaN and Inf as text, as in ``metrics.jsonl``."""
 
         def encoded(value: Any) -> Any:
             if isinstance(value, dict):
@@ -116,20 +117,20 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What each rank does; sent to ranks as it is."""
+    """Work of each rank; the launcher sends it to the ranks."""
 
     place: Place
     is_own_data: bool
-    """The data are the run's own validation set."""
+    """True if the data are the run's own validation set."""
     out: Path | None = None
     steps: int | None = None
-    """Global batches to look at; None: all."""
+    """Number of global batches to evaluate; None: all."""
 
     def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
-        """One rank, from the environment to the result, which rank 0 prints and writes. ``config``: resolved.
+        """Run one rank; rank 0 prints the result and writes it to ``out``. ``config``: resolved.
 
         Raises:
-            UserError: what is wrong with the checkpoint or the data; on every rank.
+            UserError: a fault of the checkpoint or the data; on every rank.
         """
         parallel = config.parallel
         assert isinstance(parallel.dp, int)
@@ -186,7 +187,7 @@ class Evaluation:
 
 
 def told_of(batches: int, speaks: bool) -> Iterator[int]:
-    """0, 1, ... batches - 1; now and then it is said on stderr how far they have come."""
+    """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``SAY_EVERY_S`` seconds."""
     begun_s = said_s = time.monotonic()
     for batch in range(batches):
         yield batch
@@ -197,16 +198,16 @@ def told_of(batches: int, speaks: bool) -> Iterator[int]:
 
 
 def batches_of(source: AnySource, config: RunConfig, at_most: int | None) -> int:
-    """Global batches until every sample was seen once."""
+    """Return the number of global batches that cover every sample once, at most ``at_most``."""
     whole = -(-source.num_samples // batch_numbers(config).global_batch)
     return whole if at_most is None else min(whole, at_most)
 
 
 def check(config: RunConfig, world_size: int) -> RunConfig:
-    """Refuse what cannot work before any process exists; the resolved configuration.
+    """Check before any process exists that the evaluation can work; return the resolved configuration.
 
     Raises:
-        UserError: one message with all that was found.
+        UserError: one message with all faults.
     """
     config = resolve(config, world_size)
     draw_blueprint(config)
@@ -221,7 +222,7 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
-    """By another tokenizer than the one that made the tokens, bytes would be counted of another text."""
+    """Check that the tokenizer is the one that made the tokens; another one would count the bytes of another text."""
     if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
         return
     named = Path(config.data.tokenizer)
@@ -239,12 +240,13 @@ def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
 
 
 def of_corpus(config: RunConfig, place: Path) -> RunConfig:
-    """The configuration with another corpus to look at: the path of a .bin/.idx pair without its suffix, or a folder
-    that holds one, or one that is called validation.
+    """Return the configuration with another corpus as its validation set.
+
+    ``place``: path of a .bin/.idx pair without its suffix, or a folder with one pair, or with one called validation.
 
     Raises:
         ConfigError: the model was not trained on tokens of a corpus.
-        DataError: there is no corpus there, or several; or it was made with another tokenizer.
+        DataError: there is no corpus, or several, or it was made with another tokenizer.
     """
     if config.data.builder is not None:
         raise ConfigError(f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use")
@@ -272,8 +274,9 @@ def of_corpus(config: RunConfig, place: Path) -> RunConfig:
 
 
 def count_text(source: AnySource, config: RunConfig, batches: int) -> Text | None:
-    """The labels that count in so many global batches, and the bytes of text that they are; None where they are not
-    the text: of a user's dataset, of spans that were taken out of it, and without a tokenizer.
+    """Return the number of labels that are not ignored in ``batches`` global batches, and the bytes of their text.
+
+    None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
 
     Raises:
         DataError: a token that the tokenizer does not have.
@@ -304,19 +307,19 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> Text | Non
 
 
 def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
-    """Tokens behind which a text begins: what ends documents, and what stands before each."""
+    """Return the tokens after which a text begins: ends of documents, and tokens that precede each document."""
     found = {each.eod_id for each in corpora}
     found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}
     return {number for number in found if number is not None}
 
 
 def corpora_of(source: CorpusSource) -> tuple[Corpus, ...]:
-    """One, or those of a blend."""
+    """Return the corpora of a feed: one, or those of a blend."""
     return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
 
 
 def unigrams(source: AnySource) -> float | None:
-    """Entropy of the data's single tokens where a fingerprint tells it, in nats."""
+    """Return the unigram entropy of the data in nats, if the corpus fingerprint has it; None for a blend."""
     if not isinstance(source, CorpusSource) or isinstance(
         source.corpus, Blend
     ):  # several have no frequencies in common
@@ -327,7 +330,7 @@ def unigrams(source: AnySource) -> float | None:
 
 
 def logged_loss(run: Path, step: int) -> float | None:
-    """The validation loss that the run has written down of this step."""
+    """Return the validation loss that the run has logged for this step, or None."""
     try:
         found = [record.validation_loss for record in read_records(run / "metrics.jsonl") if record.step == step]
     except DataError:

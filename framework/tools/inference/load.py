@@ -1,8 +1,8 @@
-"""A trained model in the ranks of any layout, to be used: its weights and stages, and nothing that only training needs.
+"""Trained model on the ranks of any layout, for inference: its weights and stages, without anything for training.
 
-    checkpoint of any layout -> each rank reads its slices of its stages -> forward, as the schedule's Fs have it
+    checkpoint of any layout -> each rank reads its slices of its stages -> forward, in the order of the schedule's Fs
 
-No optimizer, no gradients, no initial weights: a rank holds the bytes of its weights, and activations.
+There is no optimizer, no gradient and no initialisation: a rank's memory holds its weights and activations.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from meshwright.run.resume import newest_sound
 from meshwright.run.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
-"""Sections that say how the work is laid out, and not what it is."""
+"""Sections that define the layout, which inference may change."""
 KEPT = frozenset({("train", "device"), ("train", "dtype"), ("batch", "micro_batch_size")})
-"""Other keys that a use may have otherwise than the training."""
+"""Other keys in which inference may differ from training."""
 
 
 ONLY_TRAINING = ("optimizer", "checkpoint", "watch", "tracking")
-"""Sections that say nothing of a model that is done with training: left out, they hold with any other key."""
+"""Sections that a trained model does not need; they are reset to defaults, which fit any other key."""
 
 
 class Place(NamedTuple):
-    """Where a trained model is."""
+    """Location of a trained model."""
 
     run: Path
-    """The directory of the run, or of the checkpoint alone."""
+    """Directory of the run, or of the checkpoint alone."""
     checkpoints: tuple[Path, ...]
-    """Newest first: the first that is sound is taken."""
+    """Candidates, newest first; the first sound one is used."""
     saved: dict[str, Any]
-    """The configuration that it was trained with."""
+    """Configuration of the training."""
     source: str
-    """The file that this is from."""
+    """File that ``saved`` was read from."""
 
 
 def locate(place: Path, step: int | None) -> Place:
-    """A run's checkpoints, or the one of ``step``; or the one that ``place`` is.
+    """Locate a run's checkpoints, only the one of ``step`` if given; ``place`` may also be a checkpoint itself.
 
     Raises:
-        ConfigError: no run is there.
-        CheckpointError: it has no checkpoint, or none of this step.
+        ConfigError: ``place`` is not a run.
+        CheckpointError: the run has no checkpoint, or none of this step.
     """
     if is_checkpoint(place):
         manifest = open_checkpoint(place).manifest
@@ -91,13 +91,19 @@ def config_for(
     may_change: Collection[tuple[str, str]] = KEPT,
     trust_code: bool = False,
 ) -> RunConfig:
-    """The configuration that the model was trained with, ``defaults`` and then ``overrides`` on top; nothing of it is
-    resolved. What only training needs is at its default, and the micro-batches go through the stages in their order.
-    ``what``: what it is for, in an error. ``trust_code``: import whatever builders it names.
+    """Return the training's configuration with ``defaults`` and then ``overrides`` applied, not yet resolved.
+
+    Training-only sections are reset to their defaults. The schedule defaults to gpipe, in which micro-batches pass the
+    stages in order.
+
+    Args:
+        what: name of the use, for error messages.
+        may_change: keys outside the layout that ``overrides`` may change.
+        trust_code: import whatever builders the configuration names.
 
     Raises:
-        ConfigError: an override of what is not the layout's, or one that does not hold with the others; a builder that
-            is not meshwright's own and that no override names.
+        ConfigError: an override of a key that may not change, or one that conflicts with the others; a builder that is
+            not meshwright's own and that no override names.
     """
     given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
     saved = parse(json.dumps(place.saved), place.source)
@@ -115,7 +121,7 @@ def config_for(
     tree = saved.model_dump(mode="json")
     for section in ONLY_TRAINING:
         del tree[section]
-    tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
+    tree["batch"]["chunks"] = None  # follows from global_batch, which stays, and dp
     tree["train"]["compile"] = False
     tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
     if given.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in given:
@@ -129,12 +135,16 @@ def config_for(
 def open_trained(
     config: RunConfig, mesh: Mesh, place: Place, loss: Loss | None = None, blueprint: Blueprint | None = None
 ) -> tuple[Forward, Checkpoint]:
-    """One rank's stages with the weights of the newest sound checkpoint, in eval mode. Every rank calls it, in step.
+    """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint.
 
-    ``config``: resolved. ``loss``: what the last stage ends in; None: the model's.
+    Every rank calls it; blocks.
+
+    Args:
+        config: resolved.
+        loss: function at the end of the last stage; None: the model's loss.
 
     Raises:
-        CheckpointError: on every rank; none is sound, or it is of another model.
+        CheckpointError: on every rank; no checkpoint is sound, or it belongs to another model.
     """
     blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
@@ -161,13 +171,13 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh,
 
     def read(info: ParameterInfo) -> Tensor:
         found = checkpoint.read(Kind.WEIGHTS, info, dtype)
-        assert found is not None  # of weights, what is missing is an error
+        assert found is not None  # a missing weight raises in read
         return found
 
     of_stage = blueprint.stage_layers(index), blueprint.model, blueprint.infos, dtype
     layers = materialise(*of_stage, mesh.device, read).eval().requires_grad_(False)
     for name, buffer in layers.named_buffers():
-        if name in blueprint.running:  # forward changes it: part of the state, as weights are
+        if name in blueprint.running:  # forward changes it, so it is saved state like the weights
             saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
             assert saved is not None
             buffer.copy_(saved)

@@ -1,11 +1,11 @@
-"""Let a trained model write, in one process or in the ranks of any layout: the same text wherever it is the likeliest.
+"""Text generation with a trained model, in one process or on the ranks of any layout; greedy text is the same on all.
 
     prompts -> ids (B, L), padded at the end -> stages -> logits of each row's last token, whole, on the last pp rank
-                 ^                                              | chosen there, told to all ranks
+                 ^                                              | chosen there, broadcast to all ranks
                  +----------------- one token more -------------+
 
-A model is any nn.Sequential of layers: nothing is kept between tokens, and the whole window goes through it for each.
-That is for looking at a model; whoever serves one takes its export.
+A model is any nn.Sequential of layers, so there is no key/value cache: the whole window runs for every token. This
+serves to inspect a model; for serving, export it.
 """
 
 from __future__ import annotations
@@ -45,41 +45,41 @@ from meshwright.watch.hang.watchdog import LATER_S
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
 SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false")
-"""Over the run's own configuration: the rounding of bfloat16 would let layouts choose other words."""
+"""Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
 
 
 class Ask(NamedTuple):
-    """What is to be written, and how a token is chosen."""
+    """Request: the prompts, and the way to choose a token."""
 
     prompts: tuple[str, ...]
     num_tokens: int = 100
     temperature: float = 0.8
-    """0: the likeliest token each time."""
+    """Softmax temperature; 0: greedy decoding."""
     top_k: int = 40
-    """Of so many likeliest tokens; 0: of all."""
+    """Number of most probable tokens to draw from; 0: all."""
     top_p: float = 1.0
-    """Of the likeliest tokens that together have this share of the probability."""
+    """Probability mass of the most probable tokens to draw from (nucleus sampling)."""
     seed: int | None = None
-    """Of the draws; None: the run's."""
+    """Seed of the draws; None: the run's seed."""
 
 
 class Written(NamedTuple):
-    """A prompt and what the model has written after it."""
+    """Prompt and the model's continuation."""
 
     prompt: str
     text: str
-    """The prompt included."""
+    """Prompt and continuation."""
     ids: tuple[int, ...]
-    """The tokens that were written; the end of the document, where it came, left out."""
+    """Generated tokens, without the end of the document."""
     ended: bool
-    """The model has ended the document by itself."""
+    """True if the model has generated the end of the document."""
 
 
 def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40) -> str:
-    """The prompt and what the newest model of a run writes after it; in this process.
+    """Return the prompt and its continuation by the newest model of a run, in this process.
 
     Raises:
-        UserError: no run, no checkpoint, or none that can write.
+        UserError: there is no run, no checkpoint, or the model cannot generate text.
     """
     where = locate(place, None)
     alone = ("--parallel.pp=1", "--parallel.tp=1")
@@ -89,11 +89,12 @@ def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, 
 
 
 def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
-    """Refuse what cannot write before any process exists; the resolved configuration, in which a micro-batch is all
-    prompts.
+    """Check before any process exists that the run can generate text; return the resolved configuration.
+
+    All prompts form one micro-batch.
 
     Raises:
-        ConfigError: the run is of no text, or names no tokenizer.
+        ConfigError: the run was not trained on text, has no tokenizer, or dp is not 1.
     """
     if config.data.builder is not None or config.data.task != "causal":
         what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
@@ -111,14 +112,14 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What each rank does; sent to ranks as it is."""
+    """Work of each rank; the launcher sends it to the ranks."""
 
     place: Place
     ask: Ask
     out: Path | None = None
 
     def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
-        """One rank, from the environment to the texts, which rank 0 prints. ``config``: from :func:`check`."""
+        """Run one rank; rank 0 prints the texts. ``config``: from :func:`check`."""
         parallel = config.parallel
         mesh = open_mesh(
             Grid(parallel.pp, 1, parallel.tp),
@@ -136,14 +137,18 @@ class Sampling:
 
 
 def said(found: Sequence[Written]) -> str:
-    """The texts; several with a line before each."""
+    """Return the texts; if there are several, with a heading line before each."""
     if len(found) == 1:
         return found[0].text
     return "\n".join(f"--- {number} of {len(found)}\n{each.text}" for number, each in enumerate(found, start=1))
 
 
 def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written]:
-    """Every rank calls it, and gets all texts."""
+    """Generate the continuations of all prompts. Every rank calls it and gets all texts; blocks.
+
+    Per token the ranks exchange the stages' activations along pp. The last stage all-gathers (B, V/tp) logits over tp.
+    The chosen tokens, B int64, are broadcast over all ranks.
+    """
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
@@ -178,7 +183,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
 
 
 def choose(logits: Tensor, ask: Ask, draws: Sequence[torch.Generator]) -> Tensor:
-    """(B, V) logits -> (B,) int64, each row by its own generator."""
+    """Choose a token per row: (B, V) logits -> (B,) int64 on CPU, each row with its own generator."""
     logits = logits.float().cpu()
     if ask.temperature <= 0:
         return logits.argmax(-1)
@@ -186,24 +191,24 @@ def choose(logits: Tensor, ask: Ask, draws: Sequence[torch.Generator]) -> Tensor
     values, tokens = logits.topk(count)  # likeliest first
     shares = torch.softmax(values / ask.temperature, dim=-1)
     before = shares.cumsum(-1) - shares
-    shares = shares.masked_fill(before >= ask.top_p, 0.0)  # the first is always kept
+    shares = shares.masked_fill(before >= ask.top_p, 0.0)  # the likeliest token is always kept
     picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(shares, draws, strict=True)]
     return tokens.gather(-1, torch.stack(picked))[:, 0]
 
 
 @dataclass
 class _LastLogits:
-    """Stands where the loss stands, and keeps the logits that each row ends with."""
+    """Callable in place of the loss that stores the logits at each row's last token."""
 
     tp: Group
     vocab_size: int | None
-    """Of the model, where this rank has a part of it; None: it has all."""
+    """Vocabulary size of the model if its logits are sharded over tp; None: each rank has all logits."""
     num_tokens: int
-    """Of the tokenizer: a vocabulary that was made larger for the device's sake holds more."""
+    """Vocabulary size of the tokenizer; the model's may be larger, padded for the device."""
     last: Tensor | None = None
-    """(B,) int64: the place of each row's last token."""
+    """(B,) int64: position of each row's last token."""
     found: Tensor | None = None
-    """(B, V); None: this rank has no last stage."""
+    """(B, V) logits; None: this rank has no last stage."""
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
@@ -221,7 +226,7 @@ class _LastLogits:
 
 
 class _Rows(NamedTuple):
-    """The prompts as the one micro-batch of a step."""
+    """Prompts as the one micro-batch of a step."""
 
     batch: Microbatch
 
@@ -239,7 +244,10 @@ def _look(
     logits: _LastLogits,
     told: Callable[[Tensor], dict[str, Tensor]] | None,
 ) -> None:
-    """Run what there is of each row through the model. ``told``: what it takes, if it is more than the ids."""
+    """Run one forward over the last window of each row; ``logits`` keeps the result. Every rank calls it; blocks.
+
+    The last argument maps (B, S) int64 ids to the model's inputs; None: the ids themselves.
+    """
     window = max(windows)
     seen = [row[-window:] for row in rows]
     length = min(size for size in windows if size >= max(map(len, seen)))
@@ -257,8 +265,10 @@ def _look(
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
-    """(B, S) ids -> what a model is trained on with ``data.document_boundaries``: a document begins after each end, or
-    with ``begin``, which may be the same token."""
+    """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S) ids and (B, S) bool starts.
+
+    A document starts after each end token. An end token at position 0 that equals ``begin`` closes no document.
+    """
     starts = torch.zeros_like(ids, dtype=torch.bool)
     starts[:, 0] = True
     closed = torch.isin(ids[:, :-1], torch.tensor(sorted(ends), dtype=ids.dtype, device=ids.device))
@@ -268,7 +278,7 @@ def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[s
 
 
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
-    """Length of a window -> what the stages hand to each other."""
+    """Return window length -> specs of the values that the stages pass on, found on meta."""
     longest = blueprint.config.data.sequence_length
     lengths = [longest]
     while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
@@ -282,14 +292,17 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
 
 
 def _ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
-    """What the tokenizer and the files beside it call so, and what the corpus that lies there was closed with."""
+    """Return the ends of documents in the tokenizer, in the files beside it, and in the corpus of the same folder."""
     return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
-    """As documents begin that the model was trained on. ``known``: the corpus beside the tokenizer, in which nothing
-    stands before a text but what --bos has put there; a tokenizer without one (of a model that was imported) says by
-    itself what does, and an end that it puts behind a text is left out."""
+    """Encode a prompt with the beginning that the model's training documents had.
+
+    ``known`` describes the corpus beside the tokenizer. In it nothing precedes a text except a token added by --bos.
+    Without a corpus (an imported model) the tokenizer's own special tokens apply, minus an end token that it appends to
+    a text.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
     text = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
@@ -305,7 +318,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, 
 
 
 def _draws(ask: Ask, seed: int) -> list[torch.Generator]:
-    """One for each prompt: the same text alone and among others; a prompt that is given again draws anew."""
+    """Return a generator per prompt: a text is independent of other prompts, and a repeated prompt draws anew."""
     chosen = seed if ask.seed is None else ask.seed
     draws = []
     for index, prompt in enumerate(ask.prompts):

@@ -1,4 +1,4 @@
-"""Proof that a layout gives the numbers of one process: the plain run, the layouts, the comparison."""
+"""Equivalence proof: parallel layouts train to the same numbers as one plain process."""
 
 from meshwright.tools.verify.compare import compare
 from meshwright.tools.verify.defaults import default_layouts, run_twice

@@ -1,4 +1,4 @@
-"""Comparison of a layout's run with the plain run: distances, bars, and the problems in words."""
+"""Comparison of a layout's findings with the reference: distances, tolerances, and descriptions of the problems."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshwright.tools.verify.report import Row
 
 
 class Bar(NamedTuple):
-    """The largest differences that count as the same numbers, relative. None: reported only."""
+    """Tolerances: the largest relative differences that pass. None: reported only."""
 
     loss: float
-    """Of step 1."""
+    """Tolerance of the loss of step 1."""
     gradient: float
-    """Of step 1: each parameter's, and the norm."""
+    """Tolerance of each parameter's gradient, and of the gradient norm, in step 1."""
     weights: float | None
-    """After the last step: weights, or master weights."""
+    """Tolerance of the weights, or master weights, after the last step."""
     later: float
-    """Losses of later steps, and in validation."""
+    """Tolerance of the losses of later steps and of validation losses."""
     later_norm: float
-    """Gradient norms of later steps."""
+    """Tolerance of the gradient norms of later steps."""
 
 
 BARS = {
@@ -35,29 +35,30 @@ BARS = {
     "bfloat16": Bar(1e-2, 2e-2, None, 1e-2, 2e-2),
 }
 SAME_ROUNDING = Bar(1e-6, 1e-5, None, 1e-2, 2e-2)
-"""bfloat16, in layouts in which every activation is rounded as in the plain run (tp = 1, one sample at a time).
-Gradients are summed in float32 on both sides, so that a sum in bfloat16 (a percent) stands out."""
+"""bfloat16 tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
+Gradients are summed in float32 on both sides, so a faulty sum in bfloat16 (off by a percent) exceeds them.
+"""
 
 
 def bar_of(dtype: str, layout: Layout) -> Bar:
-    """Return the bars of a precision, for a layout."""
+    """Return the tolerances of a precision, for a layout."""
     if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
         return SAME_ROUNDING
     return BARS[dtype]
 
 
 def relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; NaN counts as infinitely far."""
+    """Return |found - expected| / |expected|; NaN counts as infinitely far."""
     if math.isnan(found) or math.isnan(expected):
         return math.inf
     return abs(found - expected) / max(abs(expected), 1e-300)
 
 
 def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Per parameter: norm of the difference over the reference's norm.
+    """Return, per parameter, the norm of the difference over the norm of the reference.
 
-    A parameter whose reference is all but zero beside the whole (below 1e-6 of the norm of everything, per element)
-    is measured against that floor: its own norm is rounding noise.
+    The denominator is at least 1e-6 of the norm of all parameters, scaled to this parameter's number of elements. Below
+    that floor a parameter's own norm is rounding noise. A missing tensor, another shape or NaN gives inf.
     """
     total = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     elements = sum(tensor.numel() for tensor in expected.values())
@@ -73,7 +74,7 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[s
 
 
 ROUNDING_MARGIN = 4.0
-"""A layout may be this many times as far from the reference as the reference is from exact arithmetic."""
+"""Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
 
 
 def compare(
@@ -85,12 +86,17 @@ def compare(
     rounding: Mapping[str, float] | None = None,
     noise: Mapping[str, float] | None = None,
 ) -> Row:
-    """Return the row of one layout against the reference. ``again``: a second run of it.
+    """Compare one layout with the reference and return its row.
 
-    ``rounding``: how far the reference's own weights are from those of a float64 run, per parameter. Some parameters
-    have no gradient but rounding (the bias of attention's keys: softmax does not see it), which AdamW blows up to whole
-    steps; no two orders of summation agree on them, and the bar is raised to ``ROUNDING_MARGIN`` times that distance.
-    ``noise``: per parameter, how far apart rounding alone may bring two gradients; the bar is raised to it.
+    Some parameters have a gradient of nothing but rounding error (such as the key bias of attention, which softmax
+    cancels). AdamW scales such a gradient up to full steps, and no two orders of summation agree on the result. Their
+    tolerance is raised to ``ROUNDING_MARGIN`` times ``rounding``.
+
+    Args:
+        again: findings of a second run of the layout; None: run once.
+        rounding: per parameter, the distance of the reference's weights from those of a float64 run.
+        noise: per parameter, the distance that rounding alone may put between two gradients; the tolerance is at least
+            this.
     """
     unequal = [name for name, tensor in expected.initial.items() if not _equal(found.initial.get(name), tensor)]
     extra = sorted(found.initial.keys() - expected.initial.keys())
@@ -155,7 +161,7 @@ def _bits(findings: Findings) -> list[str]:
 def _in_numbers(
     found: Findings, expected: Findings, bar: Bar, gradients: Mapping[str, float], noise: Mapping[str, float]
 ) -> list[str]:
-    """Compare losses, gradients and gradient norms of all steps, and the validation losses."""
+    """Compare losses and gradient norms of all steps, the gradients of step 1, and the validation losses."""
     problems = []
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
         limit, off = bar.loss if step == 1 else max(bar.later, bar.loss), relative(ours, theirs)
@@ -205,11 +211,11 @@ def _in_weights(
 
 
 MOST_ROUND = 0.5
-"""Share of a parameter's float32 master weights that may have no bits beyond bfloat16's: by chance 2**-16 do."""
+"""Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
 
 
 def _in_masters(found: Findings, expected: Findings) -> list[str]:
-    """Check that master weights have more bits than the weights, and that the weights are the masters rounded."""
+    """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
     problems = []
     moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
     lacking = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
@@ -229,7 +235,7 @@ def _in_masters(found: Findings, expected: Findings) -> list[str]:
 
 
 def _round_share(master: Tensor) -> float:
-    """Return the share of elements that bfloat16 holds exactly; zeros do not count."""
+    """Return the share of nonzero elements that bfloat16 represents exactly."""
     nonzero = master[master != 0]
     return float((nonzero.bfloat16().to(nonzero.dtype) == nonzero).double().mean()) if nonzero.numel() else 1.0
 
@@ -239,7 +245,7 @@ def _equal(found: Tensor | None, expected: Tensor) -> bool:
 
 
 def _ratio(found: Findings, expected: Findings, name: str) -> str:
-    """A constant factor between two gradients is the trace of a sum or a mean in the wrong place: say it."""
+    """Describe a constant factor between two gradients, which points to a sum or a mean in the wrong place."""
     if name not in found.gradients or found.gradients[name].shape != expected.gradients[name].shape:
         return "; it is missing, or of another shape"
     a, b = found.gradients[name].double().flatten(), expected.gradients[name].double().flatten()
@@ -250,7 +256,7 @@ def _ratio(found: Findings, expected: Findings, name: str) -> str:
 
 
 def _first_step(found: Findings, expected: Findings, bar: float) -> str:
-    """The first step whose loss is off, in words."""
+    """Describe the first step whose loss exceeds the tolerance."""
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
         if not relative(ours, theirs) <= bar:
             return f"; the loss first differs in step {step}"

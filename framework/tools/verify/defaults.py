@@ -1,4 +1,4 @@
-"""The layouts that verify proves when none are given: the configuration's own, and those that cover the pair table."""
+"""Default layouts of verify: the configuration's own, one plain rank, and a set that covers the pair table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.tools.verify.traits import Traits
 
 
 def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> Choice:
-    """Return the configuration's own layout, if it fits, one plain rank, and layouts that cover every legal pair."""
+    """Return the configuration's own layout (if it fits), one plain rank, and layouts that cover every legal pair."""
     first = [own_layout(config, global_batch), Layout()]
     micro_batch_sizes: tuple[int, ...] = (1, 2)
-    if traits.couples_samples:  # their number is part of the model: one for all layouts
+    if traits.couples_samples:  # the micro-batch size is part of the model: the same in all layouts
         own = config.batch.micro_batch_size or 1
         micro_batch_sizes = (own,) if 1 < own <= global_batch // 4 and global_batch % own == 0 else (2,)
         first = [layout._replace(micro_batch_size=micro_batch_sizes[0]) for layout in first]
@@ -36,9 +36,9 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
 
 
 def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return few layouts that together have every schedule, ZeRO stage and switch: those that must repeat bit for bit.
+    """Return few layouts that together use every schedule, ZeRO stage and switch, for the bitwise repetition.
 
-    A run could differ from itself by the order in which messages arrive, which depends on these.
+    A run can differ from its own repetition through the arrival order of messages, which depends on these features.
     """
 
     def choices(layout: Layout) -> set[tuple[object, object]]:

@@ -1,14 +1,14 @@
 """Dropout of the plain run: the user's own ``nn.Dropout`` modules, with keyed masks installed from outside.
 
-Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so that a mistake in the
-one does not hide in the other. All arithmetic is modulo 2**64, with mix = splitmix64's finaliser::
+Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so that a mistake in one
+of them does not hide in the other. All arithmetic is modulo 2**64, with mix = splitmix64's finaliser::
 
     key      = BLAKE2b-64(seed, "dropout", name[, call])[63 bits]        call is left out for the first call
     drawn    = mix(position * GOLDEN + mix(sample * GOLDEN ^ key))
     is_kept  = bits 32..62 of drawn >= floor(p * 2**31)
 
-``name`` is the module's full name, ``call`` counts its calls in one forward of a micro-batch, ``sample`` is the global
-sample index, ``position`` the element's row-major index in the activation of one sample.
+``name`` is the module's full name. ``call`` counts its calls in one forward of a micro-batch. ``sample`` is the global
+sample index. ``position`` is the element's row-major index in the activation of one sample.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def key_of(seed: int, name: str, call: int) -> int:
 
 
 def keep_mask(p: float, key: int, sample_indices: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the bool mask of kept elements, (B, ...) as the whole activation. ``sample_indices``: (B,) int64."""
+    """Return the bool mask of kept elements, with the shape (B, ...) of the activation.
+
+    ``sample_indices``: (B,) int64, global.
+    """
     samples = sample_indices.numpy().astype(np.uint64)
     positions = np.arange(int(np.prod(shape[1:])), dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -56,11 +59,12 @@ def keep_mask(p: float, key: int, sample_indices: Tensor, shape: tuple[int, ...]
 
 
 class KeyedDropout:
-    """Keyed masks for the ``nn.Dropout`` modules of a model, while :meth:`installed`.
+    """Keyed masks for the ``nn.Dropout`` modules of a model, active inside :meth:`installed`.
 
-    Forward pre-hooks name the running module; ``F.dropout`` is replaced. A call number must survive a recomputation
-    (``torch.utils.checkpoint`` inside the user's model), which restores torch's generator. So the generator's state
-    identifies the call: each call advances it once, and a state that was seen before is the same call again.
+    Forward pre-hooks record the running module, and ``F.dropout`` is replaced. A call number must survive a
+    recomputation (``torch.utils.checkpoint`` inside the user's model), which restores torch's generator. The
+    generator's state therefore identifies the call: each call advances it once, and a state that was seen before is the
+    same call again.
     """
 
     def __init__(self, layers: nn.Sequential, seed: int) -> None:
@@ -81,7 +85,7 @@ class KeyedDropout:
                 self._name_dropouts(layer)
 
     def _name_dropouts(self, layer: nn.Module) -> None:
-        """Find the paths of the dropouts inside a layer. One at several places of it becomes several, one for each."""
+        """Record the paths of the dropouts inside a layer. A dropout used at several places gets a copy for each."""
         if type(layer) is nn.Dropout:
             self._paths[id(layer), id(layer)] = ""
         seen: set[int] = set()
@@ -97,7 +101,7 @@ class KeyedDropout:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within: training forwards draw keyed masks. Torch's generator is afterwards as it was."""
+        """Install keyed masks for training forwards inside the context. Torch's generator is restored afterwards."""
         plain = F.dropout
         hooks = [layer.register_forward_pre_hook(self._enter) for layer in set(self._layers)]
         dropouts = {module for module in self._layers.modules() if type(module) is nn.Dropout}
@@ -112,7 +116,7 @@ class KeyedDropout:
                 hook.remove()
 
     def begin(self, sample_indices: Tensor) -> None:
-        """Begin the forward of one micro-batch: ``sample_indices`` (B,) int64, global."""
+        """Begin the forward of one micro-batch. ``sample_indices``: (B,) int64, global."""
         self._samples = sample_indices
         self._entered.clear()
         self._num_calls.clear()
@@ -138,7 +142,7 @@ class KeyedDropout:
         self._running = module
 
     def _call(self, module: nn.Module) -> tuple[str, int]:
-        """Return (full name, call number) of this call, the same when it is recomputed."""
+        """Return (full name, call number) of this call; a recomputation returns the same pair."""
         state = torch.get_rng_state().numpy().tobytes()
         if state not in self._calls:
             assert self._layer is not None

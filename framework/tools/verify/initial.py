@@ -1,9 +1,9 @@
-"""Initial values: are those that the framework draws by name the ones that the user's builder wanted?
+"""Check of initial values: the framework's draws by name against the user's builder.
 
-Both are random, so statistics are compared. The builder is called several times under different seeds. What is the same
-in all calls is a constant and must be equal; of the rest, mean and standard deviation must lie within what the calls
-differ by, and within 8 standard errors. A model that carries ``initialise`` declares its values there: it is
-called on the builder's module, over all parameters in order.
+Both are random, so the check compares statistics. It calls the builder several times under different seeds. Elements
+that are equal in all calls are constants and must match exactly. For the other elements, mean and standard deviation
+must lie within the spread of the calls, plus 8 standard errors. A model with an ``initialise`` attribute declares its
+values there; the check then calls it on the builder's module, for all parameters in order.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from meshwright.model.build import PlainModel, find_builder
 from meshwright.seeding import seeded
 
 STANDARD_ERRORS = 8.0
-"""For 1,000 normal parameters a false alarm has a chance of 1e-12."""
+"""Allowance in standard errors. For 1,000 normal parameters the chance of a false alarm is 1e-12."""
 INDEPENDENT = 6.0
-"""Standard errors that the builder's own draws may be apart. Beyond, elements depend on each other (such as one random
-number in all of them), and standard errors mean nothing."""
+"""Largest range over the builder's own draws, in standard errors, that independent elements can explain. Beyond it,
+elements depend on each other (such as one random number in all of them), and standard errors mean nothing.
+"""
 SPREADS = 8.0
-"""Then the allowance, in units of the range over the builder's own draws."""
+"""Additional allowance for dependent elements, in units of the range over the builder's own draws."""
 FEWEST = 16
-"""Elements, over all draws, from which statistics are taken. Constants are compared in any number."""
+"""Smallest number of elements, over all draws, for statistics. Constants are compared in any number."""
 LARGE = 4_000_000
-"""Parameters from which the builder is called 3 times instead of 5; on suspicion 6 times instead of 20."""
+"""Number of parameters above which the builder is called 3 times instead of 5, and on suspicion 6 instead of 20."""
 
 
 def wanted_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
-    """Return the values of the untouched module under one seed, by name. Meta parameters are left out."""
+    """Return the initial values of the untouched module under one seed, by name. Meta parameters are left out."""
     with seeded(config.run.seed, "verify initial values", draw):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
         initialise = getattr(layers, "initialise", None)
@@ -48,12 +49,12 @@ def wanted_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor; of a complex one real and imaginary parts in a last dim."""
+    """Return the tensor; a complex one with real and imaginary parts in a new last dim."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
-    """Return a sentence for each parameter whose initial value is not what the builder wanted."""
+    """Return a sentence for each parameter whose initial value does not match the builder's."""
     size = sum(parameter.numel() for parameter in model.layers.parameters())
     few, many = (3, 6) if size > LARGE else (5, 20)
     draws = [wanted_values(config, draw) for draw in range(few)]
@@ -63,7 +64,7 @@ def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
             continue
         found = _real(model.initial(name))
         said = difference(found, [draw[name] for draw in draws])
-        if said and len(draws) < many:  # a random sign is the same in five draws by chance
+        if said and len(draws) < many:  # a random sign can be equal in five draws by chance
             draws += [wanted_values(config, draw) for draw in range(few, many)]
             said = difference(found, [draw[name] for draw in draws])
         if said:
@@ -75,7 +76,7 @@ def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
 
 
 def difference(found: Tensor, wanted: list[Tensor]) -> str:
-    """Return how the drawn values differ from the builder's draws, or "" where they may be of one distribution."""
+    """Describe how ``found`` differs from the builder's draws; return "" if both may have one distribution."""
     if found.shape != wanted[0].shape:
         return f"has shape {tuple(found.shape)}, the builder's {tuple(wanted[0].shape)}"
     found = found.to(wanted[0].dtype).flatten().double()
@@ -112,7 +113,7 @@ def difference(found: Tensor, wanted: list[Tensor]) -> str:
 
 
 def _is_continuous(values: Tensor) -> bool:
-    """True where hardly any value occurs twice: equal values then are constants, and not chance."""
+    """Return True if hardly any value occurs twice; an element equal in all draws is then a constant."""
     return len(set(values.flatten().tolist())) > 0.9 * values.numel()
 
 
@@ -129,12 +130,12 @@ def _log_std(values: Tensor) -> float:
 
 
 def _mean_error(values: Tensor, count: int) -> float:
-    """Standard error of the mean of ``count`` elements."""
+    """Return the standard error of the mean of ``count`` elements."""
     return _std(values) / math.sqrt(count)
 
 
 def _log_std_error(values: Tensor, count: int) -> float:
-    """Standard error of the logarithm of the standard deviation, by the values' own kurtosis (3 at least)."""
+    """Return the standard error of the log standard deviation, from the values' own kurtosis (at least 3)."""
     centred = values - values.mean()
     variance = float(centred.square().mean())
     kurtosis = float(centred.pow(4).mean()) / max(variance**2, 1e-300)

@@ -1,4 +1,4 @@
-"""Which layouts to prove, as words: ``dp2,pp2,tp2,sequence,gpipe,zero0``; and a config cut down to laptop size."""
+"""Layouts as words, such as ``dp2,pp2,tp2,sequence,gpipe,zero0``, and the configuration of each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORDS = (
     + ", file (pipeline.schedule_file)"
 )
 OWN = "file"
-"""In place of a schedule's name: the one in the configuration's ``pipeline.schedule_file``."""
+"""Word in place of a schedule's name for the one in ``pipeline.schedule_file``."""
 
 
 class Layout(NamedTuple):
-    """One way to lay a model out over ranks."""
+    """Parallel layout of a model: degrees, schedule, ZeRO stage and switches."""
 
     dp: int = 1
     pp: int = 1
@@ -32,12 +32,12 @@ class Layout(NamedTuple):
     sequence: bool = False
     micro_batch_size: int = 1
     interleave: int = 0
-    """Stages of a pipeline rank; 0: what the schedule takes by itself."""
+    """Stages per pipeline rank; 0: the schedule's default."""
     recompute: str = "none"
     shard: int = 0
-    """parallel.shard_factor; 0: all of dp."""
+    """Value of ``parallel.shard_factor``; 0: all of dp."""
     reduces_once: bool = False
-    """parallel.reduce = "step"."""
+    """True for ``parallel.reduce = "step"``."""
     offload: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Pieces of the model, as far as the schedule's name tells."""
+        """Number of pipeline stages, derived from the schedule's name; ``pp`` for a schedule file."""
         if self.schedule == OWN:
             return self.pp
         return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
@@ -64,7 +64,11 @@ class Layout(NamedTuple):
 
 
 def parse_layout(text: str) -> Layout:
-    """``dp2,pp2`` -> Layout(dp=2, pp=2). Raises ConfigError with the word that it does not know."""
+    """Parse ``dp2,pp2`` into Layout(dp=2, pp=2).
+
+    Raises:
+        ConfigError: an unknown word, or a number out of range.
+    """
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
         found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
@@ -88,7 +92,12 @@ def parse_layout(text: str) -> Layout:
 
 
 def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
-    """The config laid out so, on the same global batch, in the given precision, with nothing that saves or prints."""
+    """Return the config with this layout, on the same global batch, in the given precision, without ``torch.compile``.
+
+    Raises:
+        ConfigError: the global batch or dp cannot be divided as the layout needs, or the configuration has no
+            ``pipeline.schedule_file`` for the word ``file``.
+    """
     replicas = layout.dp * layout.micro_batch_size
     if global_batch % replicas:
         raise ConfigError(
@@ -112,7 +121,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             raise ConfigError(f"layout {layout}: the configuration has no pipeline.schedule_file")
         pipeline = config.pipeline.model_copy(update={"recompute": layout.recompute})
     elif isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
-        balance = "time"  # an explicit balance is for one number of stages; other layouts are cut by time
+        balance = "time"  # an explicit balance fits one number of stages only; other layouts are cut by time
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -142,7 +151,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
 
 
 def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_length: int) -> bool:
-    """Return whether a layout fits the model, its samples and the batch, as far as their traits tell."""
+    """Return True if a layout fits the model, its samples and the batch, judged by ``traits`` alone."""
     return (
         layout.num_stages <= traits.num_layers
         and global_batch % (layout.dp * layout.micro_batch_size) == 0
@@ -154,7 +163,11 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
 
 
 def own_layout(config: RunConfig, global_batch: int) -> Layout:
-    """Return the layout of a configuration, with micro-batches so small that a step has two at least."""
+    """Return the configuration's own layout, with micro-batches small enough for at least two per step.
+
+    Raises:
+        ConfigError: ``pipeline.schedule_file`` has a number of micro-batches that does not divide the global batch.
+    """
     own = config.parallel
     dp = own.dp if isinstance(own.dp, int) and own.dp > 0 else 1
     micro = max(1, min(config.batch.micro_batch_size or 1, global_batch // (2 * dp)))

@@ -1,7 +1,7 @@
 """Pairs of features that share code, each with the reason, and the layouts that cover all of them.
 
-A fault hides in what two features do together: dropout of a stage in the middle needs the dp rank, ZeRO-3 sums over tp.
-So the default layouts are chosen such that each pair of this table occurs in one of them, as far as the model allows.
+Faults hide in the interaction of two features: dropout in a middle stage needs the dp rank, ZeRO-3 sums over tp. The
+default layouts are therefore chosen so that each pair of this table occurs in one of them, as far as the model allows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.tools.verify.layouts import Layout, is_possible
 from meshwright.tools.verify.traits import Traits
 
 ZEROS = ("zero1", "zero2", "zero3")
-"""As they are by themselves: what offload and reduce = "step" make of them are features of their own."""
+"""ZeRO stages on their own; combinations with offload and with ``reduce = "step"`` are separate features."""
 OFFLOADS = tuple(f"zero{zero}, offload" for zero in range(4))
 ONCE = ("zero2, reduce = step", "zero3, reduce = step")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "split backward", "V")
@@ -61,7 +61,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
 
 
 class Shared(NamedTuple):
-    """Code that each feature of ``some`` shares with each of ``others``."""
+    """Code shared by each feature of ``some`` with each of ``others``."""
 
     some: tuple[str, ...]
     others: tuple[str, ...]
@@ -98,7 +98,7 @@ SHARED = (
     Shared(("micro-batch > 1",), ("pp > 2", "tp", "V"), "batch dim of what is sent"),
     Shared(("split backward",), TIES[:1], "weight gradients of both uses of a tied weight"),
 )
-"""Each feature stands by itself, too: see :func:`wanted_pairs`."""
+"""Table of shared code. Each feature is also covered on its own: see :func:`wanted_pairs`."""
 
 FEATURES = tuple(dict.fromkeys([*(name for shared in SHARED for name in (*shared.some, *shared.others)), "dp > 2"]))
 
@@ -106,7 +106,7 @@ Pair = tuple[str, str]
 
 
 def wanted_pairs() -> dict[Pair, str]:
-    """Return each pair with its reason; a feature paired with itself stands alone."""
+    """Return each pair with its reason; a feature paired with itself means the feature on its own."""
     found: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
     for shared in SHARED:
         found |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
@@ -114,13 +114,13 @@ def wanted_pairs() -> dict[Pair, str]:
 
 
 def pairs_of(features: Iterable[str]) -> frozenset[Pair]:
-    """Return the pairs of the table that lie in a set of features."""
+    """Return the pairs of the table whose two features are both in ``features``."""
     there = set(features)
     return frozenset(pair for pair in wanted_pairs() if there.issuperset(pair))
 
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
-    """Return all layouts that the choice is made from, small ones first."""
+    """Return all layouts to choose from, smallest first."""
     degrees = [d for d in itertools.product((1, 2, 4), repeat=3) if d[0] * d[1] * d[2] <= max_ranks]
     found = []
     for (dp, pp, tp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
@@ -147,16 +147,16 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
 
 
 def is_full(layout: Layout, global_batch: int) -> bool:
-    """Return whether a step has micro-batches enough to show what accumulates, and a pipeline in full swing."""
+    """Return True if a step has enough micro-batches to test gradient accumulation and to fill the pipeline."""
     return global_batch // (layout.dp * layout.micro_batch_size) >= max(2, layout.pp)
 
 
 class Choice(NamedTuple):
-    """Layouts that cover the table, and what they leave."""
+    """Layouts that cover the table, and the uncovered rest."""
 
     layouts: list[Layout]
     missing: list[str]
-    """Sentences: features that this model has not, pairs that no layout of it has."""
+    """Sentences on features that no layout of this model has, and on pairs that no layout combines."""
 
 
 def choose(
@@ -168,10 +168,13 @@ def choose(
     micro_batch_sizes: Sequence[int],
     refusal: Callable[[Layout], str | None],
 ) -> Choice:
-    """Choose layouts that cover every pair that some possible layout has: greedily, the same ones each time.
+    """Choose layouts that cover every pair of any possible layout, by a deterministic greedy search.
 
-    Again and again the candidate with most pairs still missing, of those the one with fewest ranks, of those the first.
-    ``first`` are taken in any case. ``refusal``: why a layout cannot be, of which only this model decides.
+    Each round takes the candidate with the most uncovered pairs, then the fewest ranks, then the first in order.
+
+    Args:
+        first: layouts that are taken in any case.
+        refusal: returns the reason why this model cannot have a layout, or None.
     """
     possible = [
         layout
@@ -208,7 +211,7 @@ def _mask(layout: Layout, traits: Traits, numbers: dict[Pair, int]) -> int:
 
 
 def _needed(layouts: list[Layout], num_first: int, masks: dict[Layout, int]) -> list[Layout]:
-    """Leave out what later choices have made superfluous; the first ones stay."""
+    """Remove layouts that later choices have made superfluous; the first ``num_first`` stay."""
     kept = list(layouts)
     for layout in reversed(layouts[num_first:]):
         others = 0
@@ -222,7 +225,7 @@ def _needed(layouts: list[Layout], num_first: int, masks: dict[Layout, int]) -> 
 def _told(
     missing: set[Pair], masks: dict[Layout, int], numbers: dict[Pair, int], refused: dict[Layout, str]
 ) -> list[str]:
-    """Say what is not covered: whole features in one line, pairs of covered features one by one with the reason."""
+    """Describe uncovered features in one line, then each uncovered pair of covered features with its reason."""
     alone = {a for a, b in missing if a == b}
     said = [f"not covered, in no layout of this model: {', '.join(sorted(alone))}"] if alone else []
     for pair in sorted(missing):

@@ -1,8 +1,8 @@
-"""The plain model run twice and in parts: layers that remember, and layers in which samples see each other.
+"""Probe of the plain model, run twice and in parts: it finds hidden state and dependence between samples.
 
-A layer that gives other numbers for the same samples draws or counts by itself: no layout could repeat it. A layer that
-gives other numbers for a sample when others are beside it makes the micro-batch size a part of the model: every layout
-must then have the size that the run has.
+A layer that returns different numbers for the same samples draws or counts by itself, and no layout could repeat it. A
+layer whose numbers for a sample depend on the other samples makes the micro-batch size a part of the model: every
+layout must then use the run's own size.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from meshwright.pipeline.values import cast_floats
 from meshwright.tools.verify.reference import PlainRun
 
 SAMPLES = 4
-"""That are run at once."""
+"""Number of samples in the first forward."""
 PARTS = (2, 1)
-"""Then so many at a time: by chance one cut may leave a capacity as it was."""
+"""Numbers of samples in the forwards after it. One size alone may by chance leave an expert's capacity unchanged."""
 BAR = 1e-9
-"""Relative distance, in float64, beyond which outputs differ; rounding in other orders of sums stays below."""
+"""Relative distance, in float64, beyond which outputs differ; rounding by another order of summation stays below it."""
 
 
 class Output(NamedTuple):
-    """The tensors that one call of a layer returned."""
+    """Tensors that one call of a layer returned."""
 
     where: str
     leaves: list[Tensor]
 
 
 def find_coupling(config: RunConfig, source: Source) -> str:
-    """Return the first layer whose output for a sample depends on the others of its micro-batch; "" where none does.
+    """Return the first layer whose output for a sample depends on the rest of its micro-batch; "" if there is none.
 
-    A model that does not run in plain torch is left to the reference, which has the message for it.
+    A model that does not run in plain torch returns ""; the reference run then raises the error for it.
 
     Raises:
-        ModelError: a layer gives other numbers when it is given the same samples again.
+        ModelError: a layer returns different numbers for the same samples.
     """
     try:
         run = PlainRun(config, source, torch.float64, SAMPLES)
@@ -78,7 +78,10 @@ def _first_that_differs(run: PlainRun, whole: list[Output], inputs: Any, indices
 
 
 def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
-    """Run one training forward; return what each layer gave, in order. Running buffers are afterwards as before."""
+    """Run one training forward and return each layer's output in order. Running buffers are restored afterwards.
+
+    ``sample_indices``: (B,) int64, global.
+    """
     found: list[Output] = []
     names = {layer: f"layer {name} ({type(layer).__name__})" for name, layer in run.layers.named_children()}
 
@@ -101,7 +104,7 @@ def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
 
 
 def _rows(whole: Tensor, part: Tensor, rows: slice) -> Tensor:
-    """Return the rows of an output that belong to a part of the samples; the whole where it has no rows by sample."""
+    """Return the rows of an output that belong to the samples ``rows``; the whole if dim 0 is not by sample."""
     if whole.dim() == 0 or part.dim() == 0 or whole.shape == part.shape or whole.shape[0] % SAMPLES:
         return whole
     each = whole.shape[0] // SAMPLES
@@ -109,7 +112,7 @@ def _rows(whole: Tensor, part: Tensor, rows: slice) -> Tensor:
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    """True where two outputs are farther apart than rounding takes them. NaN equals NaN."""
+    """Return True if two outputs differ by more than rounding. NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
     if not a.is_floating_point():

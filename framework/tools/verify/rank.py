@@ -1,4 +1,4 @@
-"""One rank of one layout: trained through the same parts and steps as a run, and what it reports."""
+"""One rank of one layout: trained through the same parts and steps as a real run, with its findings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Part = tuple[ParameterInfo, Any]
 
 
 class RankFindings(NamedTuple):
-    """The report of one rank: numbers, and the parts of tensors that it stands for."""
+    """Findings of one rank: its numbers, and the tensor slices that it contributes to the whole tensors."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -57,7 +57,7 @@ def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
 
 
 def count_logits(config: RunConfig) -> int:
-    """The vocabulary of a model that calls it otherwise, or has a default: the length of its logits, found on meta."""
+    """Return the last dim of the model's logits, measured on meta, for models without a ``vocab_size`` option."""
     layers = build_model(config.model.builder, config.model.options, config.run.seed).layers.to("meta")
     with torch.no_grad():
         logits = layers(example(config, 1)[0])
@@ -66,7 +66,7 @@ def count_logits(config: RunConfig) -> int:
 
 @dataclass
 class Recorder:
-    """A source that remembers what it was asked for: what this rank has trained on, not what it should have."""
+    """Source that records the samples this rank has actually read, not those it should have read."""
 
     source: Source
     seen: dict[int, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
-    """One rank of one layout, through the same parts and steps as a training run."""
+    """Train one rank of one layout through the same parts and steps as a training run, and return its findings."""
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
@@ -121,7 +121,7 @@ def _parts_of(bucket: Sharded, flat: Tensor) -> list[Part]:
 
 
 def _weights(parts: Parts) -> list[Part]:
-    """The weights and running buffers that this rank stands for, frozen ones too; gathers over dp."""
+    """Return the weights this rank contributes, frozen ones and running buffers included; all-gathers over dp."""
     found: list[Part] = []
     for replica in parts.replicas.values():
         replica.ready_all()
@@ -139,7 +139,7 @@ def _weights(parts: Parts) -> list[Part]:
 
 
 def _masters(parts: Parts) -> list[Part]:
-    """The master weights that this rank stands for, where training is in fewer bits; gathers over dp."""
+    """Return the master weights this rank contributes, for bfloat16 training only; all-gathers over dp."""
     found: list[Part] = []
     if parts.config.train.dtype != "bfloat16":
         return found
@@ -152,7 +152,7 @@ def _masters(parts: Parts) -> list[Part]:
 
 
 def _gradients(parts: Parts, factor: float) -> list[Part]:
-    """The gradients that this rank stands for; gathers over dp."""
+    """Return the gradients this rank contributes, times ``factor``; all-gathers over dp."""
     found: list[Part] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
@@ -163,12 +163,12 @@ def _gradients(parts: Parts, factor: float) -> list[Part]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On CPU; what trains on goes on changing."""
+    """Copy a tensor to the CPU, because training changes it in place afterwards."""
     return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
 def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors out of the ranks' slices; elements that nobody gave are NaN, so that they cannot pass."""
+    """Assemble whole tensors from the ranks' slices. Elements of no rank are NaN, so that the comparison fails."""
     whole_tensors: dict[str, Tensor] = {}
     for info, tensor in parts:
         full = whole_tensors.setdefault(info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype))
@@ -180,7 +180,7 @@ def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]
 
 
 def merge(ranks: Sequence[RankFindings]) -> Findings:
-    """One layout's findings out of its ranks'."""
+    """Merge the findings of all ranks into those of the layout."""
     tokens: list[dict[int, int]] = [{} for _ in ranks[0].tokens]
     for rank in ranks:
         for step, checksums in enumerate(rank.tokens):

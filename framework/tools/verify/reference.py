@@ -1,10 +1,10 @@
-"""The plain run: the user's untouched ``builder()`` module, one process, a Python loop over the samples, torch's own
-loss, clipping and optimizer.
+"""Plain reference run: the user's untouched ``builder()`` module in one process, a Python loop over the samples, and
+torch's own loss, clipping and optimizer.
 
-Nothing of the parallel parts is used here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks,
-parametrizations, buffers and ``nn.Dropout`` modules are the user's own. Put in from outside are the initial values, by
-name, and the dropout masks, by their published definition (:mod:`meshwright.tools.verify.dropout`). Shared with the
-layouts are the definitions of what is to be the same: initial values, the samples, the learning rate of a step.
+No parallel code runs here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks, parametrizations,
+buffers and ``nn.Dropout`` modules are the user's own. Two things are put in from outside: initial values, by name, and
+dropout masks, by their published definition (:mod:`meshwright.tools.verify.dropout`). The reference shares with the
+layouts only the definitions of what must be equal: initial values, samples, and the learning rate of a step.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from meshwright.tools.verify.dropout import KeyedDropout
 
 
 class Findings(NamedTuple):
-    """The numbers of a run: per step, and per parameter under its canonical name, whole and unpadded, on CPU.
+    """Numbers of a run, per step and per parameter. Tensors are whole, unpadded, on CPU, under their canonical names.
 
-    Running buffers are among the initial values and the weights.
+    Running buffers are included in the initial values and in the weights.
     """
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[dict[int, int]]
-    """Per step, then per validation: global sample index -> checksum of its token ids and labels."""
+    """Per step, then per validation pass: global sample index -> checksum of its token ids and labels."""
     initial: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    """Of step 1, before clipping."""
+    """Gradients of step 1, before clipping."""
     weights: dict[str, Tensor]
-    """After the last step."""
+    """Weights after the last step."""
     masters: dict[str, Tensor]
-    """After the last step, the master weights that the optimizer steps; empty where it steps the weights."""
+    """Master weights after the last step; empty where the optimizer steps the weights themselves."""
     validation: list[float]
     """Loss in eval mode on one global batch, after the first step and after the last."""
 
 
 def checksum(inputs: Any, labels: Tensor) -> int:
-    """A number that changes when any token, pixel, label or their order does. All of one sample, on CPU."""
+    """Return a checksum of one sample's inputs and labels, on CPU, sensitive to every value and to their order."""
     parts = [leaf.reshape(-1).contiguous() for leaf in (*tree_leaves(inputs), labels)]
     whole = [p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts]
     both = torch.cat(whole)
@@ -65,7 +65,7 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
     """Return the module that the user's builder returns, with the framework's initial values, in ``dtype``.
 
     Parameters stay the builder's own objects. Declared ties that the builder does not share become one parameter.
-    Constant buffers stay as they are. ``model``: gives initial values and ties, by name.
+    Constant buffers stay unchanged. ``model`` supplies the initial values and the ties, by name.
     """
     with seeded(config.run.seed, "verify plain run"):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
@@ -74,7 +74,7 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
         owner = layers.get_submodule(owner_name)
         if canonical != name and layers.get_parameter(canonical) is not parameter:
             owner._parameters[attribute] = layers.get_parameter(canonical)
-        elif parameter.is_meta:  # a builder that leaves them there for the framework to fill
+        elif parameter.is_meta:  # the builder left it on meta, for the framework to fill
             shared = [n for n, p in layers.named_parameters(remove_duplicate=False) if p is parameter]
             real = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
             for other in shared:
@@ -88,13 +88,13 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
 
 
 def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of running buffers on CPU as they are compared: counts in float64."""
+    """Return CPU copies of running buffers in the dtypes used for comparison: integer counts become float64."""
     copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
     return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
 def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
-    """torch's own, on whole parameters; of the one that it does not have, ours on whole parameters."""
+    """Return torch's own optimizer on whole parameters; for ``adamw8bit`` the framework's, since torch has none."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -111,7 +111,7 @@ def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim
 
 
 class PlainRun:
-    """One plain process in training. See :func:`run_reference`."""
+    """Training of the plain model in one process. See :func:`run_reference`."""
 
     def __init__(self, config: RunConfig, source: Source, dtype: torch.dtype, micro_batch_size: int) -> None:
         assert config.batch.global_batch is not None
@@ -129,7 +129,7 @@ class PlainRun:
         self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
         self.labels_per_step = self.global_batch * outline.labels_per_sample
         self.masters = self.parameters
-        """What is stepped: of bfloat16 weights float32 copies, whose gradients are sums in float32."""
+        """Tensors that the optimizer steps: the weights; for bfloat16, float32 copies with float32 gradients."""
         if dtype == torch.bfloat16:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
         self.optimizer = _optimizer(list(self.masters.values()), config.optimizer)
@@ -146,7 +146,7 @@ class PlainRun:
         return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in starts]
 
     def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor) -> Tensor:
-        """Return the sum over the labels that count: of the model's own loss, or of the cross-entropy."""
+        """Return the loss summed over the labels that count: the model's own loss, or cross-entropy."""
         self.dropout.begin(sample_indices)
         output = self.layers(cast_floats(inputs, self.dtype))
         labels = cast_floats(labels, self.dtype)
@@ -157,19 +157,19 @@ class PlainRun:
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
     def step(self, step: int, findings: Findings) -> None:
-        """One optimizer step on global batch ``step``, counted from 0."""
+        """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
         batch = self.microbatches(step)
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
-        # in bfloat16 gradients are rounded as the layouts' are: scaled by the labels that a step could have
+        # bfloat16 gradients must be rounded as in the layouts, which scale by the largest possible number of labels
         divisor = self.labels_per_step if self.dtype == torch.bfloat16 else num_tokens
         total = 0.0
         for master in self.masters.values():
-            master.grad = torch.zeros_like(master)  # one that nothing uses has a gradient of zero: it is decayed
+            master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         for inputs, labels, sample_indices in batch:
             loss_sum = self.loss_sum(inputs, labels, sample_indices)
             total += float(loss_sum.detach())
             (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
-            if self.dtype == torch.bfloat16:  # a long sum would lose most of itself
+            if self.dtype == torch.bfloat16:  # a long bfloat16 sum would lose most of its bits
                 self._add_up()
         if divisor != num_tokens:
             for master in self.masters.values():
@@ -198,13 +198,13 @@ class PlainRun:
                 parameter.grad = None
 
     def validate(self, batch_index: int, findings: Findings) -> None:
-        """Add the loss of a global batch in eval mode."""
+        """Append the loss of one global batch in eval mode to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
         batch = self.microbatches(batch_index)
         with torch.no_grad():
             total = sum(float(self.loss_sum(*microbatch)) for microbatch in batch)
-        for module, training in modes.items():  # what the builder has put into eval mode stays there
+        for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training
         num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)
         findings.validation.append(total / max(num_tokens, 1))
@@ -226,13 +226,13 @@ def checksums(batch: list[tuple[Any, Tensor, Tensor]]) -> dict[int, int]:
 
 
 def validated_after(steps: int) -> list[int]:
-    """Return the numbers of steps after which a run validates: on the way, so that it must return to train mode."""
+    """Return the steps after which a run validates. Step 1 is among them, to test the return to train mode."""
     return sorted({1, steps})
 
 
 @contextmanager
 def _explained(config: RunConfig) -> Iterator[None]:
-    """Turn an error of the user's model in plain torch into one message."""
+    """Turn an error of the user's model in plain torch into one ModelError."""
     try:
         yield
     except UserError:
@@ -248,10 +248,12 @@ def _explained(config: RunConfig) -> Iterator[None]:
 def run_reference(
     config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
 ) -> Findings:
-    """Train ``steps`` steps plainly. ``config`` is resolved: its global batch is what a step is.
+    """Train the plain model for ``steps`` steps and return its findings.
 
-    ``micro_batch_size``: samples that go through the model at once. It changes nothing but where samples see each other
-    (BatchNorm).
+    Args:
+        config: resolved; ``batch.global_batch`` is the number of samples of a step.
+        micro_batch_size: samples per forward. It has no effect on the numbers unless samples depend on each other
+            (BatchNorm).
 
     Raises:
         ModelError: the model does not run in plain torch.

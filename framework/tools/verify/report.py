@@ -1,4 +1,4 @@
-"""Rows and table of a comparison: text for a terminal."""
+"""Rows and table of a comparison, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ HEADER = (
 
 
 class Row(NamedTuple):
-    """One layout against the reference. Distances are relative."""
+    """Comparison of one layout with the reference. Distances are relative."""
 
     layout: str
     initial_equal: bool = False
     samples_equal: bool = False
     loss: float = 0.0
-    """Of step 1."""
+    """Difference of the loss of step 1."""
     losses: float = 0.0
-    """The worst of all steps."""
+    """Largest difference of a loss over all steps."""
     norms: float = 0.0
-    """The worst gradient norm of all steps."""
+    """Largest difference of a gradient norm over all steps."""
     gradient: float = 0.0
-    """Of step 1, the worst parameter's: norm of the difference over the norm of the reference's."""
+    """Worst parameter's gradient in step 1: norm of the difference over the norm of the reference's gradient."""
     gradient_name: str = ""
     weights: float = 0.0
-    """The same, of the weights after the last step."""
+    """Worst parameter after the last step: norm of the difference over the norm of the reference's weights."""
     weights_name: str = ""
     validation: float = 0.0
-    """The worst loss in eval mode."""
+    """Largest difference of a validation loss (eval mode)."""
     repeats: bool | None = None
-    """The same layout run twice gave the same bits in every step's loss. None: run once."""
+    """True if a second run of the layout gave the same bits in every loss and norm. None: run once."""
     problems: list[str] = []
-    """Every bar that is missed, with the first parameter and the first step that differ."""
+    """Every missed tolerance, with the first parameter and the first step that differ."""
     failure: str = ""
-    """``refused: reason`` or ``cannot run: reason``: there are no numbers."""
+    """``refused: reason`` or ``cannot run: reason``; the row then has no numbers."""
 
     @property
     def passed(self) -> bool:
-        """True when there are numbers and no bar is missed."""
+        """True if the layout ran and missed no tolerance."""
         return not self.problems and not self.failure
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """Verdict in one or two words."""
         if self.failure:
             return self.failure.partition(":")[0]
         return "same numbers" if self.passed else "DIFFERENT"
 
     def cells(self) -> tuple[str, ...]:
-        """Text for the columns of HEADER."""
+        """Return the texts of the columns of HEADER."""
         if self.failure:
             return (self.layout, *[""] * (len(HEADER) - 2), self.verdict)
         numbers = (self.loss, self.losses, self.norms, self.gradient, self.weights, self.validation)
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All layouts."""
+    """Comparison of all layouts with the reference."""
 
     title: str
     rows: list[Row]
@@ -74,11 +74,11 @@ class Report(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True when no check of the model failed and no layout misses a bar."""
+        """True if no check of the model failed and no layout missed a tolerance."""
         return not self.problems and all(row.passed for row in self.rows)
 
     def table(self) -> str:
-        """Text for a terminal: a row per layout, then the problems in words."""
+        """Return the report as text: a row per layout, then the problems."""
         cells = [HEADER, *(row.cells() for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]

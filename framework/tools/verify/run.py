@@ -1,4 +1,4 @@
-"""Run the layouts on a pool of ranks, the plain run here, and compare."""
+"""Driver of verify: run each layout on a pool of ranks, the plain model in this process, and compare."""
 
 from __future__ import annotations
 
@@ -26,29 +26,33 @@ from meshwright.tools.verify.traits import probed, traits_of
 __all__ = ["Pool", "RankFindings", "groupings", "merge", "open_verify_source", "rounding_of", "run_layout", "verify"]
 
 LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
-"""A layout may take this many times as long as the plain run, and two minutes at least."""
+"""Time limit of a layout: this many times the plain run's time, but at least two minutes."""
 
 
 class Pool(Protocol):
-    """Ranks that wait for work; ``meshwright.launch.pool.RankPool`` is one."""
+    """Pool of worker ranks; implemented by ``meshwright.launch.pool.RankPool``."""
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = ...) -> list[Any]:
-        """``function(rank, world_size, *args)`` on each rank; the results by rank."""
+        """Run ``function(rank, world_size, *args)`` on each rank and return the results in rank order."""
 
 
 def groupings(global_batch: int) -> list[int]:
-    """Some ways to take the samples of a batch several at a time."""
+    """Return up to four micro-batch sizes above 1 that divide the global batch, smallest first."""
     return [size for size in range(2, global_batch + 1) if global_batch % size == 0][:4]
 
 
 def rounding_of(
     expected: Findings, plain: RunConfig, source: VerifySource, steps: int, micro_batch_size: int, others: Sequence[int]
 ) -> dict[str, float]:
-    """How far float32 alone carries each parameter from where exact arithmetic would: the farthest of several runs.
+    """Return, per parameter, the largest distance of float32 weights from float64 weights over several plain runs.
 
-    AdamW divides an element's gradient by its own size, so that one that is nearly zero moves by its rounding, and a
-    single run may have been lucky in it. ``others``: micro-batch sizes in which the same samples are taken again: other
-    orders of the same sums, as those of a layout are.
+    AdamW divides each gradient element by its own magnitude, so an element near zero moves by its rounding error alone.
+    A single run may by chance round such an element well, hence several runs.
+
+    Args:
+        expected: the float32 plain run, counted as one of the runs.
+        others: micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
+            does between layouts.
     """
     exact = run_reference(plain, source, steps, torch.float64, micro_batch_size)
     runs = [expected, *(run_reference(plain, source, steps, torch.float32, size) for size in others)]
@@ -59,9 +63,9 @@ def rounding_of(
 def noise_of(
     expected: Findings, plain: RunConfig, source: VerifySource, micro_batch_size: int, others: Sequence[int]
 ) -> dict[str, float]:
-    """Return, per parameter, how far apart two bfloat16 gradients of step 1 may be by rounding alone.
+    """Return, per parameter, the largest distance that rounding alone may put between two bfloat16 gradients of step 1.
 
-    That is twice the distance from a float64 run, the farthest of several orders of the same sums (``others``, as for
+    It is twice the distance from a float64 run, the largest over several orders of summation (``others``, as in
     :func:`rounding_of`).
     """
     exact = run_reference(plain, source, 1, torch.float64, micro_batch_size)
@@ -71,18 +75,21 @@ def noise_of(
 
 
 class Reference(NamedTuple):
-    """The plain run, and how far rounding alone carries it."""
+    """Findings of the plain run and its own rounding error."""
 
     findings: Findings
     rounding: dict[str, float]
-    """Of weights, per parameter; float32 only."""
+    """Rounding error of the weights, per parameter; filled for float32 only."""
     noise: dict[str, float]
-    """Of gradients, per parameter; bfloat16 only."""
+    """Rounding error of the gradients, per parameter; filled for bfloat16 only."""
     passed_s: float
 
     def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
-        """Return the noise of a layout: where all activations are rounded alike, only that of ``tied`` weights, whose
-        gradients torch sums in bfloat16 and stages in float32."""
+        """Return the gradient noise that applies to a layout.
+
+        Where all activations are rounded as in the plain run, only the ``tied`` weights have noise: torch sums their
+        gradients in bfloat16, pipeline stages sum them in float32.
+        """
         alike = bar_of("bfloat16", layout) is SAME_ROUNDING
         return {name: value for name, value in self.noise.items() if not alike or name in tied}
 
@@ -90,7 +97,7 @@ class Reference(NamedTuple):
 def reference_of(
     plain: RunConfig, source: VerifySource, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
 ) -> Reference:
-    """Run the plain model, and what its rounding is measured by (``others``, as for :func:`rounding_of`)."""
+    """Run the plain model and measure its rounding error (``others``, as in :func:`rounding_of`)."""
     start_s = time.monotonic()
     found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
     passed_s = time.monotonic() - start_s
@@ -103,7 +110,7 @@ def reference_of(
 
 
 def failure_of(error: Exception) -> str:
-    """Return ``refused: reason`` for what a user can change, ``cannot run: reason`` with its place for the rest."""
+    """Return ``refused: reason`` for what a user can change, ``cannot run: reason`` with file and line for the rest."""
     cause = error if isinstance(error, UserError) else error.__cause__
     if isinstance(cause, UserError):
         return f"{'refused' if cause.exit_code == 2 else 'cannot run'}: {cause}"
@@ -130,13 +137,16 @@ def verify(
     twice: Collection[Layout] | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
-    """Run the reference once and each layout; compare by the bars of the precision.
+    """Run the reference once and each layout, and compare them by the tolerances of the precision.
 
-    A layout that is refused, raises, hangs or loses a rank is a row with the reason, and the others are run. ``twice``:
-    the layouts that are run again and must repeat bit for bit; None: all.
+    A layout that is refused, raises, hangs or loses a rank becomes a row with the reason; the other layouts still run.
+
+    Args:
+        twice: layouts to run a second time, which must repeat bit for bit; None: all layouts.
+        on_row: called with each row as soon as it is finished.
 
     Raises:
-        UserError: the model or its samples cannot be had, or the model does not train in plain torch.
+        UserError: the model or its samples cannot be built, or the model does not train in plain torch.
     """
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)  # a model that no layout takes is one message

@@ -1,4 +1,4 @@
-"""The model that verify trains by default: laptop size, an odd vocabulary, dropout on."""
+"""Default model of verify: shrunk to laptop size, with an odd vocabulary and dropout on."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import PlainRun
 
 DROPOUT = 0.1
-"""Where the configuration has dropout and has it off."""
+"""Dropout probability where the configuration has dropout at 0."""
 WITH_DROPOUT = "meshwright.tools.verify.smaller:with_dropout"
 ODD_VOCABULARY = 499
-"""Divided by no degree of tp: each has padded rows."""
+"""Vocabulary size that no tp degree divides, so that every one of them has padded rows."""
 
 
 def shrink(options: dict[str, Any]) -> dict[str, Any]:
-    """Builder options of a large model -> the same proportions, small: at most 4 layers, 8 heads of at most 8 elements,
-    an odd vocabulary below 1,000.
+    """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads of at most 8
+    elements, and an odd vocabulary below 1,000.
 
-    Knows options by the names that our models use; whatever else a builder takes is left alone.
+    Options are recognised by their names in meshwright's own models; all other options stay unchanged.
     """
     small = dict(options)
     for key, most in (("num_layers", 4), ("num_decoder_layers", 4), ("head_dim", 8)):
         if isinstance(small.get(key), int):
             small[key] = min(small[key], most)
     if isinstance(small.get("sliding_window"), int):
-        small["sliding_window"] = min(small["sliding_window"], 12)  # fewer than the tokens of a sample: it matters
+        small["sliding_window"] = min(small["sliding_window"], 12)  # shorter than a sample: it has an effect
     heads = small.get("num_heads")
     hidden = small.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):
@@ -58,14 +58,14 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Prepared(NamedTuple):
-    """A configuration as verify trains it, and sentences on what was changed."""
+    """Configuration as verify trains it, and sentences that describe the changes."""
 
     config: RunConfig
     said: list[str]
 
 
 def make_small(config: RunConfig, sequence_length: int) -> Prepared:
-    """Shrink model and samples. An odd vocabulary that the model refuses is made even again."""
+    """Shrink model and samples. An odd vocabulary that the model refuses becomes even again."""
     small = shrink(config.model.options)
     even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
     length = min(config.data.sequence_length, sequence_length)
@@ -86,7 +86,7 @@ def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
 
 
 def _why_not(config: RunConfig) -> str | None:
-    """Return why one rank cannot train this model, as far as the meta device tells."""
+    """Return the reason why one rank cannot train this model, as far as the meta device shows it, or None."""
     try:
         draw_blueprint(layout_config(config, Layout(), 1, "float64"))
     except UserError as error:
@@ -95,7 +95,7 @@ def _why_not(config: RunConfig) -> str | None:
 
 
 def with_dropout(builder: str, options: dict[str, Any], p: float) -> nn.Sequential:
-    """Return a builder's model with each ``nn.Dropout(0.0)`` turned on."""
+    """Return a builder's model with each ``nn.Dropout(0.0)`` set to probability ``p``."""
     layers: nn.Sequential = find_builder(builder)(**options)
     for module in _dropouts(layers):
         if module.p == 0.0:
@@ -108,10 +108,10 @@ def _dropouts(layers: nn.Module) -> Iterator[nn.Dropout]:
 
 
 def turn_dropout_on(config: RunConfig) -> Prepared:
-    """Turn on what the configuration has off: builder options named ``*dropout*``, else ``nn.Dropout(0.0)`` modules.
+    """Turn on dropout that is 0: builder options named ``*dropout*``, else ``nn.Dropout(0.0)`` modules.
 
-    Without dropout nothing shows that masks are those of one process. It stays off where the model then does not run in
-    plain torch or draws otherwise than by ``nn.Dropout``.
+    Without dropout the comparison could not show that its masks match those of one process. Dropout stays off if the
+    model with dropout does not run in plain torch, or draws random numbers by other means than ``nn.Dropout``.
     """
     builder, options = config.model.builder, config.model.options
     parameters = inspect.signature(find_builder(builder)).parameters
@@ -122,7 +122,7 @@ def turn_dropout_on(config: RunConfig) -> Prepared:
         candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), f"{', '.join(off)}"))
     try:
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
-    except Exception:  # the message for it is made where the model is built next
+    except Exception:  # the next build of the model raises the error for it
         return Prepared(config, [])
     if modules and not any(modules):
         wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
@@ -141,7 +141,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def why_no_dropout(config: RunConfig) -> str | None:
-    """Return why a model cannot be proven with its dropout on."""
+    """Return the reason why a model cannot be verified with its dropout on, or None."""
     why = _why_not(config)
     if why is not None:
         return why

@@ -1,4 +1,4 @@
-"""What the layouts are compared on: the run's own corpus or random tokens, with labels ignored unevenly on purpose."""
+"""Samples for the comparison: the run's own corpus or random tokens, with unevenly ignored labels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class VerifySource(NamedTuple):
 
 
 def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Token ids drawn for (seed, sample): a corpus that needs no file."""
+    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,) inputs and (S,) labels."""
 
     def sample(index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(derive(seed, "verify tokens", index))
@@ -53,7 +53,7 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
 
 
 def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """The same, as some documents one after the other: what a model with document boundaries is trained on."""
+    """Return a sampler like :func:`random_sample` with several documents per sample, for document boundaries."""
     window = random_sample(seed, vocab_size, sequence_length)
 
     def sample(index: int) -> tuple[Any, Tensor]:
@@ -68,7 +68,7 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
 
 
 def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """The same, with spans taken out: what an encoder-decoder is trained on."""
+    """Return a sampler as in :func:`random_sample` with span corruption, for encoder-decoder models."""
     shape = lengths(sequence_length)
     if vocab_size <= shape.sentinels + 1:
         raise ConfigError(f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
@@ -83,7 +83,7 @@ def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Calla
 
 
 def own_sample(source: Source) -> Callable[[int], tuple[Any, Tensor]]:
-    """The run's own samples, in its own order."""
+    """Return a sampler of the run's own samples, in the run's order."""
 
     def sample(index: int) -> tuple[Any, Tensor]:
         inputs, labels = source.read([index])

@@ -1,4 +1,4 @@
-"""What a model and its samples are like, as far as it decides which layouts can be proven, and against what."""
+"""Traits of a model and its samples that decide which layouts can be verified, and against which reference."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from meshwright.tools.verify.probe import find_coupling
 
 
 class Traits(NamedTuple):
-    """Found on the meta device."""
+    """Traits of a model, found on the meta device."""
 
     num_layers: int
     num_parameters: int
-    """That are trained; tied ones once."""
+    """Number of trained parameters; tied ones count once."""
     is_sharded: bool
-    """It has a sharding plan: tp is possible."""
+    """True if the model has a sharding plan, so tp is possible."""
     is_sequence: bool
-    """Each sample has a row of labels: sequence parallelism is possible."""
+    """True if each sample has a row of labels, so sequence parallelism is possible."""
     couples_samples: bool
-    """The samples of a micro-batch see each other: their number is part of the model."""
+    """True if samples of a micro-batch affect each other; the micro-batch size is then part of the model."""
     has_running: bool
-    """Forward changes buffers: one replica only."""
+    """True if forward changes buffers; only one replica is then possible."""
     impossible: tuple[str, ...] = ()
-    """What the model itself says that it cannot have, and why."""
+    """Features that the model declares impossible, each with the reason."""
     is_tied: bool = False
-    """Two layers share a weight."""
+    """True if two layers share a weight."""
     has_dropout: bool = False
-    """Some dropout is on."""
+    """True if any dropout has p > 0."""
     has_selective: bool = False
-    """The model names parts that are cheap to compute again."""
+    """True if the model names parts for selective recompute (activation checkpointing)."""
     coupling: str = ""
-    """The layer in which samples see each other, where it was found by running it."""
+    """Layer in which samples affect each other, if running the model revealed it; else ""."""
     vocab_sizes: tuple[int, ...] = ()
-    """Rows of the weights that are sharded as a vocabulary: tp pads them."""
+    """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
 
     @property
     def of_coupling(self) -> str:
-        """The layer in which samples see each other, in parentheses, as far as it is known."""
+        """The coupling layer in parentheses with a leading space, or ""."""
         return f" ({self.coupling})" if self.coupling else ""
 
     def left_out(self) -> list[str]:
-        """Why some of the default layouts are not there, in words."""
+        """Return reasons why some of the default layouts are missing, one sentence each."""
         found = list(self.impossible)
         if self.has_running:
             found.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
@@ -65,7 +65,7 @@ class Traits(NamedTuple):
 
 
 def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
-    """Return the rows of each weight that the sharding plan cuts as a vocabulary."""
+    """Return the row count of each weight that the sharding plan cuts as a vocabulary."""
     found = set()
     for name, module in model.layers.named_modules():
         kinds = {kind for pattern, kind in model.plan.items() if fnmatchcase(name, pattern)}
@@ -75,20 +75,20 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
 
 
 def probed(traits: Traits, config: RunConfig, source: Source) -> Traits:
-    """Return the traits with what only a run in plain torch shows: layers in which samples see each other.
+    """Return the traits with those that only a run in plain torch shows: layers in which samples affect each other.
 
     Raises:
-        ModelError: a layer gives other numbers for the same samples.
+        ModelError: a layer returns different numbers for the same samples.
     """
     coupling = find_coupling(config, source)
     return traits._replace(coupling=coupling, couples_samples=traits.couples_samples or bool(coupling))
 
 
 def traits_of(config: RunConfig) -> Traits:
-    """Build the model on meta and look.
+    """Build the model on meta and return its traits.
 
     Raises:
-        UserError: the model or the samples cannot be had.
+        UserError: the model or the samples cannot be built.
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     shapes = Example(*example(config, 2)).cast(torch.float32)
