@@ -17,7 +17,7 @@ from meshwright.run.summary import columns, memory
 from meshwright.run.trust import foreign_builders
 
 if TYPE_CHECKING:
-    from meshwright.tools.reshard import Resharded
+    from meshwright.tools.reshard import ReshardResult
 
 
 def pick(place: Path, step: int | None) -> Candidate:
@@ -133,7 +133,7 @@ def _pieces(checkpoint: Checkpoint, name: str) -> str:
     return "\n".join(lines)
 
 
-def resharded(source: Path, written: Resharded, out: Path) -> str:
+def resharded(source: Path, written: ReshardResult, out: Path) -> str:
     """What was written where, and how to go on with it."""
     before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
     files = sorted(written.manifest.files.items())

@@ -160,12 +160,12 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
 
 
 def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
-    from meshwright.tools.dryrun.job import seed_schedule
+    from meshwright.tools.dryrun.job import set_rank_schedule
 
     if kind == "missing":
         job.missing.append((what, rank))
         return
     try:
-        seed_schedule(job, rank, what)
+        set_rank_schedule(job, rank, what)
     except UserError as error:
         raise ConfigError(f"--seed-fault {words}: {error}") from error

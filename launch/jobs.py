@@ -80,9 +80,9 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
     """The same for the doctor."""
     from meshwright.config import resolve
-    from meshwright.tools.doctor.rank import work
+    from meshwright.tools.doctor.rank import run_rank
 
-    return work, resolve(config, world_size)
+    return run_rank, resolve(config, world_size)
 
 
 def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
@@ -161,15 +161,15 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         find_run(options.place)  # before seconds of imports
     check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
-    from meshwright.tools.inference.evaluate import Evaluation, check, of_corpus
+    from meshwright.tools.inference.evaluate import EvaluationJob, check, with_corpus
     from meshwright.tools.inference.load import config_for, locate
 
     place = locate(options.place, options.step)
     defaults = [] if launcher is Launcher.NONE else ["--parallel.dp=auto"]
     config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
     if options.data is not None:
-        config = of_corpus(config, options.data)
-    work = Evaluation(place, options.data is None, options.out, options.batches)
+        config = with_corpus(config, options.data)
+    work = EvaluationJob(place, options.data is None, options.out, options.batches)
     return _used(config, launcher, place.run, lambda config, size: (work, check(config, size)))
 
 
@@ -183,14 +183,16 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     check_place(options.out, folder=False, example="texts.jsonl")
     launcher = launch_environment()
     from meshwright.tools.inference.load import config_for, locate
-    from meshwright.tools.inference.sample import SAME_TEXT, Ask, Sampling, check
+    from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, check
 
     place = locate(options.place, options.step)
     defaults = list(SAME_TEXT)
     if launcher is Launcher.NONE and not any(word.startswith("--parallel.") for word in overrides):
         defaults += ["--parallel.pp=1", "--parallel.tp=1"]
     config = config_for(place, overrides, "sample", defaults=defaults, trust_code=options.trust_code)
-    ask = Ask(tuple(options.prompt), options.tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    ask = SamplingRequest(
+        tuple(options.prompt), options.tokens, options.temperature, options.top_k, options.top_p, options.seed
+    )
     work = Sampling(place, ask, options.out)
     return _used(config, launcher, place.run, lambda config, size: (work, check(config, size, len(ask.prompts))))
 

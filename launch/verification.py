@@ -90,11 +90,11 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
 def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
     """Return what the model is like; a model that no layout takes is refused here, before layouts are chosen."""
     from meshwright.blueprint import draw_blueprint
-    from meshwright.tools.verify import Layout, layout_config, open_verify_source, probed, traits_of
+    from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
 
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)
-    return probed(traits_of(plain), plain, open_verify_source(plain, random_tokens))
+    return probe_coupling(traits_of(plain), plain, open_verify_source(plain, random_tokens))
 
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:

@@ -52,7 +52,7 @@ MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that an override may change: the layout of a run and its place on disk."""
 
 
-class Resharded(NamedTuple):
+class ReshardResult(NamedTuple):
     """Rewritten checkpoint."""
 
     path: Path
@@ -67,7 +67,7 @@ def reshard(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     trust_code: bool = False,
-) -> Resharded:
+) -> ReshardResult:
     """Write the checkpoint ``source`` into the run directory ``out``, laid out by its configuration plus overrides.
 
     ``meshwright train out/config.toml`` can then continue the run in ``out``.
@@ -115,17 +115,17 @@ def reshard(
         path = final_directory(out, saved.step)
         manifest = publish(temporary, path, head)
         keep(out, config)  # last: with it but without a checkpoint, training would start from fresh weights
-    return Resharded(path, manifest, config)
+    return ReshardResult(path, manifest, config)
 
 
-class Held(NamedTuple):
+class ShardTensor(NamedTuple):
     """Tensor that one rank writes: its kind, name and slice."""
 
     kind: Kind
     info: ParameterInfo
 
 
-def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[Held]:
+def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[ShardTensor]:
     """Yield the tensors that dp rank 0 of these coordinates writes, in the order of
     :func:`meshwright.run.tensors.pieces`.
 
@@ -140,12 +140,12 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = Fals
             for name in blueprint.running:
                 if name.partition(".")[0] in inside:
                     shape = tuple(blueprint.model.layers.get_buffer(name).shape)
-                    yield Held(Kind.WEIGHTS, ParameterInfo(name, shape))
+                    yield ShardTensor(Kind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:
         members = _members(blueprint, stage)
         for member in members:
             if not member.parameter.requires_grad and kind_of(member).owns(tp_rank):
-                yield Held(Kind.WEIGHTS, member.info)
+                yield ShardTensor(Kind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]
         for kind, together in plan_buckets(trained, bucket_bytes(blueprint.config)):
             if not kind.owns(tp_rank):
@@ -158,12 +158,12 @@ def held(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = Fals
                 kinds = [Kind.WEIGHTS]
             for of in kinds:
                 for member in together:
-                    yield Held(of, member.info)
+                    yield ShardTensor(of, member.info)
 
 
 def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool) -> Iterator[Piece]:
-    """Yield the tensors of :func:`held` with their values, read one by one."""
-    for kind, info in held(blueprint, pp_rank, tp_rank, is_fresh):
+    """Yield the tensors of :func:`shard_tensors` with their values, read one by one."""
+    for kind, info in shard_tensors(blueprint, pp_rank, tp_rank, is_fresh):
         tensor = checkpoint.read(kind, info)
         assert tensor is not None, (kind, info)  # guaranteed by _check_names
         yield Piece(kind, info, info.unpadded(tensor))
@@ -250,7 +250,7 @@ def _check_names(checkpoint: Checkpoint, blueprint: Blueprint, is_fresh: bool) -
     found = {
         kind.of(info.name)
         for pp_rank in range(blueprint.grid.pp)
-        for kind, info in held(blueprint, pp_rank, 0, is_fresh)
+        for kind, info in shard_tensors(blueprint, pp_rank, 0, is_fresh)
     }
     there = set(checkpoint.manifest.tensors)
     if found == there:

@@ -25,10 +25,10 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.terminal.output import visible
-from meshwright.tools.inference.evaluate import Evaluation, of_corpus
+from meshwright.tools.inference.evaluate import EvaluationJob, with_corpus
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
-from meshwright.tools.inference.sample import SAME_TEXT, Ask, Sampling, sample, write
+from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, generate, sample
 from meshwright.tools.inference.sample import check as check_sampling
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
@@ -59,7 +59,7 @@ def keys(of: str) -> list[str]:
     return [f"--parallel.{key}={str(value).lower()}" for key, value in layout(of).items()]
 
 
-def evaluate_rank(rank: int, world_size: int, work: Evaluation, config: RunConfig) -> None:
+def evaluate_rank(rank: int, world_size: int, work: EvaluationJob, config: RunConfig) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         work(config)
 
@@ -73,7 +73,7 @@ def evaluated(pool: RankPool, config: RunConfig, out: Path, of: str, step: int |
     place = locate(run_directory(config), step)
     asked = config_for(place, keys(of), "eval")
     checked = check_evaluation(asked, default_world_size(asked, 0))
-    pool.run(evaluate_rank, int(checked.launch.processes), Evaluation(place, True, out), checked)
+    pool.run(evaluate_rank, int(checked.launch.processes), EvaluationJob(place, True, out), checked)
     found: dict[str, object] = json.loads(out.read_text())
     return found
 
@@ -128,7 +128,7 @@ def test_the_likeliest_text_is_that_of_the_plain_model(
     asked = config_for(place, keys(of), "sample", defaults=SAME_TEXT)
     checked = check_sampling(asked, default_world_size(asked, 0), len(PROMPTS))
     out = tmp_path / "texts.jsonl"
-    work = Sampling(place, Ask(PROMPTS, 24, temperature=0), out)
+    work = Sampling(place, SamplingRequest(PROMPTS, 24, temperature=0), out)
     pool.run(sample_rank, int(checked.launch.processes), work, checked)
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == expected
 
@@ -139,13 +139,13 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     asked = config_for(place, ["--parallel.pp=1"], "sample", defaults=SAME_TEXT)
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
-    ask = Ask(("the mesh waits. ", "a rank"), 12, seed=3)
+    ask = SamplingRequest(("the mesh waits. ", "a rank"), 12, seed=3)
     monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: set())
-    free = write(config, mesh, place, ask)
+    free = generate(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
     monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: {end})
-    first, second = write(config, mesh, place, ask)
+    first, second = generate(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]
 
@@ -188,7 +188,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(trained: RunConfig, corpus: Pa
     tree["model"]["merges"] = tree["model"]["merges"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     with pytest.raises(DataError, match="another tokenizer than the run's"):
-        of_corpus(trained, tmp_path)
+        with_corpus(trained, tmp_path)
 
 
 def test_what_cannot_be_used_is_one_message(

@@ -29,7 +29,7 @@ TRYING = timedelta(seconds=CONNECT_S * MOST_ROUNDS)
 """Time that a node needs for its attempts if it reaches no other node."""
 
 
-class Reach(NamedTuple):
+class Reachability(NamedTuple):
     """Reachability of all nodes."""
 
     pairs: list[tuple[str, str]]
@@ -40,7 +40,7 @@ class Reach(NamedTuple):
     """All nodes."""
 
 
-def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reach:
+def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reachability:
     """Connect the first ranks of the nodes pairwise, in at most ``MOST_ROUNDS`` rounds, and return the result.
 
     Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``, the store of the
@@ -75,7 +75,7 @@ def _try_others(store: Any, address: str, patience: timedelta) -> None:
     store.set(f"failed/{mine}", json.dumps(failed))
 
 
-def _put_together(store: Any, rank: int, patience: timedelta) -> Reach:
+def _put_together(store: Any, rank: int, patience: timedelta) -> Reachability:
     if rank == 0:
         names = json.loads(store.get("nodes"))
         with contextlib.suppress(RuntimeError):
@@ -85,10 +85,10 @@ def _put_together(store: Any, rank: int, patience: timedelta) -> Reach:
         store.set("reach", json.dumps([pairs, [name for name in names if name not in said], names]))
     store.wait(["reach"], 3 * (patience + TRYING))
     pairs, silent, names = json.loads(store.get("reach"))
-    return Reach([(a, b) for a, b in pairs], silent, names)
+    return Reachability([(a, b) for a, b in pairs], silent, names)
 
 
-def judge_reach(found: Reach) -> list[Finding]:
+def judge_reach(found: Reachability) -> list[Finding]:
     """Return the findings on unreachable nodes.
 
     A node with several dead links is to be left out, unless most nodes have them. A single dead link gives no hint at

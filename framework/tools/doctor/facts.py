@@ -43,7 +43,7 @@ class Facts(NamedTuple):
     disk_problem: str | None
 
 
-def look(mesh: Mesh, directory: Path) -> list[Facts]:
+def gather_facts(mesh: Mesh, directory: Path) -> list[Facts]:
     """Gather the facts of all ranks over the world group. Every rank calls it and gets the same list; blocks.
 
     ``directory`` must exist on rank 0.

@@ -36,7 +36,7 @@ class Link(NamedTuple):
     """One-way latency of 8 bytes."""
 
 
-class Sum(NamedTuple):
+class AllReduceTiming(NamedTuple):
     """Measured all-reduce of one group."""
 
     axis: str
@@ -127,21 +127,23 @@ def _pass(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
         torch.cuda.synchronize(message.device)
 
 
-def measure_sums(mesh: Mesh) -> list[Sum]:
+def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
     """Measure an all-reduce in every group of tp, dp and pp; the groups of one axis run at once, as in training.
 
     Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n bytes per all-reduce.
     """
     groups = {Axis.TP: mesh.tp, Axis.DP: mesh.dp, Axis.PP: mesh.pp}
-    found: list[Sum] = []
+    found: list[AllReduceTiming] = []
     for axis, group in groups.items():
-        mine: Sum | None = None
+        mine: AllReduceTiming | None = None
         if group.size > 1:
             latency_s = _sum(group, torch.zeros(2, device=mesh.device), PINGS)
             seconds = _sum(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
             sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
-            mine = Sum(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
-        found += [each for each in mesh.world.gather_objects(mine, Sum) if each is not None]
+            mine = (
+                AllReduceTiming(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
+            )
+        found += [each for each in mesh.world.gather_objects(mine, AllReduceTiming) if each is not None]
     return found
 
 

@@ -17,10 +17,10 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.system.signals import SIGNALS
 from meshwright.terminal.output import put
 from meshwright.tools.doctor.connectivity import judge_reach, try_links
-from meshwright.tools.doctor.facts import look
+from meshwright.tools.doctor.facts import gather_facts
 from meshwright.tools.doctor.findings import Finding, judge
-from meshwright.tools.doctor.links import measure_links, measure_sums
-from meshwright.tools.doctor.report import text, write_links
+from meshwright.tools.doctor.links import measure_all_reduces, measure_links
+from meshwright.tools.doctor.report import format_report, write_links
 
 LIMIT_S = 120.0
 """Seconds that a rank waits for another one; a rank that takes longer counts as absent."""
@@ -31,7 +31,7 @@ BAD_NODES = "bad-nodes"
 """File with a value for Slurm's ExcNodeList, which a job script passes on; empty if no node is bad."""
 
 
-class NotFit(UserError):
+class UnfitMachineError(UserError):
     """Error that lists the faults a run would suffer from, and the nodes to leave out."""
 
     exit_code = 3
@@ -42,15 +42,15 @@ def nodes_of(findings: list[Finding]) -> list[str]:
     return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
 
 
-def not_fit(findings: list[Finding]) -> NotFit:
+def not_fit(findings: list[Finding]) -> UnfitMachineError:
     """Build the error that lists the findings and the nodes to leave out."""
     nodes = nodes_of(findings)
     exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
     many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
-    return NotFit(f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
+    return UnfitMachineError(f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
 
 
-def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     """Run the check on one rank; rank 0 prints the report. Every rank calls it; blocks.
 
     Raises:
@@ -70,11 +70,11 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True, store=store)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    facts, links, sums = look(mesh, directory), measure_links(mesh), measure_sums(mesh)
+    facts, links, sums = gather_facts(mesh, directory), measure_links(mesh), measure_all_reduces(mesh)
     expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
     findings = judge(facts, links, expected_bytes_per_s=expected)
     if mesh.rank == 0:
-        put(text(facts, links, sums, findings, bucket_bytes(config)), flush=True)
+        put(format_report(facts, links, sums, findings, bucket_bytes(config)), flush=True)
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))

@@ -10,16 +10,16 @@ from pathlib import Path
 from meshwright.run.summary import columns, memory
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.findings import Finding, gbit
-from meshwright.tools.doctor.links import Link, Sum, by_node
+from meshwright.tools.doctor.links import AllReduceTiming, Link, by_node
 
 MUCH_LATENCY = 0.05
 """Share of an all-reduce's time that latency may take; buckets should be large enough for it."""
 
 
-def text(
+def format_report(
     facts: Sequence[Facts],
     links: Sequence[Link],
-    sums: Sequence[Sum],
+    sums: Sequence[AllReduceTiming],
     findings: Sequence[Finding],
     bucket_bytes: int,
 ) -> str:
@@ -67,7 +67,7 @@ def _pairs(across: Sequence[Link]) -> list[tuple[str, ...]]:
     ]
 
 
-def _sums(sums: Sequence[Sum]) -> list[tuple[str, ...]]:
+def _sums(sums: Sequence[AllReduceTiming]) -> list[tuple[str, ...]]:
     return [
         ("all-reduce", "ranks", "8 bytes take", "4 MiB take", "each rank sends"),
         *(
@@ -83,7 +83,7 @@ def _sums(sums: Sequence[Sum]) -> list[tuple[str, ...]]:
     ]
 
 
-def buckets_line(sums: Sequence[Sum], bucket_bytes: int) -> list[str]:
+def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str]:
     """Return a line on the latency share of the gradient buckets, with the size that would suffice on these links.
 
     Larger buckets start their reduction later, so the advice is never more than needed. Empty without dp measurements.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.mesh.intercept import Heard
 from meshwright.schedule.action import Action, Kind
-from meshwright.tools.dryrun.recorder import Begun, Life, Recorder, live_bytes
+from meshwright.tools.dryrun.recorder import ActivityStart, Recorder, StorageLife, live_bytes
 
 
 class Category(StrEnum):
@@ -49,7 +49,7 @@ class Peak(NamedTuple):
     num_bytes: int
 
 
-class Spoken(NamedTuple):
+class CommunicationRecord(NamedTuple):
     """Communication operation, and the rank's activity at that time."""
 
     what: object
@@ -74,13 +74,13 @@ class Rehearsal:
     """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
     both_bytes: int
     """Largest number of live bytes on device and host together."""
-    said: list[Spoken] = field(default_factory=list)
+    said: list[CommunicationRecord] = field(default_factory=list)
     """Communication operations, in order."""
     peaks: list[Peak] = field(default_factory=list)
     """Peak of each activity, in order."""
 
 
-def told(
+def build_rehearsal(
     recorder: Recorder,
     rank: int,
     pp_rank: int,
@@ -95,7 +95,7 @@ def told(
         on_host: categories of those in host memory, which the device's peak does not count.
     """
     last = recorder.now
-    begun = [each for each in recorder.begun if each.at >= first] or [Begun(first, "nothing")]
+    begun = [each for each in recorder.begun if each.at >= first] or [ActivityStart(first, "nothing")]
     away = {number for number, role in roles.items() if role in on_host}
     lives = [life for life in recorder.lives if life.died >= first]
     live = live_bytes((life for life in lives if life.number not in away), first, last)
@@ -120,7 +120,7 @@ def told(
             continue
         while position + 1 < len(begun) and begun[position + 1].at < each.at:
             position += 1
-        said.append(Spoken(begun[position].what, each.heard))
+        said.append(CommunicationRecord(begun[position].what, each.heard))
     at_peak = held(at)
     return Rehearsal(
         rank,
@@ -137,9 +137,9 @@ def told(
 
 
 def _category(
-    life: Life,
+    life: StorageLife,
     first: int,
-    spans: list[tuple[Begun, int]],
+    spans: list[tuple[ActivityStart, int]],
     roles: Mapping[int, Category],
     sent: Collection[int],
     resized: Collection[int],

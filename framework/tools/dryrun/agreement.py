@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.schedule.check import check
-from meshwright.tools.dryrun.account import Rehearsal, Spoken
+from meshwright.tools.dryrun.account import CommunicationRecord, Rehearsal
 from meshwright.tools.dryrun.job import Job
 
 Ranks = tuple[int, ...]
@@ -41,7 +41,7 @@ class Disagreement(NamedTuple):
 
 def disagreements(job: Job) -> list[Disagreement]:
     """Return all disagreements, causes before consequences; empty if the job can run."""
-    views = Views(job)
+    views = GroupViews(job)
     found = [*_members(job, views), *_collectives(job, views), *_rows(job), *_messages(job, views)]
     return found + list(_hangs(job, views))
 
@@ -75,7 +75,7 @@ def _outline(grid: Grid, group: Ranks) -> _Outline:
     return _Outline(members, dps[0], len(dps), step, len({member.tp_rank for member in members}) > 1)
 
 
-class Views:
+class GroupViews:
     """Each rank's view of its groups."""
 
     def __init__(self, job: Job) -> None:
@@ -154,14 +154,14 @@ class Views:
         """Return True if the group spans several pipeline ranks, which follow different scripts."""
         return len({member // (self._grid.dp * self._grid.tp) for member in (kind[0], kind[-1])}) > 1
 
-    def peer(self, spoken: Spoken, script: Rehearsal, rank: int) -> int:
+    def peer(self, spoken: CommunicationRecord, script: Rehearsal, rank: int) -> int:
         """Return the rank at the other end of a message."""
         assert spoken.heard.peer is not None
         at = self._grid.coordinates(rank)
         return self._grid.rank(at._replace(pp_rank=self._grid.coordinates(spoken.heard.peer).pp_rank))
 
 
-def _members(job: Job, views: Views) -> Iterator[Disagreement]:
+def _members(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     believers: dict[tuple[str, Ranks], set[int]] = defaultdict(set)
     believed: dict[tuple[str, Ranks], set[Ranks]] = defaultdict(set)
     for rank in range(job.grid.size):
@@ -200,20 +200,20 @@ def _members(job: Job, views: Views) -> Iterator[Disagreement]:
             )
 
 
-def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
+def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     """Compare collectives within groups whose members follow different scripts."""
-    by_group: dict[Ranks, dict[int, _Place]] = defaultdict(dict)
-    world: dict[int, _Place] = {}  # kept apart: looking up a group of all ranks is slow
+    by_group: dict[Ranks, dict[int, _ScriptPosition]] = defaultdict(dict)
+    world: dict[int, _ScriptPosition] = {}  # kept apart: looking up a group of all ranks is slow
     for rank in range(job.grid.size):
         script = job.rehearsal_of(rank)
         for kind in views.kinds[id(script)]:
             group = views.group(kind, script, rank)
             if len(group) == job.grid.size:
-                world.setdefault(id(script), _Place(rank, kind))
+                world.setdefault(id(script), _ScriptPosition(rank, kind))
             elif rank == group[0] or job.own or views.crosses_stages(kind):
-                by_group[group].setdefault(id(script), _Place(rank, kind))
+                by_group[group].setdefault(id(script), _ScriptPosition(rank, kind))
     by_group[tuple(range(job.grid.size))] = world
-    sequences: dict[tuple[int, Ranks], list[Spoken]] = {}
+    sequences: dict[tuple[int, Ranks], list[CommunicationRecord]] = {}
     told: set[tuple[tuple[int, Ranks], ...]] = set()
     for group, places in by_group.items():
         if len(places) < 2:
@@ -244,7 +244,7 @@ def _collectives(job: Job, views: Views) -> Iterator[Disagreement]:
                 )
 
 
-class _Place(NamedTuple):
+class _ScriptPosition(NamedTuple):
     """Position of a script in a group."""
 
     rank: int
@@ -287,13 +287,13 @@ def _rows(job: Job) -> Iterator[Disagreement]:
             )
 
 
-def _messages(job: Job, views: Views) -> Iterator[Disagreement]:
+def _messages(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     """Compare sends with receives, on each channel of the first column and of the columns with deviating ranks."""
     apart = [*job.own, *(rank for axis, rank in job.missing if axis == Axis.PP)]
     columns = {(0, 0)} | {tuple(job.grid.coordinates(rank)[1:]) for rank in apart}
     for dp_rank, tp_rank in sorted(columns):
-        sent: dict[tuple[int, int], list[Spoken]] = defaultdict(list)
-        received: dict[tuple[int, int], list[Spoken]] = defaultdict(list)
+        sent: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
+        received: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
         for pp_rank in range(job.grid.pp):
             rank = job.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank))
             script = job.rehearsal_of(rank)
@@ -319,18 +319,18 @@ def _messages(job: Job, views: Views) -> Iterator[Disagreement]:
                     break
 
 
-def _message(messages: list[Spoken], number: int) -> tuple[int, str] | None:
+def _message(messages: list[CommunicationRecord], number: int) -> tuple[int, str] | None:
     if number >= len(messages):
         return None
     heard = messages[number].heard
     return heard.num_bytes, heard.dtype
 
 
-def _words(spoken: Spoken) -> tuple[str, int, str]:
+def _words(spoken: CommunicationRecord) -> tuple[str, int, str]:
     return spoken.heard.operation, spoken.heard.num_bytes, spoken.heard.dtype
 
 
-def _said(sequence: list[Spoken], number: int) -> str:
+def _said(sequence: list[CommunicationRecord], number: int) -> str:
     if number >= len(sequence):
         return "nothing"
     spoken = sequence[number]
@@ -355,7 +355,7 @@ class _Item(NamedTuple):
     group: Ranks
 
 
-def _items(job: Job, views: Views, rank: int) -> list[_Item]:
+def _items(job: Job, views: GroupViews, rank: int) -> list[_Item]:
     script = job.rehearsal_of(rank)
     found = []
     for is_message, run in groupby(script.said, key=lambda s: id(s.what) if s.heard.peer is not None else None):
@@ -369,7 +369,7 @@ def _items(job: Job, views: Views, rank: int) -> list[_Item]:
     return found
 
 
-def _hangs(job: Job, views: Views) -> Iterator[Disagreement]:
+def _hangs(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     apart = [job.grid.coordinates(rank) for rank in [*job.own, *(rank for _, rank in job.missing)]]
     dps = {at.dp_rank for at in apart} or {0}
     tps = {at.tp_rank for at in apart} or {0}

@@ -21,8 +21,8 @@ from meshwright.pipeline.outline import outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.dryrun.account import Rehearsal
-from meshwright.tools.dryrun.rehearsal import draw, grid_of, rehearse, rehearsed
-from meshwright.tools.dryrun.replay import CHUNKS, CannotPlay, learn, play_back
+from meshwright.tools.dryrun.rehearsal import draw, grid_of, record_step, rehearse
+from meshwright.tools.dryrun.replay import CHUNKS, ReplayError, build_templates, replay
 
 
 @dataclass
@@ -65,11 +65,11 @@ def plan_job(config: RunConfig, say: Callable[[str], None] = lambda text: None) 
         drawn_short = drawn._replace(blueprint=draw_like(blueprint, short))
         for kind in dict.fromkeys(kinds):
             try:
-                run = rehearsed(short, kind * per_stage, drawn_short)
-                templates = learn(run, kind * per_stage, drawn_short.blueprint.schedule, kind)
+                run = record_step(short, kind * per_stage, drawn_short)
+                templates = build_templates(run, kind * per_stage, drawn_short.blueprint.schedule, kind)
                 for pp_rank in [r for r in range(pp) if kinds[r] == kind]:
-                    found[pp_rank] = play_back(templates, config, pp_rank * per_stage, drawn, blueprint.schedule)
-            except CannotPlay as reason:
+                    found[pp_rank] = replay(templates, config, pp_rank * per_stage, drawn, blueprint.schedule)
+            except ReplayError as reason:
                 say(f"pipeline rank {kind} and those like it are run as a whole: {reason}")
             gc.collect()
     for pp_rank in range(pp):
@@ -119,7 +119,7 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     return repr(found)
 
 
-def seed_schedule(job: Job, rank: int, schedule: str) -> None:
+def set_rank_schedule(job: Job, rank: int, schedule: str) -> None:
     """Give one rank another schedule than the rest, as a deliberate fault.
 
     Raises:

@@ -27,7 +27,7 @@ ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default
 
 
-class Life:
+class StorageLife:
     """Lifetime of a storage at one size."""
 
     __slots__ = ("born", "died", "first", "num_bytes", "number")
@@ -44,7 +44,7 @@ class Life:
         """Operation that made the storage, at its first size."""
 
 
-class Said(NamedTuple):
+class RecordedCommunication(NamedTuple):
     """Communication operation, its time and the storages of its tensors."""
 
     at: int
@@ -52,14 +52,14 @@ class Said(NamedTuple):
     storages: tuple[int, ...]
 
 
-class Begun(NamedTuple):
+class ActivityStart(NamedTuple):
     """Start of an activity ``what`` of the rank; ``at`` counts as an operation."""
 
     at: int
     what: object
 
 
-class NotedActivity(Activity):
+class RecordingActivity(Activity):
     """Activity that also notes each start for a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -70,7 +70,7 @@ class NotedActivity(Activity):
         """Begin an activity and record its start."""
         super().begin(what)
         self._recorder.now += 1  # a release before the first operation of ``what`` belongs to ``what``
-        self._recorder.begun.append(Begun(self._recorder.now, what))
+        self._recorder.begun.append(ActivityStart(self._recorder.now, what))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,10 +84,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         """Number of operations so far."""
-        self.lives: list[Life] = []
-        self.said: list[Said] = []
-        self.begun: list[Begun] = []
-        self._known: dict[int, tuple[weakref.ref[Any], Life]] = {}
+        self.lives: list[StorageLife] = []
+        self.said: list[RecordedCommunication] = []
+        self.begun: list[ActivityStart] = []
+        self._known: dict[int, tuple[weakref.ref[Any], StorageLife]] = {}
         self._next_number = first_number
         self._ear = Ear()
 
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             heard = self._ear.hear(function, arguments)
             if heard is not None:
                 leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-                self.said.append(Said(self.now, heard, tuple(self.number_of(leaf) for leaf in leaves)))
+                self.said.append(RecordedCommunication(self.now, heard, tuple(self.number_of(leaf) for leaf in leaves)))
         return results
 
     def _look(self, tensor: Tensor) -> None:
@@ -125,12 +125,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif known[1].num_bytes != num_bytes:
             self._resized(storage, num_bytes, self.now)
 
-    def _begin(self, key: int, storage: Any, num_bytes: int, before: Life | None, at: int | None = None) -> None:
+    def _begin(self, key: int, storage: Any, num_bytes: int, before: StorageLife | None, at: int | None = None) -> None:
         born = self.now if at is None else at
         if before is None:
-            life = Life(self.next_number(), num_bytes, born, born)
+            life = StorageLife(self.next_number(), num_bytes, born, born)
         else:
-            life = Life(before.number, num_bytes, born, before.first)
+            life = StorageLife(before.number, num_bytes, born, before.first)
         self.lives.append(life)
         known = self._known
 
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del storage_class.resize_
 
 
-def live_bytes(lives: Iterable[Life], first: int, last: int) -> list[int]:
+def live_bytes(lives: Iterable[StorageLife], first: int, last: int) -> list[int]:
     """Return the live bytes after each of the operations ``first`` .. ``last``."""
     changes = [0] * (last - first + 2)
     for life in lives:

@@ -37,8 +37,8 @@ from meshwright.pipeline.values import Example
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, sum_numbers
-from meshwright.tools.dryrun.account import Category, Rehearsal, told
-from meshwright.tools.dryrun.recorder import NotedActivity, Recorder
+from meshwright.tools.dryrun.account import Category, Rehearsal, build_rehearsal
+from meshwright.tools.dryrun.recorder import Recorder, RecordingActivity
 
 
 @dataclass
@@ -56,7 +56,7 @@ def _zeros(outline: Tensor) -> Tensor:
     return torch.zeros(outline.shape, dtype=outline.dtype)
 
 
-class Handed(NamedTuple):
+class StageTensors(NamedTuple):
     """Storages of the tensors that an action of a stage received (``taken``) and returned (``given``)."""
 
     taken: tuple[int, ...]
@@ -67,10 +67,10 @@ class Handed(NamedTuple):
     """Storage of the current sample indices, which any layer may read."""
 
 
-class NotedStage:
+class RecordingStage:
     """Wrapper of a stage that records the tensors it receives and returns."""
 
-    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, handed: dict[Action, Handed]) -> None:
+    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, handed: dict[Action, StageTensors]) -> None:
         self._stage, self._recorder, self._draw, self._handed = stage, recorder, draw, handed
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class NotedStage:
 
     def _note(self, kind: Kind, microbatch: int, taken: list[Tensor], given: list[Tensor], kept: set[int]) -> None:
         numbers = [self._recorder.number_of(tensor) for tensor in given]
-        self._handed[Action(kind, self._stage.index, microbatch)] = Handed(
+        self._handed[Action(kind, self._stage.index, microbatch)] = StageTensors(
             tuple(self._recorder.number_of(tensor) for tensor in taken),
             tuple(numbers),
             tuple(number in kept for number in numbers),
@@ -106,7 +106,7 @@ class NotedStage:
         )
 
 
-class Drawn(NamedTuple):
+class SharedBlueprint(NamedTuple):
     """Blueprint drawn before any rank exists, for all ranks of one tp coordinate."""
 
     blueprint: Blueprint
@@ -124,10 +124,10 @@ class Drawn(NamedTuple):
         return replace(blueprint, model=replace(model, layers=layers))
 
 
-def draw(config: RunConfig, tp_rank: int = 0) -> Drawn:
+def draw(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
     """Draw the blueprint once, for many ranks."""
     tp = Group("tp", tuple(range(config.parallel.tp)), tp_rank)
-    return Drawn(draw_blueprint(on_cpu(config), tp), tp)
+    return SharedBlueprint(draw_blueprint(on_cpu(config), tp), tp)
 
 
 def on_cpu(config: RunConfig) -> RunConfig:
@@ -139,33 +139,35 @@ def on_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": parallel})
 
 
-class Run(NamedTuple):
+class RehearsalNotes(NamedTuple):
     """Notes of a dry run, as input of a replay."""
 
     recorder: Recorder
     first: int
     """Number of operations before the step."""
     roles: dict[int, Category]
-    handed: dict[Action, Handed]
+    handed: dict[Action, StageTensors]
     on_host: frozenset[Category]
 
 
-def rehearse(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Rehearsal:
+def rehearse(config: RunConfig, rank: int, drawn: SharedBlueprint | None = None) -> Rehearsal:
     """Run one step of ``rank`` as a dry run and return its account.
 
     Args:
         config: resolved.
         drawn: blueprint for the tp coordinate of ``rank``; None: drawn here.
     """
-    run = rehearsed(config, rank, drawn)
-    return told(run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.on_host)
+    run = record_step(config, rank, drawn)
+    return build_rehearsal(
+        run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.on_host
+    )
 
 
-def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
+def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = None) -> RehearsalNotes:
     """Run the dry run of :func:`rehearse` and return all notes."""
     recorder = Recorder()
     config = on_cpu(config)
-    with paper_mesh(grid_of(config), rank, NotedActivity(recorder)) as mesh:
+    with paper_mesh(grid_of(config), rank, RecordingActivity(recorder)) as mesh:
         drawn = draw(config, mesh.at.tp_rank) if drawn is None else drawn
         drawn.tp.become(mesh.tp)
         blueprint = drawn.for_rank(mesh.at.pp_rank)
@@ -176,9 +178,9 @@ def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
             _make_states(parts)
             first = recorder.now
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)
-            handed: dict[Action, Handed] = {}
+            handed: dict[Action, StageTensors] = {}
             for index, stage in parts.executor.stages.items():
-                parts.executor.stages[index] = NotedStage(stage, recorder, blueprint.model.draw, handed)  # type: ignore[assignment]
+                parts.executor.stages[index] = RecordingStage(stage, recorder, blueprint.model.draw, handed)  # type: ignore[assignment]
             gc.collect()
             gc.disable()  # what Python's collector finds it finds at a moment of its own
             try:
@@ -187,7 +189,7 @@ def rehearsed(config: RunConfig, rank: int, drawn: Drawn | None = None) -> Run:
                 gc.enable()
         del parts, blueprint, stage
     gc.collect()
-    return Run(recorder, first, roles, handed, _on_host(config))
+    return RehearsalNotes(recorder, first, roles, handed, _on_host(config))
 
 
 @contextmanager

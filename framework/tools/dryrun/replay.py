@@ -29,20 +29,27 @@ from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart
 from meshwright.pipeline.values import TensorSpec, ValueSpec
 from meshwright.schedule.action import Action, Kind, Schedule
-from meshwright.tools.dryrun.account import Rehearsal, told
-from meshwright.tools.dryrun.recorder import ALIVE, Begun, Life, NotedActivity, Recorder, Said
-from meshwright.tools.dryrun.rehearsal import Drawn, FakeSource, Run, grid_of
+from meshwright.tools.dryrun.account import Rehearsal, build_rehearsal
+from meshwright.tools.dryrun.recorder import (
+    ALIVE,
+    ActivityStart,
+    RecordedCommunication,
+    Recorder,
+    RecordingActivity,
+    StorageLife,
+)
+from meshwright.tools.dryrun.rehearsal import FakeSource, RehearsalNotes, SharedBlueprint, grid_of
 
 CHUNKS = 4
 """Number of micro-batches of the short rehearsal."""
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
-class CannotPlay(Exception):
+class ReplayError(Exception):
     """Error for a rehearsal whose actions behave differently where they should be equal; the message is the reason."""
 
 
-class Ends(NamedTuple):
+class Release(NamedTuple):
     """Release of a storage: ``offset`` operations into the ``times``-th later action of ``kind`` on the stage.
 
     ``times`` -1 means the action of that kind of the same micro-batch.
@@ -54,12 +61,12 @@ class Ends(NamedTuple):
     offset: int
 
 
-class Lived(NamedTuple):
+class TemplateStorage(NamedTuple):
     """Storage that an action has made. ``born`` is an operation offset within the action."""
 
     born: int
     num_bytes: int
-    ends: Ends
+    ends: Release
     tag: int
     """Number shared by all lives of one storage."""
 
@@ -68,14 +75,14 @@ class Template(NamedTuple):
     """Recorded behaviour of one action. Times are operation offsets within the action."""
 
     num_operations: int
-    lived: tuple[Lived, ...]
+    lived: tuple[TemplateStorage, ...]
     said: tuple[tuple[int, Heard], ...]
     given_at: tuple[int, ...]
     """Offsets at which the returned tensors were made."""
     kept: tuple[bool, ...]
     passed_on: tuple[int, ...]
     """Index of the received tensor that each returned one is; -1: a new tensor."""
-    taken_until: tuple[Ends, ...]
+    taken_until: tuple[Release, ...]
     """Release of each received tensor."""
 
 
@@ -108,13 +115,13 @@ class Templates(NamedTuple):
     """Templates of all stages of a pipeline rank."""
 
     of: dict[Key, Template]
-    before: tuple[tuple[Life, Ends, int], ...]
+    before: tuple[tuple[StorageLife, Release, int], ...]
     """Storages from before the step: lifetime, release, and position of the stage whose action releases it."""
-    run: Run
+    run: RehearsalNotes
     rank: int
 
 
-def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
+def build_templates(run: RehearsalNotes, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
     """Build the templates from a rehearsal with :data:`CHUNKS` micro-batches.
 
     Raises:
@@ -134,26 +141,26 @@ def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
     def at(moment: int) -> object:
         return next((each.what for each, end in spans if each.at <= moment < end), None)
 
-    def goes(life: Life, maker: Action | None) -> tuple[Ends, int | None]:
+    def goes(life: StorageLife, maker: Action | None) -> tuple[Release, int | None]:
         if life.died >= recorder.now:
-            return Ends(None, 0, 0), None
+            return Release(None, 0, 0), None
         ender = at(life.died)
         if not isinstance(ender, Action) or ender not in places:
-            raise CannotPlay(f"something of {maker} goes with {ender}")
+            raise ReplayError(f"something of {maker} goes with {ender}")
         offset = life.died - places[ender][0]
         if maker is not None and (ender.stage, ender.microbatch) == (maker.stage, maker.microbatch):
-            return Ends(ender.kind, -1, offset), ender.stage
+            return Release(ender.kind, -1, offset), ender.stage
         if maker is not None and ender.stage not in (maker.stage, None):
-            raise CannotPlay(f"something of {maker} goes with {ender}")
+            raise ReplayError(f"something of {maker} goes with {ender}")
         later = places[maker][0] if maker is not None else 0
         count = sum(1 for a in places if (a.kind, a.stage) == (ender.kind, ender.stage) and places[a][0] > later)
         after = sum(
             1 for a in places if (a.kind, a.stage) == (ender.kind, ender.stage) and places[a][0] > places[ender][0]
         )
-        return Ends(ender.kind, count - after, offset), ender.stage
+        return Release(ender.kind, count - after, offset), ender.stage
 
     apart = {number for handed in run.handed.values() for number in (*handed.given, *handed.taken, *handed.beside)}
-    by_action: dict[Action, list[Lived]] = defaultdict(list)
+    by_action: dict[Action, list[TemplateStorage]] = defaultdict(list)
     tags: dict[int, int] = {}
     for life in recorder.lives:
         if life.born <= run.first or life.number in apart or not life.num_bytes:
@@ -162,7 +169,7 @@ def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
         if isinstance(maker, Action) and maker in places:
             tag = tags.setdefault(life.number, len(tags))
             first = places[maker][0]
-            by_action[maker].append(Lived(life.born - first, life.num_bytes, goes(life, maker)[0], tag))
+            by_action[maker].append(TemplateStorage(life.born - first, life.num_bytes, goes(life, maker)[0], tag))
     found: dict[Key, Template] = {}
     for action, (start, end) in places.items():
         handed = run.handed.get(action)
@@ -181,23 +188,25 @@ def learn(run: Run, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
         )
         key = key_of(action, stages, roles)
         if key in found and found[key] != template:
-            raise CannotPlay(f"{action} is not like another {action.kind} of its stage")
+            raise ReplayError(f"{action} is not like another {action.kind} of its stage")
         found[key] = template
     before = []
     for life in recorder.lives:
         if life.born <= run.first and life.died >= run.first and life.num_bytes:
-            ends_, stage = goes(life, None) if life.died > run.first else (Ends(None, 0, 0), None)
+            ends_, stage = goes(life, None) if life.died > run.first else (Release(None, 0, 0), None)
             before.append((life, ends_, stages.index(stage) if stage is not None else 0))
     return Templates(found, tuple(before), run, rank)
 
 
-def _until(run: Run, number: int, action: Action, at: Any, places: Mapping[Action, tuple[int, int]]) -> Ends:
+def _until(
+    run: RehearsalNotes, number: int, action: Action, at: Any, places: Mapping[Action, tuple[int, int]]
+) -> Release:
     """Return the release of a tensor that an action received; ``kind`` None: nothing holds it beyond the action."""
     died = next(life.died for life in reversed(run.recorder.lives) if life.number == number)
     ender = at(died)
     if isinstance(ender, Action) and ender in places and ender.microbatch == action.microbatch:
-        return Ends(ender.kind, -1, died - places[ender][0])
-    return Ends(None, 0, 0)
+        return Release(ender.kind, -1, died - places[ender][0])
+    return Release(None, 0, 0)
 
 
 class Player:
@@ -207,11 +216,11 @@ class Player:
         self.templates, self.recorder = templates, recorder
         self._grid, self._pp_rank = grid, pp_rank
         self.stages, self._roles = schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
-        self._same: dict[tuple[Kind | None, int, int | None], list[tuple[Life, int]]] = defaultdict(list)
+        self._same: dict[tuple[Kind | None, int, int | None], list[tuple[StorageLife, int]]] = defaultdict(list)
         self._later: dict[tuple[Kind, int], list[list[Any]]] = defaultdict(list)
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         for life, ends, position in templates.before:
-            fresh = Life(life.number, life.num_bytes, 0, 0)
+            fresh = StorageLife(life.number, life.num_bytes, 0, 0)
             recorder.lives.append(fresh)
             if ends.kind is not None:
                 self._later[ends.kind, position].append([ends.times, fresh, ends.offset])
@@ -244,7 +253,7 @@ class Player:
                 self._later[kind, position].remove(waiting)
         tags: dict[int, int] = defaultdict(recorder.next_number)
         for lived in template.lived:
-            life = Life(tags[lived.tag], lived.num_bytes, base + lived.born, base + lived.born)
+            life = StorageLife(tags[lived.tag], lived.num_bytes, base + lived.born, base + lived.born)
             recorder.lives.append(life)
             if lived.ends.kind is None:
                 continue
@@ -257,7 +266,9 @@ class Player:
                 self._later[lived.ends.kind, place].append([lived.ends.times, life, lived.ends.offset])
         for offset, heard in template.said:
             if heard.peer is None:
-                recorder.said.append(Said(base + offset, heard._replace(group=self._group(heard.group)), ()))
+                recorder.said.append(
+                    RecordedCommunication(base + offset, heard._replace(group=self._group(heard.group)), ())
+                )
         tensors: list[Tensor | None] = [None] * len(made)
         left = sorted(drops or (), key=lambda drop: -drop[0])
         if drops:
@@ -290,7 +301,7 @@ class Player:
         return self._groups[ranks]
 
 
-class PlayedStage:
+class ReplayedStage:
     """Stage for the executor that plays templates instead of computing."""
 
     def __init__(self, player: Player, index: int, spec: tuple[ValueSpec | None, ValueSpec | None]) -> None:
@@ -375,15 +386,15 @@ class _Feed:
         return torch.zeros(self._size, dtype=torch.int64)
 
 
-def play_back(templates: Templates, config: RunConfig, rank: int, drawn: Drawn, schedule: Schedule) -> Rehearsal:
+def replay(templates: Templates, config: RunConfig, rank: int, drawn: SharedBlueprint, schedule: Schedule) -> Rehearsal:
     """Play one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), drawn.blueprint
     recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
-    with paper_mesh(grid, rank, NotedActivity(recorder)) as mesh, FakeTensorMode(), recorder:
+    with paper_mesh(grid, rank, RecordingActivity(recorder)) as mesh, FakeTensorMode(), recorder:
         player = Player(templates, recorder, grid, mesh.at.pp_rank, schedule)
         last = schedule.num_stages - 1
         stages: Mapping[int, Any] = {
-            index: PlayedStage(
+            index: ReplayedStage(
                 player,
                 index,
                 (
@@ -408,8 +419,8 @@ def play_back(templates: Templates, config: RunConfig, rank: int, drawn: Drawn, 
         )
         feed = _Feed(FakeSource(blueprint.example), config)
         executor.run(feed, lambda result: _ignore(player.play(Action(Kind.STEP))))
-        recorder.begun.insert(0, Begun(0, "before"))
-        return told(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.on_host)
+        recorder.begun.insert(0, ActivityStart(0, "before"))
+        return build_rehearsal(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.on_host)
 
 
 def _ignore(_: object) -> None:

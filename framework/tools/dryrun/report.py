@@ -45,7 +45,7 @@ class Wire(NamedTuple):
     between: float
 
 
-def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire]:
+def wire_bytes(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire]:
     """Return the bytes that a rank sends, by axis.
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
@@ -67,7 +67,7 @@ def wire(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire
     return {axis: Wire(*both) for axis, both in found.items()}
 
 
-def ticks(job: Job) -> Timeline:
+def simulate_schedule(job: Job) -> Timeline:
     """Simulate the schedule, with stage times from the costs of their layers; messages take no time.
 
     Costs are times on the reference device of :mod:`meshwright.pipeline.costs`.
@@ -109,12 +109,12 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     """
     grid, blueprint = job.grid, job.blueprint
     time = None if time_model is None else time_model(job)
-    timeline = ticks(job) if time is None else time.timeline
+    timeline = simulate_schedule(job) if time is None else time.timeline
     busy = busy_shares(timeline)
     rows: list[tuple[str, ...]] = [
         ("pp", "layers", "parameters", "peak", "in", "weights", "gradients", "optimizer", "activations", "rest")
     ]
-    on_wire = [wire(job, rehearsal, nodes) for rehearsal in job.rehearsals]
+    on_wire = [wire_bytes(job, rehearsal, nodes) for rehearsal in job.rehearsals]
     said = [
         (f"{axis} {('inside', 'between')[way]}", [each.get(axis, Wire(0.0, 0.0))[way] for each in on_wire])
         for axis in ("tp", "pp", "dp", "tied", "world")
@@ -215,7 +215,7 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     from meshwright.schedule.analysis.picture.palette import shade
 
     time = None if time_model is None else time_model(job)
-    timeline = ticks(job) if time is None else time.timeline
+    timeline = simulate_schedule(job) if time is None else time.timeline
     picture = Figure(figsize=(13, max(3.0, 0.42 * job.grid.pp + 1.6)), layout="constrained")
     bars, schedule = picture.subplots(1, 2, sharey=True, width_ratios=[2, 3])
     left = [0.0] * job.grid.pp

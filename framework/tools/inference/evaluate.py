@@ -37,7 +37,7 @@ from meshwright.step import TotalLoss, total_loss
 from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say, tell
-from meshwright.tools.inference.load import Place, open_trained
+from meshwright.tools.inference.load import ModelLocation, open_trained
 from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
@@ -49,7 +49,7 @@ WINDOWS_AT_ONCE = 256
 """Number of samples whose label bytes are counted together."""
 
 
-class Text(NamedTuple):
+class TextSize(NamedTuple):
     """Number of labels that are not ignored, and the bytes of their text."""
 
     tokens: int
@@ -57,7 +57,7 @@ class Text(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """Result of an evaluation. Losses are in nats."""
 
     checkpoint: str
@@ -116,10 +116,10 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationJob:
     """Work of each rank; the launcher sends it to the ranks."""
 
-    place: Place
+    place: ModelLocation
     is_own_data: bool
     """True if the data are the run's own validation set."""
     out: Path | None = None
@@ -149,13 +149,13 @@ class Evaluation:
         if self.out is not None:
             write_out(self.out, found.to_json())
 
-    def _look(self, forward: Forward, path: str, step: int) -> Evaluated:
+    def _look(self, forward: Forward, path: str, step: int) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began
         batches = batches_of(source, config, self.steps)
         logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
-        told = told_of(batches, mesh.rank == 0)
+        told = batches_with_progress(batches, mesh.rank == 0)
         first = total_loss(forward, source, itertools.islice(told, min(logged, batches)))
         rest = total_loss(forward, source, told)
         found = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
@@ -163,7 +163,7 @@ class Evaluation:
         assert text is None or text.tokens == found.num_tokens, (text, found)
         loss = found.loss_sum / max(found.num_tokens, 1)
         grid = mesh.grid
-        return Evaluated(
+        return EvaluationResult(
             checkpoint=path,
             step=step,
             layout=f"dp{grid.dp} x pp{grid.pp} x tp{grid.tp}",
@@ -186,7 +186,7 @@ class Evaluation:
         )
 
 
-def told_of(batches: int, speaks: bool) -> Iterator[int]:
+def batches_with_progress(batches: int, speaks: bool) -> Iterator[int]:
     """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``SAY_EVERY_S`` seconds."""
     begun_s = said_s = time.monotonic()
     for batch in range(batches):
@@ -239,7 +239,7 @@ def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
             )
 
 
-def of_corpus(config: RunConfig, place: Path) -> RunConfig:
+def with_corpus(config: RunConfig, place: Path) -> RunConfig:
     """Return the configuration with another corpus as its validation set.
 
     ``place``: path of a .bin/.idx pair without its suffix, or a folder with one pair, or with one called validation.
@@ -273,7 +273,7 @@ def of_corpus(config: RunConfig, place: Path) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def count_text(source: AnySource, config: RunConfig, batches: int) -> Text | None:
+def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize | None:
     """Return the number of labels that are not ignored in ``batches`` global batches, and the bytes of their text.
 
     None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
@@ -303,7 +303,7 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> Text | Non
         if blank:
             first = beginnings(ids, labels, before, has_mask=any(each.mask for each in corpora))
             total -= blank * int((table[labels[first]] > 0).sum())
-    return Text(tokens, total)
+    return TextSize(tokens, total)
 
 
 def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:

@@ -43,7 +43,7 @@ ONLY_TRAINING = ("optimizer", "checkpoint", "watch", "tracking")
 """Sections that a trained model does not need; they are reset to defaults, which fit any other key."""
 
 
-class Place(NamedTuple):
+class ModelLocation(NamedTuple):
     """Location of a trained model."""
 
     run: Path
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     """File that ``saved`` was read from."""
 
 
-def locate(place: Path, step: int | None) -> Place:
+def locate(place: Path, step: int | None) -> ModelLocation:
     """Locate a run's checkpoints, only the one of ``step`` if given; ``place`` may also be a checkpoint itself.
 
     Raises:
@@ -67,14 +67,14 @@ def locate(place: Path, step: int | None) -> Place:
         manifest = open_checkpoint(place).manifest
         if step is not None and step != manifest.step:
             raise CheckpointError(f"{place} is the checkpoint of step {manifest.step}, and --step asks for {step}")
-        return Place(place, (place,), dict(manifest.config), str(place / "manifest.json"))
+        return ModelLocation(place, (place,), dict(manifest.config), str(place / "manifest.json"))
     run = find_run(place)
     found = find(run)
     if not found:
         raise CheckpointError(f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)")
     if step is None:
         saved = read_resolved(run / RESOLVED).model_dump(mode="json")
-        return Place(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
+        return ModelLocation(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
     for each in found:
         if each.step == step:
             return locate(each.path, step)._replace(run=run)
@@ -83,7 +83,7 @@ def locate(place: Path, step: int | None) -> Place:
 
 
 def config_for(
-    place: Place,
+    place: ModelLocation,
     overrides: Sequence[str],
     what: str,
     *,
@@ -133,7 +133,7 @@ def config_for(
 
 
 def open_trained(
-    config: RunConfig, mesh: Mesh, place: Place, loss: Loss | None = None, blueprint: Blueprint | None = None
+    config: RunConfig, mesh: Mesh, place: ModelLocation, loss: Loss | None = None, blueprint: Blueprint | None = None
 ) -> tuple[Forward, Checkpoint]:
     """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint.
 

@@ -39,7 +39,7 @@ from meshwright.seeding import derive
 from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say
-from meshwright.tools.inference.load import Place, config_for, locate, open_trained
+from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained
 from meshwright.watch.hang.watchdog import LATER_S
 
 SHORTEST = 16
@@ -48,7 +48,7 @@ SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=fa
 """Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
 
 
-class Ask(NamedTuple):
+class SamplingRequest(NamedTuple):
     """Request: the prompts, and the way to choose a token."""
 
     prompts: tuple[str, ...]
@@ -63,7 +63,7 @@ class Ask(NamedTuple):
     """Seed of the draws; None: the run's seed."""
 
 
-class Written(NamedTuple):
+class Continuation(NamedTuple):
     """Prompt and the model's continuation."""
 
     prompt: str
@@ -85,7 +85,7 @@ def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, 
     alone = ("--parallel.pp=1", "--parallel.tp=1")
     config = check(config_for(where, (), "sample", defaults=(*SAME_TEXT, *alone)), 1, 1)
     mesh = open_mesh(Grid(1, 1, 1), config.train.device)
-    return write(config, mesh, where, Ask((prompt,), num_tokens, temperature, top_k))[0].text
+    return generate(config, mesh, where, SamplingRequest((prompt,), num_tokens, temperature, top_k))[0].text
 
 
 def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
@@ -114,8 +114,8 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
 class Sampling:
     """Work of each rank; the launcher sends it to the ranks."""
 
-    place: Place
-    ask: Ask
+    place: ModelLocation
+    ask: SamplingRequest
     out: Path | None = None
 
     def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
@@ -127,23 +127,23 @@ class Sampling:
             timeout_s=config.launch.timeout_s + LATER_S,
             tp_across_nodes=parallel.tp_across_nodes,
         )
-        found = write(config, mesh, self.place, self.ask)
+        found = generate(config, mesh, self.place, self.ask)
         close_mesh(mesh)
         if mesh.rank == 0:
-            say(said(found))
+            say(format_texts(found))
             if self.out is not None:
                 text = "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found)
                 write_out(self.out, text)
 
 
-def said(found: Sequence[Written]) -> str:
+def format_texts(found: Sequence[Continuation]) -> str:
     """Return the texts; if there are several, with a heading line before each."""
     if len(found) == 1:
         return found[0].text
     return "\n".join(f"--- {number} of {len(found)}\n{each.text}" for number, each in enumerate(found, start=1))
 
 
-def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written]:
+def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingRequest) -> list[Continuation]:
     """Generate the continuations of all prompts. Every rank calls it and gets all texts; blocks.
 
     Per token the ranks exchange the stages' activations along pp. The last stage all-gathers (B, V/tp) logits over tp.
@@ -165,7 +165,7 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
     draws = _draws(ask, config.run.seed)
     with torch.inference_mode():
         for _ in range(ask.num_tokens):
-            _look(forward, rows, windows, logits, told)
+            _run_forward(forward, rows, windows, logits, told)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.found is not None and mesh.at.tp_rank == 0:
                 chosen.copy_(choose(logits.found, ask, draws))
@@ -177,12 +177,12 @@ def write(config: RunConfig, mesh: Mesh, place: Place, ask: Ask) -> list[Written
             if all(ended):
                 break
     return [
-        Written(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
+        Continuation(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
         for prompt, row, first, is_over in zip(ask.prompts, rows, begun, ended, strict=True)
     ]
 
 
-def choose(logits: Tensor, ask: Ask, draws: Sequence[torch.Generator]) -> Tensor:
+def choose(logits: Tensor, ask: SamplingRequest, draws: Sequence[torch.Generator]) -> Tensor:
     """Choose a token per row: (B, V) logits -> (B,) int64 on CPU, each row with its own generator."""
     logits = logits.float().cpu()
     if ask.temperature <= 0:
@@ -237,7 +237,7 @@ class _Rows(NamedTuple):
         return self.batch.sample_indices
 
 
-def _look(
+def _run_forward(
     forward: Forward,
     rows: Sequence[Sequence[int]],
     windows: dict[int, list[ValueSpec]],
@@ -317,7 +317,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, 
     return ids
 
 
-def _draws(ask: Ask, seed: int) -> list[torch.Generator]:
+def _draws(ask: SamplingRequest, seed: int) -> list[torch.Generator]:
     """Return a generator per prompt: a text is independent of other prompts, and a repeated prompt draws anew."""
     chosen = seed if ask.seed is None else ask.seed
     draws = []

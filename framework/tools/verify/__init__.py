@@ -8,7 +8,7 @@ from meshwright.tools.verify.reference import run_reference
 from meshwright.tools.verify.report import Report, Row
 from meshwright.tools.verify.run import run_layout, verify
 from meshwright.tools.verify.smaller import make_small, shrink, turn_dropout_on
-from meshwright.tools.verify.traits import Traits, probed, traits_of
+from meshwright.tools.verify.traits import Traits, probe_coupling, traits_of
 
 __all__ = [
     "Layout",
@@ -21,7 +21,7 @@ __all__ = [
     "make_small",
     "open_verify_source",
     "parse_layout",
-    "probed",
+    "probe_coupling",
     "run_layout",
     "run_reference",
     "run_twice",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from meshwright.tools.verify.layouts import Layout
-from meshwright.tools.verify.reference import Findings, validated_after
+from meshwright.tools.verify.reference import RunNumbers, validated_after
 from meshwright.tools.verify.report import Row
 
 
-class Bar(NamedTuple):
+class Tolerance(NamedTuple):
     """Tolerances: the largest relative differences that pass. None: reported only."""
 
     loss: float
@@ -30,17 +30,17 @@ class Bar(NamedTuple):
 
 
 BARS = {
-    "float64": Bar(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
-    "float32": Bar(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
-    "bfloat16": Bar(1e-2, 2e-2, None, 1e-2, 2e-2),
+    "float64": Tolerance(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
+    "float32": Tolerance(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
+    "bfloat16": Tolerance(1e-2, 2e-2, None, 1e-2, 2e-2),
 }
-SAME_ROUNDING = Bar(1e-6, 1e-5, None, 1e-2, 2e-2)
+SAME_ROUNDING = Tolerance(1e-6, 1e-5, None, 1e-2, 2e-2)
 """bfloat16 tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
 Gradients are summed in float32 on both sides, so a faulty sum in bfloat16 (off by a percent) exceeds them.
 """
 
 
-def bar_of(dtype: str, layout: Layout) -> Bar:
+def bar_of(dtype: str, layout: Layout) -> Tolerance:
     """Return the tolerances of a precision, for a layout."""
     if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
         return SAME_ROUNDING
@@ -54,7 +54,7 @@ def relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-300)
 
 
-def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def relative_distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return, per parameter, the norm of the difference over the norm of the reference.
 
     The denominator is at least 1e-6 of the norm of all parameters, scaled to this parameter's number of elements. Below
@@ -79,10 +79,10 @@ ROUNDING_MARGIN = 4.0
 
 def compare(
     layout: str,
-    found: Findings,
-    again: Findings | None,
-    expected: Findings,
-    bar: Bar,
+    found: RunNumbers,
+    again: RunNumbers | None,
+    expected: RunNumbers,
+    bar: Tolerance,
     rounding: Mapping[str, float] | None = None,
     noise: Mapping[str, float] | None = None,
 ) -> Row:
@@ -104,9 +104,12 @@ def compare(
     wrong = [
         moment for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True) if ours != theirs
     ]
-    gradients, weights = worst(found.gradients, expected.gradients), worst(found.weights, expected.weights)
+    gradients, weights = (
+        relative_distances(found.gradients, expected.gradients),
+        relative_distances(found.weights, expected.weights),
+    )
     if expected.masters:
-        weights |= worst(found.masters, expected.masters)
+        weights |= relative_distances(found.masters, expected.masters)
     problems = []
     if unequal:
         problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
@@ -154,12 +157,12 @@ def moments_of(steps: int) -> list[str]:
     return found
 
 
-def _bits(findings: Findings) -> list[str]:
+def _bits(findings: RunNumbers) -> list[str]:
     return [value.hex() for value in (*findings.losses, *findings.grad_norms, *findings.validation)]
 
 
 def _in_numbers(
-    found: Findings, expected: Findings, bar: Bar, gradients: Mapping[str, float], noise: Mapping[str, float]
+    found: RunNumbers, expected: RunNumbers, bar: Tolerance, gradients: Mapping[str, float], noise: Mapping[str, float]
 ) -> list[str]:
     """Compare losses and gradient norms of all steps, the gradients of step 1, and the validation losses."""
     problems = []
@@ -194,7 +197,7 @@ def _apart(what: str, ours: float, theirs: float, limit: float) -> str:
 
 
 def _in_weights(
-    found: Findings, expected: Findings, bar: Bar, weights: Mapping[str, float], rounding: Mapping[str, float]
+    found: RunNumbers, expected: RunNumbers, bar: Tolerance, weights: Mapping[str, float], rounding: Mapping[str, float]
 ) -> list[str]:
     """Compare the weights after the last step."""
     if bar.weights is None:
@@ -214,7 +217,7 @@ MOST_ROUND = 0.5
 """Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
 
 
-def _in_masters(found: Findings, expected: Findings) -> list[str]:
+def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
     """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
     problems = []
     moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
@@ -244,7 +247,7 @@ def _equal(found: Tensor | None, expected: Tensor) -> bool:
     return found is not None and found.shape == expected.shape and bool(torch.equal(found, expected))
 
 
-def _ratio(found: Findings, expected: Findings, name: str) -> str:
+def _ratio(found: RunNumbers, expected: RunNumbers, name: str) -> str:
     """Describe a constant factor between two gradients, which points to a sum or a mean in the wrong place."""
     if name not in found.gradients or found.gradients[name].shape != expected.gradients[name].shape:
         return "; it is missing, or of another shape"
@@ -255,7 +258,7 @@ def _ratio(found: Findings, expected: Findings, name: str) -> str:
     return ""
 
 
-def _first_step(found: Findings, expected: Findings, bar: float) -> str:
+def _first_step(found: RunNumbers, expected: RunNumbers, bar: float) -> str:
     """Describe the first step whose loss exceeds the tolerance."""
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
         if not relative(ours, theirs) <= bar:

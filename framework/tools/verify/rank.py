@@ -23,7 +23,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.tensors import flat_pieces
 from meshwright.step import take_step, total_loss
-from meshwright.tools.verify.reference import Findings, checksum, validated_after, widened
+from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
 
 Part = tuple[ParameterInfo, Any]
@@ -65,7 +65,7 @@ def count_logits(config: RunConfig) -> int:
 
 
 @dataclass
-class Recorder:
+class RecordingSource:
     """Source that records the samples this rank has actually read, not those it should have read."""
 
     source: Source
@@ -86,7 +86,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
-    recorder = Recorder(open_verify_source(config, random_tokens))
+    recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [], [], [])
     findings.initial.extend(_weights(parts))
@@ -179,13 +179,13 @@ def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]
     return whole_tensors
 
 
-def merge(ranks: Sequence[RankFindings]) -> Findings:
+def merge(ranks: Sequence[RankFindings]) -> RunNumbers:
     """Merge the findings of all ranks into those of the layout."""
     tokens: list[dict[int, int]] = [{} for _ in ranks[0].tokens]
     for rank in ranks:
         for step, checksums in enumerate(rank.tokens):
             tokens[step].update(checksums)
-    return Findings(
+    return RunNumbers(
         ranks[0].losses,
         ranks[0].grad_norms,
         tokens,

@@ -32,7 +32,7 @@ from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
 
 
-class Findings(NamedTuple):
+class RunNumbers(NamedTuple):
     """Numbers of a run, per step and per parameter. Tensors are whole, unpadded, on CPU, under their canonical names.
 
     Running buffers are included in the initial values and in the weights.
@@ -156,7 +156,7 @@ class PlainRun:
         logits = output if output.dtype == torch.float64 else output.float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
-    def step(self, step: int, findings: Findings) -> None:
+    def step(self, step: int, findings: RunNumbers) -> None:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
         batch = self.microbatches(step)
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
@@ -197,7 +197,7 @@ class PlainRun:
                 gradient += parameter.grad
                 parameter.grad = None
 
-    def validate(self, batch_index: int, findings: Findings) -> None:
+    def validate(self, batch_index: int, findings: RunNumbers) -> None:
         """Append the loss of one global batch in eval mode to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
@@ -247,7 +247,7 @@ def _explained(config: RunConfig) -> Iterator[None]:
 
 def run_reference(
     config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1
-) -> Findings:
+) -> RunNumbers:
     """Train the plain model for ``steps`` steps and return its findings.
 
     Args:
@@ -260,7 +260,7 @@ def run_reference(
     """
     with _explained(config):
         run = PlainRun(config, source, dtype, micro_batch_size)
-        findings = Findings([], [], [], run.values(), {}, {}, {}, [])
+        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [])
         with run.dropout.installed():
             for step in range(steps):
                 run.step(step, findings)

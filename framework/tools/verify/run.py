@@ -14,16 +14,25 @@ from meshwright.blueprint import DTYPES, draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
-from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, worst
+from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, relative_distances
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
-from meshwright.tools.verify.reference import Findings, run_reference
+from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.report import Report, Row
 from meshwright.tools.verify.sources import VerifySource
-from meshwright.tools.verify.traits import probed, traits_of
+from meshwright.tools.verify.traits import probe_coupling, traits_of
 
-__all__ = ["Pool", "RankFindings", "groupings", "merge", "open_verify_source", "rounding_of", "run_layout", "verify"]
+__all__ = [
+    "Pool",
+    "RankFindings",
+    "groupings",
+    "measure_rounding",
+    "merge",
+    "open_verify_source",
+    "run_layout",
+    "verify",
+]
 
 LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
@@ -41,8 +50,13 @@ def groupings(global_batch: int) -> list[int]:
     return [size for size in range(2, global_batch + 1) if global_batch % size == 0][:4]
 
 
-def rounding_of(
-    expected: Findings, plain: RunConfig, source: VerifySource, steps: int, micro_batch_size: int, others: Sequence[int]
+def measure_rounding(
+    expected: RunNumbers,
+    plain: RunConfig,
+    source: VerifySource,
+    steps: int,
+    micro_batch_size: int,
+    others: Sequence[int],
 ) -> dict[str, float]:
     """Return, per parameter, the largest distance of float32 weights from float64 weights over several plain runs.
 
@@ -56,28 +70,28 @@ def rounding_of(
     """
     exact = run_reference(plain, source, steps, torch.float64, micro_batch_size)
     runs = [expected, *(run_reference(plain, source, steps, torch.float32, size) for size in others)]
-    distances = [worst(found.weights, exact.weights) for found in runs]
+    distances = [relative_distances(found.weights, exact.weights) for found in runs]
     return {name: max(distance[name] for distance in distances) for name in distances[0]}
 
 
 def noise_of(
-    expected: Findings, plain: RunConfig, source: VerifySource, micro_batch_size: int, others: Sequence[int]
+    expected: RunNumbers, plain: RunConfig, source: VerifySource, micro_batch_size: int, others: Sequence[int]
 ) -> dict[str, float]:
     """Return, per parameter, the largest distance that rounding alone may put between two bfloat16 gradients of step 1.
 
     It is twice the distance from a float64 run, the largest over several orders of summation (``others``, as in
-    :func:`rounding_of`).
+    :func:`measure_rounding`).
     """
     exact = run_reference(plain, source, 1, torch.float64, micro_batch_size)
     runs = [expected, *(run_reference(plain, source, 1, torch.bfloat16, size) for size in others)]
-    distances = [worst(found.gradients, exact.gradients) for found in runs]
+    distances = [relative_distances(found.gradients, exact.gradients) for found in runs]
     return {name: 2.0 * max(distance[name] for distance in distances) for name in distances[0]}
 
 
 class Reference(NamedTuple):
     """Findings of the plain run and its own rounding error."""
 
-    findings: Findings
+    findings: RunNumbers
     rounding: dict[str, float]
     """Rounding error of the weights, per parameter; filled for float32 only."""
     noise: dict[str, float]
@@ -97,13 +111,13 @@ class Reference(NamedTuple):
 def reference_of(
     plain: RunConfig, source: VerifySource, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
 ) -> Reference:
-    """Run the plain model and measure its rounding error (``others``, as in :func:`rounding_of`)."""
+    """Run the plain model and measure its rounding error (``others``, as in :func:`measure_rounding`)."""
     start_s = time.monotonic()
     found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
     passed_s = time.monotonic() - start_s
     rounding, noise = {}, {}
     if dtype == "float32":
-        rounding = rounding_of(found, plain, source, steps, micro_batch_size, others)
+        rounding = measure_rounding(found, plain, source, steps, micro_batch_size, others)
     if dtype == "bfloat16":
         noise = noise_of(found, plain, source, micro_batch_size, others)
     return Reference(found, rounding, noise, passed_s)
@@ -151,7 +165,7 @@ def verify(
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)  # a model that no layout takes is one message
     source = open_verify_source(plain, random_tokens)
-    traits = probed(traits_of(plain), plain, source)
+    traits = probe_coupling(traits_of(plain), plain, source)
     model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
     problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
 

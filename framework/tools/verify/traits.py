@@ -74,7 +74,7 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def probed(traits: Traits, config: RunConfig, source: Source) -> Traits:
+def probe_coupling(traits: Traits, config: RunConfig, source: Source) -> Traits:
     """Return the traits with those that only a run in plain torch shows: layers in which samples affect each other.
 
     Raises:

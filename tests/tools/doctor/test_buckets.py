@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.doctor.links import SUMMED_BYTES, Sum
+from meshwright.tools.doctor.links import SUMMED_BYTES, AllReduceTiming
 from meshwright.tools.doctor.report import buckets_line
 
 RATE = 1e9
 """Bytes of a message per second."""
 
 
-def summed(latency_s: float, axis: str = "dp") -> Sum:
-    return Sum(axis, (0, 1), latency_s + SUMMED_BYTES / RATE, 0.0, latency_s)
+def summed(latency_s: float, axis: str = "dp") -> AllReduceTiming:
+    return AllReduceTiming(axis, (0, 1), latency_s + SUMMED_BYTES / RATE, 0.0, latency_s)
 
 
 def test_the_share_of_latency() -> None:

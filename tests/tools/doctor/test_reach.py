@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.tools.doctor import connectivity
-from meshwright.tools.doctor.connectivity import Reach, _connects, _listening, judge_reach, try_links
+from meshwright.tools.doctor.connectivity import Reachability, _connects, _listening, judge_reach, try_links
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from meshwright.tools.doctor.connectivity import Reach, _connects, _listening, j
     ],
 )
 def test_who_is_named(pairs: list[tuple[str, str]], said: list[str], nodes: list[tuple[str, ...]]) -> None:
-    found = judge_reach(Reach(pairs, [], [f"h{number}" for number in range(1, 4 if len(pairs) == 3 else 8)]))
+    found = judge_reach(Reachability(pairs, [], [f"h{number}" for number in range(1, 4 if len(pairs) == 3 else 8)]))
     assert [each.text for each in found] == said and [each.nodes for each in found] == nodes
 
 
@@ -44,15 +44,15 @@ def test_two_bad_nodes_one_of_which_is_a_little_better() -> None:
     """h1 reaches none of six, h2 none of five."""
     names = [f"h{number}" for number in range(1, 9)]
     pairs = [("h1", name) for name in names[2:]] + [("h2", name) for name in names[3:]]
-    assert [each.nodes for each in judge_reach(Reach(pairs, [], names))] == [("h1",), ("h2",)]
+    assert [each.nodes for each in judge_reach(Reachability(pairs, [], names))] == [("h1",), ("h2",)]
 
 
 def test_a_node_that_came_and_does_not_answer() -> None:
-    (found,) = judge_reach(Reach([], ["h3"], ["h1", "h2", "h3"]))
+    (found,) = judge_reach(Reachability([], ["h3"], ["h1", "h2", "h3"]))
     assert found == ("h3 has come, but does not answer", ("h3",))
 
 
-def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Reach:
+def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Reachability:
     """Three nodes of two ranks each, as threads; ranks of these nodes come and say no more."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Re
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(connectivity, "own_address", lambda towards: "127.0.0.1")
     monkeypatch.setattr(connectivity, "node_name", lambda: names.name)
-    found: list[Reach] = []
+    found: list[Reachability] = []
 
     def rank(number: int) -> None:
         names.name = f"h{number // 2}"
@@ -81,12 +81,12 @@ def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Re
 
 
 def test_all_nodes_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert visited(monkeypatch) == Reach([], [], ["h0", "h1", "h2"])
+    assert visited(monkeypatch) == Reachability([], [], ["h0", "h1", "h2"])
 
 
 def test_who_stays_silent_is_told_from_who_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connectivity, "TRYING", timedelta(seconds=2))
-    assert visited(monkeypatch, silent=(1,)) == Reach([], ["h1"], ["h0", "h1", "h2"])
+    assert visited(monkeypatch, silent=(1,)) == Reachability([], ["h1"], ["h0", "h1", "h2"])
 
 
 def test_every_dead_link_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.tools.doctor.rank import NotFit, expected_of, work
+from meshwright.tools.doctor.rank import UnfitMachineError, expected_of, run_rank
 from tests.end_to_end.driving import layout, run_config
 
 
 def visit(rank: int, world_size: int, config: RunConfig) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        work(config)
+        run_rank(config)
     return said.getvalue()
 
 
@@ -41,7 +41,7 @@ def test_what_is_wrong_is_an_error_of_rank_0(tmp_path: Path, pool: RankPool) -> 
     config = run_config(tmp_path, Path("/proc/self"), parallel=layout("dp2"), run={"name": "fd"})
     with pytest.raises(RankError, match="cannot write into the run's directory") as caught:
         pool.run(visit, 2, config, timeout_s=120)
-    assert isinstance(caught.value.__cause__, NotFit) and caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, UnfitMachineError) and caught.value.rank == 0
 
 
 def test_what_a_cluster_is_said_to_have(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.mesh.intercept import Heard
-from meshwright.tools.dryrun.account import Spoken
+from meshwright.tools.dryrun.account import CommunicationRecord
 from meshwright.tools.dryrun.agreement import axis_of, disagreements
-from meshwright.tools.dryrun.job import Job, plan_job, seed_schedule
-from meshwright.tools.dryrun.report import describe, wire
+from meshwright.tools.dryrun.job import Job, plan_job, set_rank_schedule
+from meshwright.tools.dryrun.report import describe, wire_bytes
 from tests.tools.dryrun.jobs import Planned, configured
 
 
@@ -35,7 +35,7 @@ def test_a_tied_weight_and_all_ranks_are_told_apart() -> None:
 
 
 def test_a_rank_with_another_schedule_is_named(job: Job) -> None:
-    seed_schedule(job, 5, "gpipe")
+    set_rank_schedule(job, 5, "gpipe")
     found = disagreements(job)
     assert {"schedule", "hang"} <= {each.kind for each in found}
     assert "rank 5 runs gpipe and the others 1f1b" in "\n".join(map(str, found))
@@ -58,7 +58,7 @@ def altered(job: Job, rank: int, which: str, **changes: object) -> None:
     at = next(n for n, spoken in enumerate(script.said) if spoken.heard.operation == which)
     spoken = script.said[at]
     heard = Heard(*(changes.get(name, value) for name, value in spoken.heard._asdict().items()))  # type: ignore[arg-type]
-    said = [*script.said[:at], Spoken(spoken.what, heard), *script.said[at + 1 :]]
+    said = [*script.said[:at], CommunicationRecord(spoken.what, heard), *script.said[at + 1 :]]
     job.own[rank] = replace(script, said=said)
 
 
@@ -80,8 +80,8 @@ def test_a_collective_of_another_kind_is_named(job: Job) -> None:
 
 def test_bytes_stay_inside_a_node_or_do_not(job: Job) -> None:
     wide, narrow = nodes_of(1, 16), nodes_of(8, 2)
-    assert all(each.between == 0 for each in wire(job, job.rehearsals[1], wide).values())
-    found = wire(job, job.rehearsals[1], narrow)
+    assert all(each.between == 0 for each in wire_bytes(job, job.rehearsals[1], wide).values())
+    found = wire_bytes(job, job.rehearsals[1], narrow)
     assert found["tp"].between == 0 and found["tp"].inside > 0
     assert found["pp"].inside == 0 and found["pp"].between > 0
     assert found["dp"].inside == 0 and found["dp"].between > 0

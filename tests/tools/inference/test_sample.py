@@ -12,30 +12,30 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from meshwright.tools.inference.sample import Ask, choose, encode_prompt, with_starts
+from meshwright.tools.inference.sample import SamplingRequest, choose, encode_prompt, with_starts
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()
 
 
-def drawn(ask: Ask, times: int = 2000, logits: Tensor = LOGITS) -> Counter[int]:
+def drawn(ask: SamplingRequest, times: int = 2000, logits: Tensor = LOGITS) -> Counter[int]:
     generator = torch.Generator().manual_seed(5)
     return Counter(int(choose(logits, ask, [generator])) for _ in range(times))
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    assert drawn(Ask(("x",), temperature=0), 20) == {0: 20}
+    assert drawn(SamplingRequest(("x",), temperature=0), 20) == {0: 20}
 
 
 def test_shares_are_those_of_the_softmax() -> None:
-    found = drawn(Ask(("x",), temperature=1, top_k=0))
+    found = drawn(SamplingRequest(("x",), temperature=1, top_k=0))
     for token, share in enumerate((0.5, 0.3, 0.15, 0.04, 0.01)):
         assert found[token] / 2000 == pytest.approx(share, abs=0.04)
     assert found[4] > 0
 
 
 def test_a_low_temperature_sharpens_them() -> None:
-    found = drawn(Ask(("x",), temperature=0.5, top_k=0))
+    found = drawn(SamplingRequest(("x",), temperature=0.5, top_k=0))
     assert found[0] / 2000 == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0016 + 0.0001), abs=0.04)
 
 
@@ -51,12 +51,12 @@ def test_a_low_temperature_sharpens_them() -> None:
     ],
 )
 def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) -> None:
-    assert set(drawn(Ask(("x",), temperature=1, top_k=top_k, top_p=top_p))) == kept
+    assert set(drawn(SamplingRequest(("x",), temperature=1, top_k=top_k, top_p=top_p))) == kept
 
 
 def test_each_row_draws_by_itself() -> None:
     """A prompt among others gets what it gets alone."""
-    ask = Ask(("x", "y"), temperature=1)
+    ask = SamplingRequest(("x", "y"), temperature=1)
     rows = torch.cat([LOGITS, LOGITS.flip(-1)])
     for seed in range(5):
         together = choose(rows, ask, [torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)])

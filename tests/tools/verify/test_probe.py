@@ -8,13 +8,13 @@ import pytest
 
 from meshwright.errors import ModelError
 from meshwright.launch.cli import main
-from meshwright.tools.verify import Layout, layout_config, open_verify_source, probed, traits_of
+from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
 from tests.tools.verify.cases import config_of
 
 
 def coupling(how: str) -> str:
     config = layout_config(config_of("tests.tools.verify.coupled:build", {"how": how}, 6), Layout(), 4, "float64")
-    found = probed(traits_of(config), config, open_verify_source(config, True))
+    found = probe_coupling(traits_of(config), config, open_verify_source(config, True))
     assert found.couples_samples == bool(found.coupling)
     return found.coupling
 

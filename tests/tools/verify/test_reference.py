@@ -19,7 +19,7 @@ from meshwright.tools.verify import run as verify_run
 from meshwright.tools.verify.dropout import KeyedDropout, keep_mask, key_of
 from meshwright.tools.verify.initial import difference, initial_problems
 from meshwright.tools.verify.rank import open_verify_source
-from meshwright.tools.verify.reference import Findings
+from meshwright.tools.verify.reference import RunNumbers
 from tests.support.layouts import samples
 from tests.tools.verify import models
 from tests.tools.verify.cases import config_of
@@ -32,7 +32,7 @@ def config(name: str, **options: Any) -> RunConfig:
     return layout_config(config_of(path, {"vocab_size": VOCAB, **options}, LENGTH), Layout(), 4, "float64")
 
 
-def plain(name: str, steps: int = 2, **options: Any) -> Findings:
+def plain(name: str, steps: int = 2, **options: Any) -> RunNumbers:
     found = config(name, **options)
     return run_reference(found, open_verify_source(found, True), steps, torch.float64)
 
@@ -151,7 +151,7 @@ def test_only_labels_that_count_are_in_the_loss() -> None:
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-13)
 
 
-def plain_of_cross_entropy() -> Findings:
+def plain_of_cross_entropy() -> RunNumbers:
     """The same model without a loss of its own."""
     config_ = config("own_loss")
     with pytest.MonkeyPatch.context() as patch:

@@ -45,7 +45,7 @@ from meshwright.tools.verify import (
 )
 from meshwright.tools.verify.compare import bar_of
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
-from meshwright.tools.verify.reference import Findings, run_reference
+from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify import test_traps as traps
 
@@ -357,7 +357,7 @@ def demo() -> Demo:
 
 
 @functools.cache
-def expected(dtype: str) -> Findings:
+def expected(dtype: str) -> RunNumbers:
     """The plain run."""
     plain = layout_config(demo().config, Layout(), GLOBAL_BATCH, dtype)
     return run_reference(plain, open_verify_source(plain, True), STEPS, DTYPES[dtype])
