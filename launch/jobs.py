@@ -1,5 +1,5 @@
-"""Commands that start ranks, or are one that torchrun or srun has started: train, doctor, eval, sample; and slurm,
-which asks for nodes. Imports of weight are inside, as in :mod:`meshwright.launch.commands`."""
+"""Commands that start ranks, or run as one under torchrun or srun: train, doctor, eval, sample. Also slurm, which
+submits jobs. Heavy imports happen inside each command, as in :mod:`meshwright.launch.commands`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
-    RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
+    RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes the lock
     if local.has_children(config):
         local.warm_up(config, "meshwright.train")
     from meshwright.train import check, run_directory, work
 
     checked, _ = check(config, default_world_size(config, local.num_devices(config)))
     num_ranks = checked.launch.processes
-    with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
+    with contextlib.suppress(OSError):  # a closed stdout is no reason not to train
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     return _ended(
         lambda: restarts.keep_going(
@@ -53,7 +53,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
-    """The configuration, its devices chosen for this process and its children; and who has started this process."""
+    """Return the configuration and the launcher of this process; choose the GPUs of this process and its children."""
     from meshwright.config import load
     from meshwright.launch.devices import choose_devices
     from meshwright.launch.environment import launch_environment
@@ -64,7 +64,7 @@ def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig
 
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
+    """Check the configuration; return the function that trains and the configuration resolved for ``world_size``."""
     from meshwright.train import check, work
 
     checked, _ = check(config, world_size)
@@ -77,7 +77,7 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """The same for the doctor."""
+    """Return the doctor's function and the configuration resolved for ``world_size``."""
     from meshwright.config import resolve
     from meshwright.tools.doctor.rank import work
 
@@ -85,7 +85,7 @@ def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 
 def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
-    """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
+    """Run this process as one rank of torchrun or srun; a failure ends it at once, with its rank in the message."""
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
     from meshwright.launch.failure import describe
@@ -100,11 +100,11 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     def keep_exit_code(exit_code: int) -> None:
-        """The first to leave has the others ended by SIGTERM, and srun tells the highest exit code of all: 143."""
+        """Exit with this code on SIGTERM: the first rank to leave ends the others; srun reports the highest code."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
 
-    # What one rank finds wrong before it trains all find: one of each node says it, the others are ended meanwhile.
+    # Every rank finds the same error before training. One rank per node prints it, and the others are ended meanwhile.
     try:
         check_meeting_place()
         work, checked = prepare(config, at.world_size)
@@ -131,7 +131,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
     except Preempted as error:
         if at.rank == 0:
             say(error, error.exit_code)
-        # srun --kill-on-bad-exit ends all others when the first says 85, and tells the highest exit code of all
+        # srun --kill-on-bad-exit ends all others at the first exit code 85, and reports the highest code of all
         leave(0 if launcher is Launcher.SLURM and at.rank != 0 else error.exit_code)
     except BaseException as error:
         end(error)
@@ -157,7 +157,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.system.outputs import check_place
 
     if not is_checkpoint(options.place):
-        find_run(options.place)  # before seconds of imports
+        find_run(options.place)  # fails before seconds of imports
     check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
     from meshwright.tools.inference.evaluate import Evaluation, check, of_corpus
@@ -197,7 +197,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
 def _used(
     config: RunConfig, launcher: Launcher, run: Path, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]
 ) -> int:
-    """Ranks that use a trained model: started as those that train it are. Their logs are theirs, not the run's."""
+    """Start ranks that use a trained model, as `train` starts them. Their logs go to a temporary directory."""
     import tempfile
 
     from meshwright.config import default_world_size
@@ -236,7 +236,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ended(start: Callable[[], object]) -> int:
-    """The exit code of ranks that have been started here and have ended; what went wrong is said."""
+    """Start ranks on this machine, print the error that ended them, if any, and return the exit code."""
     from meshwright.launch.failure import RankFailed
     from meshwright.launch.local import Interrupted
 
@@ -248,6 +248,6 @@ def _ended(start: Callable[[], object]) -> int:
 
 
 def say(error: object, exit_code: int) -> int:
-    word = "" if exit_code == Preempted.exit_code else "error: "  # who was asked to end has done well to
+    word = "" if exit_code == Preempted.exit_code else "error: "  # ending on request is no error
     tell(f"meshwright: {word}{error}")
     return exit_code
