@@ -179,9 +179,9 @@ class Composition:
         return Shown(loss * dist.get_world_size(self.pp), norm)  # times pp: the mean over all ranks is then the loss
 
     def _clip(self) -> float:
-        """Clip to CLIP_NORM and return the norm of the whole gradient. Blocks: all-reduces over tp, dp, pp.
+        """Clip the local gradients to CLIP_NORM; return the norm of the whole gradient.
 
-        It works on local shards, because clip_grad_norm_ does not include pp.
+        All-reduces one float32 over each of tp, dp and pp, and blocks. clip_grad_norm_ does not include pp.
         """
         split = [p for p in self.on_dp_and_tp if p.placements[1].is_shard()]
         whole = [p for p in self.on_dp_and_tp if not p.placements[1].is_shard()]  # biases of row-parallel linears

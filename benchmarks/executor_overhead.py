@@ -14,7 +14,7 @@ one micro-batch of one stage (halves of a backward count as one). The columns ar
     all threads   gloo's own included, which depends on how ranks share cores
     wall          time of a step over the actions of a rank
 
-Ratios are of neighbours in time.
+A ratio compares adjacent turns.
 
 Exit code 1: the two compute different losses, or ours takes more of Python's time.
 """

@@ -7,7 +7,7 @@
     plain    float32 weights under torch.autocast(bfloat16), gradient accumulation, clip_grad_norm_, fused AdamW
 
 Both train the same builder on random tokens: with plain nn.Dropout in the loop, with masks by name in ours. CUDA events
-time blocks of steps, which take turns, A B, B A, ...; a ratio is of neighbours in time. FLOPs are the model's: three
+time blocks of steps, which take turns, A B, B A, ...; a ratio compares adjacent blocks. FLOPs are the model's: three
 forwards per step, attention counted whole. MFU is against the dense bfloat16 peak of the maker's data sheet.
 
 Exit code 2: no CUDA device. 1: the two do not begin with the same loss.

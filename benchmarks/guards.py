@@ -6,7 +6,7 @@ Guards: the activity notes of each rank, the watchdog with its heartbeats, and t
 that loss and gradients are finite is not measured: it reads numbers that a step sums anyway.
 
 Together: the same training with all guards and with none, in turns of some steps, A B, B A, ... on two ranks, one a
-core. Ratios are of neighbours in time. Replicas are compared once in each turn, twenty times as often as
+core. A ratio compares adjacent turns. Replicas are compared once in each turn, twenty times as often as
 ``watch.drift_every`` has it.
 
 Each alone, as a share of a step: the notes are counted and one is timed. The watchdog's CPU time is the extra time that

@@ -6,9 +6,9 @@
     b   8 ranks       DDP, ZeroRedundancyOptimizer, FSDP2         ours, dp=8, ZeRO-0 and ZeRO-1
     c   8 ranks       DTensor + torch's pipelining + FSDP2        ours, dp=2 x pp=2 x tp=2, 1f1b, ZeRO-1
 
-All contenders of a comparison live in the same forked ranks and take turns of a few steps, A B C, C B A, ... A ratio is
-of neighbours in time; its spread over the repeats is printed. On a machine with other users, CPU seconds over all ranks
-are the steadier measure. All contenders must have the same losses and gradient norms in their first steps.
+All contenders of a comparison live in the same forked ranks and take turns of a few steps, A B C, C B A, ... A ratio
+compares adjacent turns; its spread over the repeats is printed. On a machine with other users, CPU seconds over all
+ranks are the steadier measure. All contenders must have the same losses and gradient norms in their first steps.
 
 Exit code 1: a contender computes another loss, bytes on the wire differ from the formulas, or a bar is missed.
 """

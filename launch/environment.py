@@ -100,7 +100,7 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def port_of_job(job: str, step: str) -> int:
-    """Compute the rendezvous port of a job step: equal on all its ranks without communication, not on other steps."""
+    """Compute a job step's rendezvous port, the same on all its ranks without a message. It repeats every 750 jobs."""
     number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
     return FIRST_PORT + number % NUM_PORTS
 

@@ -64,7 +64,7 @@ def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig
 
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """Check the configuration; return the function that trains and the configuration resolved for ``world_size``."""
+    """Check the configuration; return the rank function that trains, and the configuration for ``world_size``."""
     from meshwright.train import check, work
 
     checked, _ = check(config, world_size)
@@ -77,7 +77,7 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """Return the doctor's function and the configuration resolved for ``world_size``."""
+    """Return the doctor's rank function and the configuration resolved for ``world_size``."""
     from meshwright.config import resolve
     from meshwright.tools.doctor.rank import work
 
@@ -197,7 +197,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
 def _used(
     config: RunConfig, launcher: Launcher, run: Path, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]
 ) -> int:
-    """Start ranks that use a trained model, as `train` starts them. Their logs go to a temporary directory."""
+    """Start ranks that use a trained model, or run as one of them. Ranks started here log to a temporary directory."""
     import tempfile
 
     from meshwright.config import default_world_size

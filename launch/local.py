@@ -51,7 +51,7 @@ SHUTDOWN_S = 3
 
 
 class Interrupted(BaseException):
-    """End by a signal that arrived before the ranks could save anything; the launcher has ended them."""
+    """Exit by a signal that arrived before the ranks could save anything; the launcher has ended them."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum

@@ -212,7 +212,7 @@ def measure_alone(rank: int, world_size: int) -> dict[str, Measured]:
 
 
 def measure_whole(rank: int, world_size: int, hardware: Hardware) -> float:
-    """Measure a whole block on this rank's core, while the other ranks do the same."""
+    """Return the share (0..1) of the rates in ``hardware`` that a whole block reaches, with all ranks busy at once."""
     torch.set_num_threads(1)
     return measure_block(hardware)
 

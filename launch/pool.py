@@ -38,7 +38,7 @@ GRACE_S = 0.2
 
 
 class RankError(RuntimeError):
-    """Failure of a rank in a world. The message begins with the rank that failed first; ``rank`` is that one.
+    """Failure of a rank in a world. The message begins with the rank that failed first, also in ``rank``.
 
     The exception that the rank raised is the ``__cause__`` if it could be pickled.
     """
@@ -235,7 +235,7 @@ def _cause(failures: dict[int, Failure]) -> BaseException | None:
 
 
 def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankTimeout:
-    """Collect the stacks of ranks without a result. The rank to blame is the one that is outside a collective."""
+    """Return the error with the stacks of ranks without a result: the one outside a collective is to blame."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank].pid, signal.SIGUSR1)

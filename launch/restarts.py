@@ -3,7 +3,7 @@
     start -- rank 1 was ended by SIGKILL --> going on from step 160, restart 1 of 5
       |                                        newer checkpoints: as often as launch.max_restarts allows
       |                                        none, three restarts in a row: given up, exit code 93
-      |-- what would come again: exit code 2, 17, ... --> as it is
+      |-- would fail again: exit code 2, 17, ... -------> as it is
       |-- asked to end, or done ------------------------> as it is
 
 Every failure is appended, whole, to ``runs/NAME/logs/failures.log``.
@@ -61,7 +61,7 @@ def why_stop(reached: Sequence[Reached], most: int) -> str | None:
 
 
 def last_written(directory: Path) -> Reached:
-    """Return the run's last written checkpoint; one of a higher step may be damaged and older than the last resume."""
+    """Return the checkpoint that was written last. One of a higher step may be damaged, from before the last resume."""
     from meshwright.checkpoint import find
 
     found = [Reached(0, 0)]

@@ -6,7 +6,7 @@
       -> with --submit: sbatch
 
 The last lines of the script decide what follows the end of the ranks. A run that saved on request (exit code 85) and a
-failure that may pass are requeued. A failure that would recur is not. Nor is a run that has failed
+failure that may pass are requeued. A failure that would recur is not, nor a run after
 ``meshwright.launch.restarts.IN_VAIN`` restarts in a row without a newer checkpoint.
 """
 
