@@ -1,11 +1,11 @@
-"""Whether the times that balance a pipeline are true: each layer's share, predicted and measured on this CPU.
+"""Accuracy of the layer times that balance a pipeline: each layer's share, predicted and measured on this CPU.
 
     python benchmarks/balance.py [CONFIG] [--section.key=value ...]       default: configs/demo.toml
 
-Each layer runs forward and backward as a stage of its own does, first to last and back, in float32 on one thread, its
-gradients added to those of the micro-batches before. Time is this process's CPU time, median over the repeats: other
-work on the machine takes no part in it. Then the layers are cut into stages by each balance, and the dearest stage is
-set against the mean by the measured times. Last, what one thread reaches here: the figures behind
+Each layer runs forward and backward as a stage of its own does, first to last and back, in float32 on one thread; its
+gradients accumulate over micro-batches. Time is this process's CPU time, median over the repeats, so that other work on
+the machine does not count. Then the layers are cut into stages by each balance, and the slowest stage is compared with
+the mean, by the measured times. Last come the rates that one thread reaches here: the figures behind
 framework/pipeline/costs.py.
 """
 
@@ -40,7 +40,7 @@ NUM_STAGES = (2, 3, 4)
 
 
 def measure(layers: nn.Sequential, tokens: Tensor, labels: Tensor) -> list[tuple[float, float]]:
-    """Median CPU seconds of (forward, backward) of each layer; the loss is in the last."""
+    """Return the median CPU seconds of (forward, backward) of each layer, the last with the loss. Inputs are (B, S)."""
     names = [name for name, _ in layers.named_children()]
     times: list[list[tuple[float, float]]] = [[] for _ in names]
     for p in layers.parameters():
@@ -68,7 +68,7 @@ def measure(layers: nn.Sequential, tokens: Tensor, labels: Tensor) -> list[tuple
 
 
 def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) -> None:
-    """Shares side by side, and the imbalances that follow."""
+    """Print predicted and measured shares side by side, and the imbalances that follow."""
     predicted_s, measured_s = sum(cost.time_s for cost in costs), sum(map(sum, measured))
     flops = sum(cost.forward.flops for cost in costs)
     print(f"{'layer':12}  {'FLOPs alone':>11}  {'predicted':>9}  {'measured':>8}  {'ms forward':>10}  {'backward':>8}")
@@ -90,7 +90,7 @@ def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) ->
 
 
 def reached(repeats: int = 15) -> None:
-    """What one thread reaches, far and near memory: the figures behind the CPU of framework/model/meter.py."""
+    """Print the rates of one thread, in far and near memory: the figures behind the CPU of framework/model/meter.py."""
 
     def median_s(run: Callable[[], Any]) -> float:
         run()
@@ -114,8 +114,8 @@ def reached(repeats: int = 15) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, where there is glibc: else the kernel gives and clears large tensors anew each
-    time, or not, as it happens, which makes twofold differences of a layer's time from run to run."""
+    """Make glibc, if there is one, keep freed memory. Otherwise the kernel may map and clear large tensors anew each
+    time, or not, which makes twofold differences of a layer's time from run to run."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

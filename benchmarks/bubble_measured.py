@@ -1,15 +1,16 @@
-"""The idle time of the real executor beside the simulator's, for every schedule, on ranks that sleep.
+"""Idle time of the real executor beside the simulator's, for every schedule, on ranks that sleep.
 
     python benchmarks/bubble_measured.py [--pp 4] [--chunks 8] [--steps 3] [--ms 40] [--out FILE]
 
-Pool ranks run the executor over gloo. Each stage is one layer that sleeps: in forward for F; in the backward of its
-input for I, and, where the schedule splits, in W for its weight's gradient; in a whole backward for both, one after the
-other. F, I and W are --ms each, so B is twice that. A sleeping rank needs no core, so two cores measure what four ranks
-wait for. With two stages to a rank each sleeps as long as the one stage of the others.
+Pool ranks run the executor over gloo. Each stage is one layer that sleeps: in forward for F, in the backward of its
+input for I, and for W in the gradient of its weight. A schedule that splits the backward has W apart; a whole backward
+sleeps for I and W, one after the other. F, I and W are --ms each, so B is twice that. A sleeping rank needs no core, so
+two cores are enough to measure the waits of four ranks. With two stages on a rank, each sleeps as long as the one stage
+of a rank in the other schedules.
 
-Measured: spans of all ranks on one clock (perf_counter is common to the processes of a machine), idle from the first F
-to the last backward, over the ranks' time; the median of the steps after a first. Simulated: simulate() with the same
-seconds and no time for messages. Exit code 1: they are further apart than 3 points.
+Measured: spans of all ranks on one clock (perf_counter is common to the processes of a machine). The share is idle time
+from the first F to the last backward, over the ranks' time; the median of the steps after a first. Simulated:
+simulate() with the same seconds and no time for messages. Exit code 1: they are further apart than 3 points.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ MOST_POINTS = 3.0
 
 
 class Sleep(torch.autograd.Function):
-    """x, weight -> x + weight, in its own time: F asleep, then I asleep, then W asleep, or put off as a note."""
+    """Addition x + weight that sleeps for F, I and W; a split backward defers W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sleep_s: float, split: SplitBackward | None) -> Tensor:
-        """F."""
+        """Sleep for F; return x + weight, (B, 1)."""
         ctx.weight, ctx.sleep_s, ctx.split = weight, sleep_s, split
         time.sleep(sleep_s)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """I, and W now or later."""
+        """Sleep for I; compute the weight gradient (W) now, or defer it."""
         time.sleep(ctx.sleep_s)
 
         def weight_gradient() -> Tensor:
@@ -73,7 +74,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """One parameter; (B, 1) -> (B, 1)."""
+    """Layer with one parameter that sleeps, (B, 1) -> (B, 1)."""
 
     def __init__(self, sleep_s: float) -> None:
         super().__init__()
@@ -82,25 +83,25 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Asleep."""
+        """Add the weight to x, (B, 1) -> (B, 1), and sleep for F."""
         found: Tensor = Sleep.apply(x, self.weight, self.sleep_s, self.split)  # type: ignore[no-untyped-call]
         return found
 
 
 class OneNumber(NamedTuple):
-    """A feed that never ends."""
+    """Endless feed of one number per micro-batch."""
 
     def microbatch(self, m: int) -> Microbatch:
-        """The number m."""
+        """Return the number m as a micro-batch, (1, 1)."""
         return Microbatch(torch.full((1, 1), float(m)), torch.zeros(1, 1), self.sample_indices(m))
 
     def sample_indices(self, m: int) -> Tensor:
-        """Its index."""
+        """Return the sample index of micro-batch m, (1,)."""
         return torch.tensor([m])
 
 
 def rows_in_time(rank: int, pp: int, schedule: Schedule, sleep_s: float, steps: int) -> list[list[Span]]:
-    """The spans of this rank in each step, in seconds of the machine's clock."""
+    """Run the executor; return this rank's spans in each step, in seconds of the machine's clock."""
     mesh = open_mesh(Grid(pp, 1, 1), "cpu")
     value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
     splits = any(action.kind is Kind.I for row in range(pp) for _, action in schedule.actions(row))
@@ -129,7 +130,7 @@ def rows_in_time(rank: int, pp: int, schedule: Schedule, sleep_s: float, steps: 
 
 
 def compare(pool: RankPool, name: str, pp: int, chunks: int, sleep_s: float, steps: int) -> dict[str, Any]:
-    """One schedule, measured and simulated."""
+    """Measure and simulate one schedule."""
     schedule = lower(build(name, pp, chunks, INTERLEAVES[name]))
     ranks = pool.run(rows_in_time, pp, schedule, sleep_s, steps)
     timelines = [Timeline(name, tuple(span for spans in step for span in spans)) for step in zip(*ranks, strict=True)]
@@ -147,7 +148,7 @@ def compare(pool: RankPool, name: str, pp: int, chunks: int, sleep_s: float, ste
 
 
 def main() -> int:
-    """Run, show, write; 1 if a schedule is further off than it may be."""
+    """Run, print and write; return 1 if a schedule is further off than allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=8)

@@ -1,11 +1,11 @@
-"""Published bubble rates beside those that our simulator finds for our schedules, with the same times. No torch.
+"""Published bubble rates beside the simulated ones of this framework's schedules, with the same times. No torch.
 
     python benchmarks/bubbles.py            prints the table of docs/schedules.md
     python benchmarks/bubbles.py --write    and puts it there
 
-A bubble rate is (cost - m (F+I+W)) / cost. What the cost is, the paper takes from the script of its authors: for 1F1B,
-1F1B-I and ZB-H1 the time from the first forward to the last backward of all ranks, for ZB-H2 and ZB-V the longest own
-time of a rank, from its first forward to its last backward.
+A bubble rate is (cost - m (F+I+W)) / cost. The authors' script defines the cost that the paper uses. For 1F1B, 1F1B-I
+and ZB-H1 it is the time from the first forward to the last backward of all ranks. For ZB-H2 and ZB-V it is the longest
+time of one rank, from its first forward to its last backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEDULES = {
 
 
 class Profile(NamedTuple):
-    """A row of the tables: times of a whole rank's layers in microseconds, and the published rates that there are."""
+    """Row of the published tables: times of one rank's layers in microseconds, and the published rates."""
 
     table: int
     model: str
@@ -49,17 +49,17 @@ class Profile(NamedTuple):
     published: dict[str, float]
 
     def interleave(self, name: str) -> int:
-        """One layer in each stage for 1F1B-I, two stages per rank for ZB-V."""
+        """Return the stages per rank: one layer in each stage for 1F1B-I, two stages for ZB-V, else one stage."""
         return {"1F1B-I": self.num_layers // self.pp, "ZB-V": 2}.get(name, 1)
 
     def costs(self, interleave: int) -> Costs:
-        """Of one stage, where the rank has ``interleave`` of them: as in the paper, a message costs what it did."""
+        """Return the costs of one of ``interleave`` stages of a rank; as in the paper, a message costs the same."""
         f, i, w = (time / interleave for time in (self.f, self.i, self.w))
         return Costs(f=f, b=i + w, i=i, w=w, comm=self.comm)
 
 
 def profiles() -> list[Profile]:
-    """The rows of the data file."""
+    """Read the rows of the data file."""
     lines = [line for line in DATA.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     numbers = ("table", "layers", "p", "m", "f", "i", "w", "comm")
     found = []
@@ -71,22 +71,22 @@ def profiles() -> list[Profile]:
 
 
 def simulated(profile: Profile, name: str) -> Timeline:
-    """What our schedule of a published name comes to with the times of a row."""
+    """Simulate this framework's schedule of a published name with the times of a row."""
     interleave = profile.interleave(name)
     schedule = build(SCHEDULES[name][0], profile.pp, profile.chunks, interleave)
     return simulate(lower(schedule), profile.costs(interleave))
 
 
 def ours(profile: Profile, name: str) -> float:
-    """The bubble rate by the definition of the cost that the paper has for this schedule."""
+    """Return the simulated bubble rate, by the paper's definition of the cost for this schedule."""
     return SCHEDULES[name][1](simulated(profile, name))
 
 
 def without_waits_at_the_turn(profile: Profile) -> float:
-    """1F1B-I as the paper has it: from the last rank to the first only one message in pp is waited for.
+    """Return the paper's rate of 1F1B-I, where the first rank waits for only one in pp messages of the last rank.
 
-    Its script computes when a micro-batch may enter a rank's next stage for the first micro-batch of each group of pp,
-    and takes for granted that the others are there in time. With messages that take time they are not.
+    The paper's script computes the time at which a micro-batch may enter a rank's next stage only for the first of each
+    group of pp. It assumes that the others have arrived by then, which is wrong if messages take time.
     """
     interleave = profile.interleave("1F1B-I")
     schedule, costs = build("interleaved_1f1b", profile.pp, profile.chunks, interleave), profile.costs(interleave)
@@ -120,7 +120,7 @@ def _turns(schedule: Schedule, needed: Action, rank: int) -> bool:
 
 
 def table() -> Iterator[str]:
-    """The lines of a table in Markdown: published, ours, and the difference where there is one."""
+    """Yield the lines of a Markdown table: published, simulated, and the difference where there is one."""
     columns = ["table", "model", "p", "m", *SCHEDULES, "1F1B-I, not waiting"]
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
@@ -129,7 +129,7 @@ def table() -> Iterator[str]:
 
 
 def table_row(profile: Profile) -> str:
-    """One row of it."""
+    """Return one row of the table."""
     cells = [str(profile.table), profile.model, str(profile.pp), str(profile.chunks)]
     for name in SCHEDULES:
         published = profile.published.get(name)

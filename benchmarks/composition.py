@@ -1,8 +1,8 @@
-"""dp x pp x tp out of torch's own parts, wired by hand: DTensor tensor parallelism, torch.distributed.pipelining's 1F1B
-and FSDP2 over dp. What one would write who wants our 2x2x2 without a framework.
+"""Layout dp x pp x tp wired by hand from torch's own parts: DTensor tensor parallelism, torch.distributed.pipelining's
+1F1B, and FSDP2 over dp. It is the code that a user without a framework would write for 2x2x2.
 
-The model is models/gpt2.py's with q, k and v in linears of their own: a fused one cannot be split by ColwiseParallel
-unless its rows go head by head, which they do in ours. Same sizes, same weights, same FLOPs. The head is not tied to
+The model is models/gpt2.py's with separate linears for q, k and v. ColwiseParallel cannot split a fused linear unless
+its rows go head by head, as they do in this framework. Sizes, weights and FLOPs are the same. The head is not tied to
 the embedding: torch's pipelining has no tied weights across stages.
 """
 
@@ -48,7 +48,7 @@ from meshwright.models.blocks import Block
 
 
 class SplitAttention(nn.Module):
-    """meshwright.models.blocks.Attention with q, k and v apart; the number of local heads follows from the shapes."""
+    """Attention of meshwright.models.blocks with separate q, k and v; tensor shapes give the number of local heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class SplitAttention(nn.Module):
         self.out = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)."""
+        """Apply causal attention, (B, S, D) -> (B, S, D)."""
         q, k, v = (
             rearrange(linear(x), "b s (h d) -> b h s d", d=HIDDEN_SIZE // NUM_HEADS)
             for linear in (self.q, self.k, self.v)
@@ -67,7 +67,7 @@ class SplitAttention(nn.Module):
 
 
 def split_attention(fused: nn.Module) -> SplitAttention:
-    """The same attention with the fused projection taken apart: its rows are q, k, v of head 0, of head 1, ..."""
+    """Return the same attention with the fused projection split; its rows are q, k, v of head 0, of head 1, ..."""
     apart = SplitAttention()
     qkv, out = fused.get_submodule("qkv"), fused.get_submodule("out")
     assert isinstance(qkv, nn.Linear) and isinstance(out, nn.Linear)
@@ -82,7 +82,7 @@ def split_attention(fused: nn.Module) -> SplitAttention:
 
 
 def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
-    """Tensor parallelism as torch's tutorial has it: column, row, vocabulary-parallel embedding and head."""
+    """Apply tensor parallelism as in torch's tutorial: column, row, vocabulary-parallel embedding and head."""
     plan: dict[str, ParallelStyle]
     for name, layer in layers.named_children():
         if name == "embedding":
@@ -105,7 +105,7 @@ def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[DTensor]]:
-    """Parameters on a mesh of dp alone, and those of modules under tensor parallelism, on one of (dp, tp).
+    """Group parameters by mesh: those on dp alone, and those of tensor-parallel modules, on (dp, tp).
 
     No foreach or fused operation takes both at once.
     """
@@ -117,12 +117,12 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[DTensor]]:
 
 
 def local_gradients(parameters: Sequence[DTensor]) -> list[Tensor]:
-    """This rank's shards of the gradients."""
+    """Return this rank's shards of the gradients."""
     return [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
 
 
 class Composition:
-    """One rank of it."""
+    """Contender: one rank of the layout that is wired by hand."""
 
     def __init__(self, dp: int, pp: int, tp: int) -> None:
         mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -161,7 +161,7 @@ class Composition:
         self.samples_seen = 0
 
     def step(self) -> Shown:
-        """One optimizer step; the loss is known on the last stage, and 0 elsewhere."""
+        """Take one optimizer step; the loss exists on the last stage only, and is 0 elsewhere."""
         self.optimizer.zero_grad()
         tokens, labels = self.samples.rows(self.samples_seen + self.dp_rank * self.per_replica, self.per_replica)
         losses: list[Tensor] = []
@@ -179,7 +179,10 @@ class Composition:
         return Shown(loss * dist.get_world_size(self.pp), norm)  # times pp: the mean over all ranks is then the loss
 
     def _clip(self) -> float:
-        """Clip to CLIP_NORM; the norm of the whole gradient. On local shards: clip_grad_norm_ knows no pp."""
+        """Clip the local gradients to CLIP_NORM; return the norm of the whole gradient.
+
+        All-reduces one float32 over each of tp, dp and pp, and blocks. clip_grad_norm_ does not include pp.
+        """
         split = [p for p in self.on_dp_and_tp if p.placements[1].is_shard()]
         whole = [p for p in self.on_dp_and_tp if not p.placements[1].is_shard()]  # biases of row-parallel linears
         square_of_split = nn.utils.get_total_norm(local_gradients(split)) ** 2
@@ -192,4 +195,4 @@ class Composition:
         return float(square.sqrt())
 
     def settle(self) -> None:
-        """Nothing is left under way."""
+        """Return at once: a step leaves no pending work."""

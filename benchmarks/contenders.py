@@ -1,6 +1,6 @@
-"""Those who train: ours in any layout, and plain torch, DDP, ZeroRedundancyOptimizer and FSDP2 on the same task.
+"""Contenders: this framework in any layout, and plain torch, DDP, ZeroRedundancyOptimizer and FSDP2 on the same task.
 
-A contender is built on every rank of a world, all in the same process groups' lifetime, and then asked for steps.
+A contender is built on every rank of a world. Its steps run while the same process groups live.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from meshwright.step import take_step
 
 
 class Shown(NamedTuple):
-    """What a step of this rank has shown."""
+    """Loss and gradient norm of one step on this rank."""
 
     loss: float
-    """Mean over the tokens of the batch, or of this rank's share of it; over the ranks, its mean is the batch's."""
+    """Mean over the tokens of the batch, or of this rank's share of it; its mean over the ranks is the batch's."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Norm of the whole model's gradient, before clipping."""
 
 
 class Contender(Protocol):
-    """One rank of something that trains."""
+    """One rank of an implementation that trains."""
 
     def step(self) -> Shown:
-        """One optimizer step on the next global batch."""
+        """Take one optimizer step on the next global batch."""
 
     def settle(self) -> None:
-        """Block until nothing of the last step is under way."""
+        """Block until no work of the last step is pending."""
 
 
 def token_mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens, (B, S, V) and (B, S) -> ()."""
+    """Return the mean cross-entropy over the tokens, (B, S, V) and (B, S) -> ()."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def value(number: Any) -> float:
-    """A python float out of a tensor, sharded or not."""
+    """Return a scalar tensor as a Python float; a sharded one is gathered first (collective over its mesh)."""
     number = number.detach()
     return float(number.full_tensor() if isinstance(number, DTensor) else number)
 
 
 class TorchLoop:
-    """What one writes without a framework: accumulate over micro-batches, clip, step."""
+    """Training loop without a framework: accumulate gradients over micro-batches, clip, step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, dp_rank: int = 0, dp: int = 1) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class TorchLoop:
         assert self.chunks == 1 or dp == 1, "with DDP and FSDP2 more micro-batches than one would want no_sync()"
 
     def step(self) -> Shown:
-        """Plain gradient accumulation; the wrapped model synchronises by itself."""
+        """Accumulate gradients over micro-batches, clip and step; the wrapped model synchronises by itself."""
         self.optimizer.zero_grad()
         loss_sum = torch.zeros(())
         for m in range(self.chunks):
@@ -97,34 +97,34 @@ class TorchLoop:
         return Shown(value(loss_sum), value(norm))
 
     def settle(self) -> None:
-        """Nothing is left under way."""
+        """Return at once: a step leaves no pending work."""
 
 
 class Ours:
-    """A layout of this framework, through the same build and step as a training run."""
+    """Layout of this framework, with the build and the step of a training run."""
 
     def __init__(
         self, dp: int, pp: int, tp: int, *, zero: int = 1, tied: bool = True, **changes: Mapping[str, object]
     ) -> None:
-        """``changes``: other keys of a section of the configuration."""
+        """Build the layout. ``changes``: other keys of a section of the configuration."""
         config = run_config(dp, pp, tp, zero=zero, tied=tied)
         update = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
         self.mesh = open_mesh(Grid(pp, dp, tp), "cpu")
         self.parts = build(config.model_copy(update=update), self.mesh, (Samples(), None))
 
     def step(self) -> Shown:
-        """The framework's own step."""
+        """Take the framework's own step."""
         stats = take_step(self.parts)
         return Shown(stats.loss, stats.grad_norm)
 
     def settle(self) -> None:
-        """Weights may still be on their way: the next forward would have waited."""
+        """Wait for weights that are still being gathered; otherwise the next forward would wait for them."""
         for replica in self.parts.replicas.values():
             replica.ready_all()
 
 
 def one_process(*, tied: bool = True) -> Contender | None:
-    """The plain loop, on rank 0 alone; other ranks have nothing to do."""
+    """Build the plain loop on rank 0; return None on the other ranks, which have nothing to do."""
     if dist.get_rank() != 0:
         return None
     model = plain_model(tied=tied)
@@ -132,13 +132,13 @@ def one_process(*, tied: bool = True) -> Contender | None:
 
 
 def ddp() -> Contender:
-    """DistributedDataParallel over all ranks, as its documentation wraps a model."""
+    """Build DistributedDataParallel over all ranks, wrapped as in its documentation."""
     model = DistributedDataParallel(plain_model(tied=True))
     return TorchLoop(model, adamw(model.parameters()), dist.get_rank(), dist.get_world_size())
 
 
 def zero_redundancy() -> Contender:
-    """DDP with its optimizer states sharded: torch's ZeRO-1."""
+    """Build DDP with sharded optimizer state: torch's ZeRO-1."""
     model = DistributedDataParallel(plain_model(tied=True))
     decayed, others = decay_groups(model.parameters())
     optimizer = ZeroRedundancyOptimizer(
@@ -155,7 +155,7 @@ def zero_redundancy() -> Contender:
 
 
 def fsdp2() -> Contender:
-    """fully_shard of each block and of the whole: torch's ZeRO-3."""
+    """Apply fully_shard to each block and to the whole model: torch's ZeRO-3."""
     model = plain_model(tied=True)
     for name, layer in model.named_children():
         if name.startswith("block"):

@@ -1,10 +1,10 @@
-"""What is lost by cutting for the dearest stage where ranks hold several: against every other cut, simulated.
+"""Loss from cutting for the slowest stage where ranks hold several: against every other cut, simulated.
 
     python benchmarks/cuts.py
 
-A model of equal blocks between an embedding that costs a twentieth of one and a head that costs as told is cut in every
-way (or 400 drawn at random where there are more), and the schedule is simulated with each. Shown are the steps of
-partition's cut and of the best, over a step without bubble and imbalance. Needs no torch; takes half a minute.
+A model has equal blocks between an embedding that costs a twentieth of one and a head of the cost shown. It is cut in
+every way (or in 400 random ways if there are more), and the schedule is simulated with each cut. The table has the
+steps of partition's cut and of the best, over a step without bubble and imbalance. Needs no torch; takes half a minute.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CASES = (
     ("zb_v", 3, 2, 10),
     ("v_half", 3, 2, 10),
 )
-"""Schedule, pp, interleave, layers."""
+"""Cases: (schedule, pp, interleave, layers)."""
 HEADS = (0.4, 1.0, 2.4)
 """Cost of the head and loss, in blocks."""
 
 
 def step(schedule: Schedule, costs: Sequence[float], stages: Sequence[range]) -> float:
-    """Simulated, over ranks that are equally and always busy."""
+    """Return the simulated step time, over that of ranks that are equally and always busy."""
     times = [sum(costs[layer] for layer in stage) for stage in stages]
     spans = simulate(schedule, [Costs(f=t / 3, b=t * 2 / 3, i=t / 3, w=t / 3) for t in times]).spans
     return max(span.end for span in spans) * schedule.pp / (sum(costs) * CHUNKS)

@@ -2,12 +2,12 @@
 
     python benchmarks/data_prepare.py [--copies 6] [--workers 2] [--repeats 5] [--datasets-python PYTHON] [--out FILE]
 
-The text is the standard library's sources, so many times over, as JSONL; the tokenizer a byte-level BPE of 32,000
-tokens learned from it. Each contender is a fresh process that reads the same file with the same number of workers, in
-turns; imports are not in its time. Seconds are those of the wall, of all CPUs (which other work on the machine
-disturbs least), and of the one process that writes: it decides how many workers still help. What ours and Megatron's
-write is compared byte for byte. ``--datasets-python``: an interpreter that has `datasets` and `transformers`, when this
-one has not.
+The text is the standard library's sources, --copies times over, as JSONL. The tokenizer is a byte-level BPE of 32,000
+tokens trained on it. Each contender is a fresh process that reads the same file with the same number of workers, in
+turns; imports are not timed. Seconds are those of the wall, of all CPUs (the least disturbed by other work on the
+machine), and of the one process that writes: it limits how many workers still help. The output of ours and of
+Megatron's way is compared byte for byte. ``--datasets-python``: an interpreter that has `datasets` and `transformers`,
+if this one has not.
 
 ours        meshwright.data.prepare.preparation, as the command line calls it (split of documents off: one train.bin)
 megatron    as tools/preprocess_data.py of Megatron-LM: a pool that maps over lines, 32 at a time, with the tokenizer of
@@ -41,7 +41,7 @@ END = "<|endoftext|>"
 
 
 def cpu_s() -> float:
-    """Of this process and of its children that are gone."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -50,7 +50,7 @@ def cpu_s() -> float:
 
 @contextmanager
 def timed(found: dict[str, Any]) -> Iterator[None]:
-    """Seconds of a block, into ``found``: on the wall, of all CPUs, and of the process that writes."""
+    """Measure the seconds of a block and store them in ``found``: wall, all CPUs, and the process that writes."""
     before = time.perf_counter(), cpu_s(), time.process_time()
     yield
     after = time.perf_counter(), cpu_s(), time.process_time()
@@ -68,7 +68,7 @@ def ours(source: Path, tokenizer: Path, out: Path, workers: int) -> dict[str, An
 
 
 class Encode:
-    """Megatron's Encoder: made in the parent, its tokenizer in each worker."""
+    """Encoder as in Megatron: created in the parent, with a tokenizer in each worker."""
 
     encode_ids: Callable[[str], list[int]]
     end: int
@@ -152,7 +152,7 @@ CONTENDERS: dict[str, Callable[[Path, Path, Path, int], dict[str, Any]]] = {
 
 
 def make_task(folder: Path, copies: int) -> tuple[Path, Path, int]:
-    """The JSONL, the tokenizer.json, and the bytes of text."""
+    """Write the task's files; return the JSONL, the tokenizer.json, and the bytes of text."""
     from meshwright.data import tokenizer
     from meshwright.data.prepare import sources
 
@@ -166,7 +166,7 @@ def make_task(folder: Path, copies: int) -> tuple[Path, Path, int]:
 
 
 def run(name: str, python: str, words: list[str]) -> dict[str, Any]:
-    """One contender, in a fresh process; the last line that it prints is what it has found."""
+    """Run one contender in a fresh process; return the result that its last line of output contains."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [python, str(Path(__file__)), "--contender", name, *words], capture_output=True, text=True, env=environment
@@ -178,7 +178,7 @@ def run(name: str, python: str, words: list[str]) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """All contenders in turns; prints a table and writes JSON."""
+    """Run all contenders in turns; print a table and write JSON."""
     names = [name for name in CONTENDERS if name != "datasets" or options.datasets_python]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="data-prepare-", dir=options.scratch) as place:
@@ -196,11 +196,11 @@ def compare(options: argparse.Namespace) -> None:
                 ending: (folder / f"ours/train.{ending}").read_bytes() == (folder / f"bare/train.{ending}").read_bytes()
                 for ending in ("bin", "idx")
             }
-            tell(options, rows, text_bytes, same)  # after each turn: who ends it has what was measured
+            tell(options, rows, text_bytes, same)  # after each turn, so that an interrupted benchmark has results
 
 
 def tell(options: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], text_bytes: int, same: Any) -> None:
-    """The table, and the JSON."""
+    """Print the table and write the JSON."""
     result: dict[str, Any] = {
         "environment": {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -1,22 +1,22 @@
-"""What running a schedule costs when the stages cost nothing: our executor beside torch.distributed.pipelining's.
+"""Cost of running a schedule whose stages cost nothing: this framework's executor beside torch.distributed.pipelining.
 
     python benchmarks/executor_overhead.py [--only NAME] [--repeats 9] [--steps 20] [--pp 4] [--chunks 8] [--out FILE]
 
-Each stage is a linear with one weight on one number, so that what is left is the runtime: the loop over actions, the
+Each stage is a linear with one weight on one number, so that only the runtime is left: the loop over actions, the
 bookkeeping, autograd's entry and exit, the posting of messages. Both run the same schedule on the same ranks of the
 same pool, over the same process group, in turns of a few steps: A B, B A, ... An action is a forward or a backward of
-one micro-batch of one stage (halves of a backward count as one). Told are
+one micro-batch of one stage (halves of a backward count as one). The columns are
 
     Python        CPU time per action of the thread that runs Python, mean of the ranks, when messages take no time:
-                  send and recv of the process group are replaced, for both, by what is done at once
-    with gloo     the same with real messages: system calls and the waking of other threads come on top, on whichever
-                  thread finds itself there
+                  send and recv of the process group are replaced, for both, by calls that complete at once
+    with gloo     the same with real messages, which add system calls and the waking of other threads, on whichever
+                  thread they fall
     all threads   gloo's own included, which depends on how ranks share cores
     wall          time of a step over the actions of a rank
 
-Ratios are of neighbours in time.
+A ratio compares adjacent turns.
 
-Exit code 1: the two compute another loss, or ours takes more of Python's time.
+Exit code 1: the two compute different losses, or ours takes more of Python's time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 
 Times = dict[str, float]
-"""Of each contender, in seconds."""
+"""Seconds by contender."""
 
 THEIRS = {
     "gpipe": ScheduleGPipe,
@@ -71,33 +71,33 @@ THEIRS = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zb_v": ScheduleZBVZeroBubble,
 }
-"""Ours by name -> torch's runtime of the same schedule."""
+"""Name of our schedule -> torch's runtime of the same schedule."""
 
 
 def stages_per_rank(name: str) -> int:
-    """Of a schedule."""
+    """Return the stages per rank of a schedule."""
     return 2 if name in ("interleaved_1f1b", "zb_v") else 1
 
 
 def samples(chunks: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a step, both (chunks, 1)."""
+    """Return the inputs and labels of a step, both (chunks, 1)."""
     return torch.arange(1.0, chunks + 1)[:, None] / chunks, torch.zeros(chunks, 1)
 
 
 def layer() -> nn.Linear:
-    """(1, 1) -> (1, 1), the same on both sides."""
+    """Build a layer, (1, 1) -> (1, 1), the same on both sides."""
     found = nn.Linear(1, 1, bias=False)
     nn.init.constant_(found.weight, 0.5)
     return found
 
 
 def squares(output: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each label."""
+    """Return the loss of each label, in the shape of ``labels``."""
     return (output - labels).square()
 
 
 class Ours:
-    """One rank of the executor, on stages as build() makes them."""
+    """Contender: one rank of this framework's executor, on stages as build() makes them."""
 
     def __init__(self, name: str, pp: int, chunks: int) -> None:
         mesh = open_mesh(Grid(pp, 1, 1), "cpu")
@@ -124,15 +124,15 @@ class Ours:
         self.reads = any(stage.is_first or stage.is_last for stage in stages.values())
 
     def microbatch(self, m: int) -> Microbatch:
-        """One sample."""
+        """Return one sample as a micro-batch."""
         return self.microbatches[m]
 
     def sample_indices(self, m: int) -> Tensor:
-        """Its index."""
+        """Return the index of the sample."""
         return self.microbatches[m].sample_indices
 
     def step(self) -> Shown:
-        """The batch cut into micro-batches, as torch's runtime does in its step, and a row."""
+        """Cut the batch into micro-batches, as torch's runtime does in its step, and run this rank's row."""
         if self.reads:
             parts = (part.split(1) for part in self.batch)
             self.microbatches = [Microbatch(*each) for each in zip(*parts, strict=True)]
@@ -140,11 +140,11 @@ class Ours:
         return Shown(sum(float(part.loss_sum) for part in parts), 0.0)
 
     def settle(self) -> None:
-        """Nothing is left under way."""
+        """Return at once: a step leaves no pending work."""
 
 
 class Theirs:
-    """One rank of torch's runtime."""
+    """Contender: one rank of torch's runtime."""
 
     def __init__(self, name: str, pp: int, chunks: int) -> None:
         mesh = open_mesh(Grid(pp, 1, 1), "cpu")
@@ -165,7 +165,7 @@ class Theirs:
         self.inputs, self.labels = samples(chunks)
 
     def step(self) -> Shown:
-        """Its step()."""
+        """Call the step() of torch's runtime."""
         losses: list[Tensor] = []
         self.schedule.step(
             *([self.inputs] if self.is_first else []),
@@ -176,11 +176,11 @@ class Theirs:
         return Shown(sum(float(loss.detach()) for loss in losses), 0.0)
 
     def settle(self) -> None:
-        """Nothing is left under way."""
+        """Return at once: a step leaves no pending work."""
 
 
 class _Done:
-    """A message that took no time."""
+    """Handle of a message that takes no time."""
 
     def wait(self) -> bool:
         return True
@@ -192,15 +192,15 @@ class _Done:
 def race_alone(
     rank: int, world_size: int, builders: Mapping[str, Callable[[], Ours | Theirs]], repeats: int, steps: int
 ) -> list[Times]:
-    """Seconds per step of the thread that runs Python, of each contender in each repeat, without messages."""
+    """Return the seconds per step of the Python thread, by contender, for each repeat, without messages."""
     contenders = {name: builder() for name, builder in builders.items()}
     for contender in contenders.values():
-        for _ in range(STEPS_SHOWN):  # torch's runtime exchanges shapes in its first
+        for _ in range(STEPS_SHOWN):  # torch's runtime exchanges shapes in its first step
             contender.step()
     found: list[Times] = []
     at_once: Any = lambda group, tensors, peer, tag: _Done()  # noqa: E731
     with mock.patch.multiple(dist.ProcessGroup, send=at_once, recv=at_once):
-        for turn in range(world_size):  # one rank at a time has the machine
+        for turn in range(world_size):  # one rank at a time has the machine to itself
             dist.barrier()
             for repeat in range(repeats if turn == rank else 0):
                 order = list(contenders)[:: 1 if repeat % 2 == 0 else -1]
@@ -217,7 +217,7 @@ def _thread_s(contender: Ours | Theirs, steps: int) -> float:
 
 
 def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int) -> dict[str, Any]:
-    """One schedule, both runtimes."""
+    """Measure both runtimes with one schedule."""
     builders = {"ours": partial(Ours, name, pp, chunks), "theirs": partial(Theirs, name, pp, chunks)}
     alone = pool.run(race_alone, pp, builders, repeats, steps)
     ranks = pool.run(race, pp, builders, repeats, steps)
@@ -246,7 +246,7 @@ def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps
 
 
 def problems_of(found: dict[str, Any]) -> list[str]:
-    """What must not be."""
+    """Return the problems: different losses, or more Python time than torch's."""
     ours, theirs = found["ours"]["losses"], found["theirs"]["losses"]
     problems = [f"{found['schedule']}: losses {ours} and {theirs}"] if ours != theirs else []
     ratio = found["python_ratio"].median
@@ -256,7 +256,7 @@ def problems_of(found: dict[str, Any]) -> list[str]:
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """The table."""
+    """Print the table."""
     kinds = {"python": "Python", "gloo": "with gloo", "cpu": "all threads", "wall": "wall"}
     columns = [f"{text}{of}" for text in kinds.values() for of in (" us: ours", " torch", " ratio")]
     table = Table("schedule", *columns)
@@ -270,7 +270,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> int:
-    """Run, show, write; 1 if something is wrong."""
+    """Run, print and write; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="turns of both (default 9)")
     parser.add_argument("--steps", type=int, default=20, help="steps in one turn (default 20)")

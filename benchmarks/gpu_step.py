@@ -1,4 +1,4 @@
-"""One GPU: a step of ours beside the loop that one writes by hand, in turns inside one process, compiled and not.
+"""Step time on one GPU: this framework beside a hand-written loop, in turns inside one process, compiled and not.
 
     python benchmarks/gpu_step.py [--only NAME ...] [--steps 30] [--compile off|on|both] [--out FILE]
     python benchmarks/gpu_step.py --tiny --device cpu        the same code on toy sizes: its numbers mean nothing
@@ -6,9 +6,9 @@
     ours     train.dtype = "bfloat16": weights in bfloat16, gradients summed and weights stepped in float32
     plain    float32 weights under torch.autocast(bfloat16), gradient accumulation, clip_grad_norm_, fused AdamW
 
-Both train the same builder on random tokens: plain nn.Dropout there, masks by name here. Steps are timed by CUDA events
-in blocks that take turns, A B, B A, ...; a ratio is of neighbours in time. FLOPs are the model's: three forwards per
-step, attention counted whole; MFU is against the dense bfloat16 peak of the maker's data sheet.
+Both train the same builder on random tokens: with plain nn.Dropout in the loop, with masks by name in ours. CUDA events
+time blocks of steps, which take turns, A B, B A, ...; a ratio compares adjacent blocks. FLOPs are the model's: three
+forwards per step, attention counted whole. MFU is against the dense bfloat16 peak of the maker's data sheet.
 
 Exit code 2: no CUDA device. 1: the two do not begin with the same loss.
 """
@@ -46,11 +46,11 @@ WARM_UP_STEPS = 3
 BLOCK_STEPS = 5
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 SAME_LOSS = 0.02
-"""Relative difference of the first losses: the initial weights are drawn from the same distribution, not the same."""
+"""Relative difference of the first losses: both draw initial weights from the same distribution, but not the same."""
 
 
 class Job(NamedTuple):
-    """A model and a batch."""
+    """Model and batch of a race."""
 
     builder: str
     options: dict[str, Any]
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees."""
+        """Tokens per optimizer step."""
         return self.sequence_length * self.micro_batch_size * self.chunks
 
 
@@ -88,7 +88,7 @@ TINY_JOBS = {
 
 
 class Tokens:
-    """A few micro-batches of random tokens, again and again: reading data is not what is measured."""
+    """Source of a few random micro-batches, repeated, because reading data is not measured."""
 
     def __init__(self, job: Job) -> None:
         generator = torch.Generator().manual_seed(1234)
@@ -102,7 +102,7 @@ class Tokens:
 
 
 class Ours:
-    """This framework with one rank."""
+    """Contender: this framework with one rank."""
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         config = RunConfig.model_validate(
@@ -123,12 +123,12 @@ class Ours:
         self.parts = build(resolve(config, 1), open_mesh(Grid(1, 1, 1), device.type), (Tokens(job), None))
 
     def step(self) -> float:
-        """The framework's own step; its loss."""
+        """Take the framework's own step; return its loss."""
         return take_step(self.parts).loss
 
 
 class Plain:
-    """What one writes without a framework."""
+    """Contender: a training loop without a framework."""
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         torch.manual_seed(1234)
@@ -148,7 +148,7 @@ class Plain:
         self.model = torch.compile(model) if compiled else model
 
     def step(self) -> float:
-        """Accumulate, clip, step; the loss."""
+        """Accumulate gradients, clip, step; return the loss."""
         job = self.job
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
@@ -168,22 +168,22 @@ class Plain:
 
 
 class Measured(NamedTuple):
-    """One contender."""
+    """Measurements of one contender."""
 
     first_loss: float
     step_s: list[float]
-    """Of each block, per step."""
+    """Seconds per step, for each block."""
     peak_bytes: int
-    """Of its own: what the others hold is taken off. 0 on CPU."""
+    """Peak bytes without those that the other contender holds; 0 on CPU."""
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that torch holds on the device now; 0 on CPU."""
+    """Return the bytes that torch has allocated on the device now; 0 on CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
-    """Seconds per step of some steps in a row, from an idle device to an idle device."""
+    """Return the seconds per step of consecutive steps, from an idle device to an idle device."""
     if device.type != "cuda":
         start_s = time.perf_counter()
         for _ in range(steps):
@@ -200,7 +200,7 @@ def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
 
 
 def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[dict[str, Measured], float]:
-    """Ours and plain, in turns; and the model FLOPs of a step."""
+    """Time ours and plain in turns; return their measurements, and the model FLOPs of a step."""
     contenders: dict[str, Ours | Plain] = {}
     first_losses, held_bytes = {}, {}
     for name, make in (("ours", Ours), ("plain", Plain)):
@@ -229,7 +229,7 @@ def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[di
 
 
 def summary(job: Job, measured: dict[str, Measured], flops: float, peak: float | None) -> dict[str, Any]:
-    """Numbers for people and for the file."""
+    """Return the numbers for the table and for the file."""
     rows = {}
     for name, (first_loss, step_s, peak_bytes) in measured.items():
         median_s = statistics.median(step_s)
@@ -248,7 +248,7 @@ def summary(job: Job, measured: dict[str, Measured], flops: float, peak: float |
 
 
 def show(title: str, found: dict[str, Any]) -> None:
-    """One race, as text."""
+    """Print one race."""
     print(f"\n{title}\n{'':8}{'step ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'peak GiB':>10}{'loss 1':>9}")
     for name, row in found["contenders"].items():
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
@@ -264,7 +264,7 @@ def show(title: str, found: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender")
@@ -281,7 +281,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the races; the exit code."""
+    """Run the races; return the exit code."""
     options = parse(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(

@@ -1,22 +1,22 @@
-"""What looking after a run costs: a step with all guards beside one with none, a save behind beside one that blocks.
+"""Cost of watching a run: steps with all guards beside steps with none, asynchronous saves beside blocking ones.
 
     python benchmarks/guards.py [--repeats 12] [--steps 5] [--saves 5] [--out FILE]
 
-Guards: what each rank tells of what it does, the watchdog with its heartbeats, and the comparison of replicas. That
-loss and gradients are finite is looked at in numbers that a step adds up anyway.
+Guards: the activity notes of each rank, the watchdog with its heartbeats, and the comparison of replicas. The check
+that loss and gradients are finite is not measured: it reads numbers that a step sums anyway.
 
-Together: the same training with all of them and with none, in turns of some steps, A B, B A, ... on two ranks, one a
-core. Ratios are of neighbours in time. Replicas are compared once in each turn, twenty times as often as
+Together: the same training with all guards and with none, in turns of some steps, A B, B A, ... on two ranks, one a
+core. A ratio compares adjacent turns. Replicas are compared once in each turn, twenty times as often as
 ``watch.drift_every`` has it.
 
-Each alone, as a share of a step: the notes are counted and one is timed; the watchdog's CPU time is what a process that
-does nothing spends more with it than without; a comparison is timed and divided by ``watch.drift_every``.
+Each alone, as a share of a step: the notes are counted and one is timed. The watchdog's CPU time is the extra time that
+an idle process spends with it. A comparison is timed and divided by ``watch.drift_every``.
 
-A save: how long the loop is held up by `Saver.start` when the checkpoint is written behind it, over how long when it
-waits for the disk; the same parts save both ways in turns.
+A save: the time that `Saver.start` blocks the loop if the checkpoint is written asynchronously, over the time if the
+loop waits for the disk. The same parts save both ways, in turns.
 
-Exit code 1: what guards cost alone adds up to more than 2 % of a step; or together they cost more in every single turn,
-noise and all; or a save behind holds up for more than 10 % of a blocking one.
+Exit code 1: the guards, each alone, add up to more than 2 % of a step; or together they cost more than 2 % of its CPU
+time in the median; or they change a number; or an asynchronous save blocks for more than 10 % of a blocking one.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from meshwright.watch.hang.watchdog import Watchdog
 
 BAR, SAVE_BAR = 1.02, 0.10
 ALONE_S = 20.0
-"""For how long the watchdog is watched."""
+"""Time for which an idle process is measured, with and without a watchdog."""
 LAYOUTS = {"dp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2": (1, 1, 2)}
 GUARDS = ("notes", "watchdog", "comparison")
 SAVED = {"hidden_size": 512, "num_layers": 8}
-"""Of the model that is saved: large enough that a save takes long."""
+"""Options of the model that is saved, large enough that a save takes long."""
 
 
 class Bare(Ours):
-    """Nobody is told anything."""
+    """Contender without guards: activity notes are no-ops."""
 
     def __init__(self, *degrees: int) -> None:
         super().__init__(*degrees)
@@ -76,7 +76,7 @@ class Bare(Ours):
 
 
 class Guarded(Ours):
-    """As a run is."""
+    """Contender with all guards, as in a run."""
 
     def __init__(self, directory: str, *degrees: int) -> None:
         super().__init__(*degrees)
@@ -84,14 +84,14 @@ class Guarded(Ours):
         self.watchdog: Watchdog | None = None
 
     def step(self) -> Shown:
-        """Watched from the first step of a block on."""
+        """Take a step; start the watchdog before the first step of a block."""
         if self.watchdog is None:
             self.watchdog = watchdog_of(self, self.directory)
             self.watchdog.__enter__()
         return super().step()
 
     def settle(self) -> None:
-        """And until its end."""
+        """Compare replicas and stop the watchdog at the end of a block."""
         super().settle()
         check_drift(self.parts)
         if self.watchdog is not None:
@@ -100,13 +100,13 @@ class Guarded(Ours):
 
 
 def watchdog_of(ours: Ours, directory: str) -> Watchdog:
-    """As a run has it by default."""
+    """Return a watchdog with the defaults of a run."""
     limit_s = ours.parts.config.launch.timeout_s
     return Watchdog(ours.mesh, Path(directory), limit_s, 10**6, lambda: ours.parts.state.step, end_process)
 
 
 def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]) -> dict[str, float]:
-    """Seconds: ``step``, and of each guard in a step."""
+    """Return the seconds of a ``step``, and of each guard per step."""
     ours = Ours(*degrees)
     activity: Any = ours.mesh.activity
     times_s = []
@@ -147,7 +147,7 @@ def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, i
 
 
 def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tuple[float, float, float]]:
-    """(seconds held up by a save behind, until it was there, by one that blocks), save by save."""
+    """Return seconds, save by save: blocked by an asynchronous one, until it was written, blocked by a blocking one."""
     config = run_config(1, world_size, 1)
     options = config.model.options | SAVED
     config = config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
@@ -170,7 +170,7 @@ def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tu
 
 
 def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str) -> dict[str, Any]:
-    """One layout."""
+    """Measure one layout with and without guards."""
     degrees = LAYOUTS[name]
     builders = {"guarded": partial(Guarded, directory, *degrees), "bare": partial(Bare, *degrees)}
     ranks = pool.run(race, 2, builders, repeats, steps, timeout_s=3600)
@@ -188,7 +188,7 @@ def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str)
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)

@@ -1,12 +1,12 @@
-"""Which causal language models of transformers are restructured, and what is proven of each: the list in the docs.
+"""Restructured causal language models of transformers, with the proofs of each: the list in the docs.
 
     python -m benchmarks.huggingface_models                    every architecture of transformers, small and random
     python -m benchmarks.huggingface_models --kinds phi3 glm   these, and the list with what is known of the others
     python -m benchmarks.huggingface_models --verify phi3      in layouts over ranks, too
 
-Of each: restructured or refused, and why; logits and gradients against the unmodified model, with the same weights, in
-float32; with ``--verify`` the layouts of ``meshwright verify`` in float64. What was found goes to
-``benchmarks/results/huggingface_models.json``, one architecture at a time, and from there into
+An architecture is restructured, or refused with the reason. Its logits and gradients are compared with those of the
+unmodified model, with the same weights, in float32. ``--verify`` adds the layouts of ``meshwright verify`` in float64.
+Results go to ``benchmarks/results/huggingface_models.json``, one architecture at a time, and from there into
 ``docs/huggingface-models.md``.
 """
 
@@ -39,12 +39,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"
 PAGE = ROOT / "docs" / "huggingface-models.md"
 BEGIN, END = "<!-- list: benchmarks/huggingface_models.py -->", "<!-- end of the list -->"
 MOST_PARAMETERS = 20_000_000
-"""Of a form that is small: others have their sizes where they are not looked for."""
+"""Parameters of a small form at most: some architectures have their sizes under other keys, and stay large."""
 LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence")
 
 
 def examine(kind: str, place: Path) -> dict[str, Any]:
-    """Restructured or not, and how far its numbers are from the unmodified model's."""
+    """Try to restructure an architecture and compare it with the unmodified model; return the state and the why."""
     try:
         path = directory(kind, place)
     except Exception as error:
@@ -89,7 +89,7 @@ def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) ->
 
 
 def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None:
-    """Each layout that it can have against one process; into ``found["layouts"]``."""
+    """Verify each layout that the model supports against one process; store the results in ``found["layouts"]``."""
     path = directory(kind, place)
     impossible = found["impossible"]
     for text in LAYOUTS:
@@ -110,7 +110,7 @@ def _short(error: Exception, place: Path) -> str:
 
 
 def every_kind() -> list[str]:
-    """All that transformers has a causal language model for."""
+    """Return all architectures for which transformers has a causal language model."""
     import_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -118,7 +118,7 @@ def every_kind() -> list[str]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """The list as Markdown."""
+    """Return the list as Markdown."""
     good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
     lines = [
         f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
@@ -166,7 +166,7 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """The list into its place in the page."""
+    """Write the list into its place in the page."""
     text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)

@@ -1,4 +1,4 @@
-"""What the ranks run: contenders timed in turns inside one world, or one of them alone under the observer."""
+"""Functions that the ranks run: contenders timed in turns inside one world, or one alone under the observer."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from contenders import Contender, Ours, Shown
 from observe import Observer
 
 Ranks = tuple[int, ...]
-"""A group: its global ranks, in order."""
+"""Group of ranks: its global ranks, in order."""
 
 Builder = Callable[[], Contender | None]
-"""Called on every rank; None: this rank has no part in it."""
+"""Function called on every rank; None from a rank that takes no part."""
 
 STEPS_SHOWN = 3
-"""Untimed steps at the start: they warm up, and their losses are compared."""
+"""Untimed steps at the start, which warm up and whose losses are compared."""
 
 
 class Block(NamedTuple):
-    """Some steps of one contender in a row, as one rank saw them, per step."""
+    """Consecutive steps of one contender, measured on one rank, per step."""
 
     wall_s: float
     cpu_s: float
-    """Of all threads of this rank."""
+    """CPU seconds of all threads of this rank."""
     main_thread_s: float
-    """CPU time of the thread that runs Python: all but the transport's own threads."""
+    """CPU seconds of the thread that runs Python, without the transport's own threads."""
     machine_cpu_s: float
-    """Of all processes of this machine, ours included."""
+    """CPU seconds of all processes of this machine, the ranks included."""
     loopback_bytes: float
-    """Received on the loopback interface by all processes: what really went between the ranks, and others' messages."""
+    """Bytes that all processes received on loopback: messages between the ranks, and those of other processes."""
 
 
 class RankTimes(NamedTuple):
-    """One rank's part of a comparison."""
+    """Measurements of one rank in a comparison."""
 
     shown: dict[str, list[Shown]]
-    """The first steps of each contender that has a part here."""
+    """First steps of each contender that has a part on this rank."""
     blocks: list[dict[str, Block]]
-    """Per repeat."""
+    """Blocks by contender, for each repeat."""
 
 
 class RankObserved(NamedTuple):
-    """One rank of one contender in one step that nobody timed."""
+    """Observations of one rank in one untimed step of one contender."""
 
     peak_bytes: int
     wire_bytes: dict[Ranks, float]
-    """By group, seen from below."""
+    """Bytes on the wire by group, from the observer."""
     counted_bytes: dict[Ranks, float]
-    """By group, as our own mesh counts them; empty for others."""
+    """Bytes by group, from the counters of this framework's mesh; empty for other contenders."""
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that this machine has spent in all processes since it started; 0 where the kernel does not tell."""
+    """Return the CPU seconds of all processes since this machine started; 0 if the kernel does not report them."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -64,7 +64,7 @@ def machine_cpu_s() -> float:
 
 
 def loopback_bytes() -> int:
-    """Bytes that this machine's loopback interface has received since it started; 0 where the kernel does not tell."""
+    """Return the bytes that the loopback interface has received so far; 0 if the kernel does not report them."""
     devices = Path("/proc/net/dev")
     for line in devices.read_text().splitlines() if devices.exists() else []:
         name, _, numbers = line.partition(":")
@@ -74,7 +74,7 @@ def loopback_bytes() -> int:
 
 
 def race(rank: int, world_size: int, builders: Mapping[str, Builder], repeats: int, steps: int) -> RankTimes:
-    """Build all, then repeat: a few steps of each, in turns; the order is turned round from repeat to repeat."""
+    """Build all contenders, then repeat a few steps of each in turns; the order reverses from repeat to repeat."""
     contenders = {name: builder() for name, builder in builders.items()}
     shown = {
         name: [contender.step() for _ in range(STEPS_SHOWN)] if contender else []
@@ -88,7 +88,7 @@ def race(rank: int, world_size: int, builders: Mapping[str, Builder], repeats: i
 
 
 def _timed(contender: Contender | None, steps: int) -> Block:
-    """From the moment that all ranks are ready to the moment that all are done."""
+    """Measure some steps, from the moment that all ranks are ready (barrier) until all are done (barrier)."""
     dist.barrier()
     before = machine_cpu_s(), loopback_bytes(), time.process_time(), time.thread_time(), time.perf_counter()
     if contender is not None:
@@ -103,7 +103,7 @@ def _timed(contender: Contender | None, steps: int) -> Block:
 
 
 def observe(rank: int, world_size: int, builder: Builder) -> RankObserved:
-    """One step of one contender, after two that let its buffers and its optimizer's state come into being."""
+    """Observe one step of one contender, after two steps that allocate its buffers and its optimizer state."""
     with Observer() as observer:
         contender = builder()
         if contender is None:

@@ -1,13 +1,14 @@
-"""How true the predicted memory of a rank is: the highest point of a real step on CPU against that of one on paper.
+"""Accuracy of the predicted memory of a rank: the peak of a real step on CPU against the predicted peak.
 
     python benchmarks/memory_accuracy.py [--only TEXT] [--limit N] [--out FILE]
 
-Each case runs for real, all ranks as processes, and after two steps the most live bytes of a third are measured on each
-rank: of all storages that any tensor operation has made and that still live. Predicted is one rank of each pipeline
-rank; what replicas and tensor-parallel ranks measure is held against the same prediction. GPT-2, Llama and T5; every
-schedule, ZeRO 0 to 3, recomputation, sequence parallelism, offload, the optimizers, float32 and bfloat16.
+Each case runs for real, with every rank as a process. After two steps the peak of live bytes in a third is measured on
+each rank: of all storages that any tensor operation has made and that still live. The prediction is for one rank of
+each pipeline rank; the measurements of all its replicas and tensor-parallel ranks are compared with it. Cases: GPT-2,
+Llama and T5; every schedule, ZeRO 0 to 3, recomputation, sequence parallelism, offload, the optimizers, float32 and
+bfloat16.
 
-The difference is (predicted - measured) / measured, of the rank that is farthest off. Exit code 1: more than 3 % in the
+The difference is (predicted - measured) / measured, of the rank with the largest one. Exit code 1: more than 3 % in the
 mean over the cases, or more than 8 % in any.
 """
 
@@ -66,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """One of the runs: what is not said is the default."""
+    """One run; fields that are not given have their defaults."""
 
     model: str
     dp: int = 1
@@ -91,7 +92,7 @@ class Case(NamedTuple):
         return " ".join([self.model, axes, *more]).replace("  ", " ")
 
     def config(self) -> RunConfig:
-        """Resolved."""
+        """Return the resolved configuration."""
         optimizer: dict[str, Any] = {"name": self.optimizer}
         if self.optimizer == "adamw8bit":
             optimizer["block_size"] = 32
@@ -171,7 +172,7 @@ class RandomSource:
 
 
 def measure(rank: int, world_size: int, config_json: str) -> int:
-    """The most live bytes of this rank in its third step."""
+    """Return the peak of live bytes of this rank in its third step."""
     config = parse(config_json)
     feed = RandomSource(config)
     with Observer() as observer:
@@ -191,24 +192,24 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
 
 
 def rehearsed(config: RunConfig) -> list[int]:
-    """Bytes of each pipeline rank, by its first rank's rehearsal."""
+    """Predict the peak bytes of each pipeline rank by a dry run of its first rank."""
     per_stage = grid_of(config).dp * grid_of(config).tp
     return [rehearse(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
 
 
 def planned(config: RunConfig) -> list[int]:
-    """As `meshwright plan` has it: layer profiles put together along the row."""
+    """Predict the peak bytes of each pipeline rank as `meshwright plan` does: layer profiles along the schedule row."""
     sketch = Workbench(config, Practice(takes_everything=False)).sketch(config)
     found = [sketch.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
     return [each.total + each.host for each in found]
 
 
 PREDICTORS: dict[str, Callable[[RunConfig], list[int]]] = {"rehearsed": rehearsed, "planned": planned}
-"""Name -> (resolved configuration) -> most live bytes by pipeline rank. One more here is one more column."""
+"""Name -> function from a resolved configuration to the peak bytes by pipeline rank. Each adds a column."""
 
 
 def compare(pool: RankPool, case: Case) -> dict[str, Any]:
-    """One case, by all predictors."""
+    """Measure one case and compare it with all predictions."""
     config = case.config()
     grid, started_s = grid_of(config), time.perf_counter()
     measured = pool.run(measure, grid.size, config.model_dump_json(), timeout_s=TIMEOUT_S)
@@ -222,7 +223,7 @@ def compare(pool: RankPool, case: Case) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, show, write; 1 if a prediction is not good enough."""
+    """Run the cases, print and write the report; return 1 if a prediction misses its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--limit", type=int, default=len(CASES), help="at most so many cases")

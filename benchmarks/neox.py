@@ -1,4 +1,4 @@
-"""A model as GPT-NeoX ran it when Pythia was trained, copies included: for the planner to profile.
+"""Model with the operations of GPT-NeoX when Pythia was trained, copies included, for the planner to profile.
 
 Black et al. 2022 (arXiv:2204.06745), Biderman et al. 2023; operations in the order of EleutherAI/gpt-neox at 8dc25da
 (January 2023), ``megatron/model/transformer.py``: activations (S, B, D), rotary on a quarter of each head, queries,
@@ -28,7 +28,7 @@ ROTARY_SHARE = 0.25
 
 
 class Embedding(nn.Module):
-    """Token ids (B, S) -> (S, B, D)."""
+    """Embedding of token ids, (B, S) -> (S, B, D)."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """(S, B, D) -> (B, S, D), behind the blocks."""
+    """Norm after the blocks, (S, B, D) -> (B, S, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(0, 1).contiguous())
 
 
 class Attention(nn.Module):
-    """(S, B, D) -> (S, B, D)."""
+    """Self-attention with rotary positions, (S, B, D) -> (S, B, D)."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Attention(nn.Module):
         q, k, v = heads.split(self.head_dim, dim=-1)  # (S, B, H, d)
         q, k = self.turned(q), self.turned(k)
         q, k, v = (each.transpose(0, 1).reshape(batch * length, 1, -1, self.head_dim) for each in (q, k, v))
-        with torch.no_grad():  # packed for the kernel, whose gradient comes packed, too: to be cut without a copy
+        with torch.no_grad():  # packed for the kernel; its gradient comes packed too, and is split without a copy
             torch.cat((q, k, v), dim=1)
         q, k, v = (each.view(batch, length, -1, self.head_dim).transpose(1, 2) for each in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, S, d)
         return self.out(mixed.permute(2, 0, 1, 3).contiguous().flatten(2))
 
     def turned(self, x: Tensor) -> Tensor:
-        """The first dims of each head by their positions' angles; (S, B, H, d)."""
+        """Rotate the first dims of each head by their positions' angles; x: (S, B, H, d)."""
         turns = int(self.head_dim * ROTARY_SHARE)
         rates = 10_000 ** (-torch.arange(0, turns, 2, device=x.device, dtype=torch.float32) / turns)
         angles = torch.arange(len(x), device=x.device)[:, None, None, None] * torch.cat((rates, rates))
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """(S, B, D) -> (S, B, D); the bias goes with the GELU, in one kernel."""
+    """Feed-forward layer, (S, B, D) -> (S, B, D); bias and GELU run in one kernel."""
 
     def __init__(self, hidden_size: int, ffn_size: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own; (S, B, D) -> (S, B, D)."""
+    """Parallel block x + attention(norm(x)) + mlp(norm(x)) with two norms, (S, B, D) -> (S, B, D)."""
 
     def __init__(self, hidden_size: int, num_heads: int, ffn_size: int) -> None:
         super().__init__()
@@ -101,12 +101,12 @@ class Block(nn.Module):
         self.mlp = Mlp(hidden_size, ffn_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        attended = F.dropout(self.attention(self.attention_norm(x)), 0.0)  # a pass of its own, with the bias
+        attended = F.dropout(self.attention(self.attention_norm(x)), 0.0)  # a kernel of its own, with the bias
         return x + (self.mlp(self.mlp_norm(x)) + attended)
 
 
 class _LossInPlace(torch.autograd.Function):
-    """Logits (N, V) in float32 -> losses (N,); the logits become probabilities, and then their own gradient."""
+    """Loss of float32 logits (N, V) -> (N,), in place: logits become probabilities, and then their own gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class _LossInPlace(torch.autograd.Function):
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, S, V), (B, S) -> (B, S)."""
+    """Return the loss of each token, (B, S, V), (B, S) -> (B, S)."""
     wide = logits.to(torch.float32, copy=True).flatten(0, -2)
     found: Tensor = _LossInPlace.apply(wide, labels.flatten())  # type: ignore[no-untyped-call]
     return found.view_as(labels)
@@ -136,9 +136,9 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 def build(
     vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, own_loss: bool = True
 ) -> nn.Sequential:
-    """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    ``own_loss``: GPT-NeoX's; otherwise the one of ours that tp ranks share.
+    ``own_loss``: use GPT-NeoX's loss; otherwise this framework's, which tp ranks share.
     """
     layers: dict[str, nn.Module] = {"embedding": Embedding(vocab_size, hidden_size)}
     for index in range(num_layers):

@@ -1,12 +1,12 @@
-"""What a rank really holds and says, seen from below: every tensor operation passes here, ours and theirs alike.
+"""Memory and communication of a rank, observed below every tensor operation, in the same way for all contenders.
 
-Live bytes are those of all storages that any operation has made since the observer was entered and that still live;
-enter it before the model is built. Bytes on the wire follow from the collectives that reach a process group, by the
+Live bytes are those of all storages that any operation has made since the observer was entered and that still live.
+Enter it before the model is built. Bytes on the wire follow from the collectives that reach a process group, by the
 ring formulas (n ranks, a message of M bytes, the whole tensor):
 
     all-reduce 2 M (n-1)/n     all-gather, reduce-scatter, all-to-all M (n-1)/n     send M
 
-It slows a step down several times over: only for steps that nobody times.
+The observer slows a step down several times over: use it only for steps that are not timed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SILENT = {"c10d.recv_", "c10d.barrier", "c10d.monitored_barrier_"}
 
 
 def num_bytes(values: Any) -> int:
-    """Bytes of all tensors in it."""
+    """Return the bytes of all tensors in a tree of values."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def group_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
-    """The global ranks of the process group among the arguments; None: nothing is said (a wait, a wrapper)."""
+    """Return the global ranks of the process group among the arguments, or None without one (a wait, a wrapper)."""
     for argument in reversed(arguments):  # a string before the last names an operation, not a group
         if isinstance(argument, str):
             return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def group_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One rank's. Enter it, build, ``restart()``, do the step to be looked at, read."""
+    """Observer of one rank. Enter it, build, ``restart()``, take the step to observe, read the results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,16 +60,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._listening = False
         self.peak_bytes = 0
         self.wire_bytes: dict[tuple[int, ...], float] = defaultdict(float)
-        """By the ranks of the group."""
+        """Bytes on the wire, by the ranks of the group."""
 
     def restart(self) -> None:
-        """From here on."""
+        """Reset the peak and the bytes on the wire, and record from here on."""
         self.peak_bytes = self.live_bytes()
         self.wire_bytes.clear()
         self._listening = True
 
     def live_bytes(self) -> int:
-        """Of all storages that live now, at their present size: FSDP2 frees by resizing them to nothing."""
+        """Return the bytes of all live storages at their present size: FSDP2 frees by resizing them to nothing."""
         total = 0
         for key, reference in list(self._storages.items()):
             storage = reference()
@@ -83,7 +83,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come by on their own
+            return NotImplemented  # its local tensors are dispatched on their own
         if self._listening and function.namespace in ("c10d", "_c10d_functional"):
             self._listen(str(function.overloadpacket), arguments)
         results = function(*arguments, **(options or {}))
@@ -91,7 +91,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 storage = leaf.untyped_storage()
                 known = self._storages.get(storage._cdata)
-                if known is None or known() is None:  # an address is used again when its storage is gone
+                if known is None or known() is None:  # an address is reused when its storage is gone
                     self._storages[storage._cdata] = weakref.ref(storage)
         if self._listening:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes())

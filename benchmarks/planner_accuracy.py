@@ -1,4 +1,4 @@
-"""How far the planner's step times and memory are from published runs, source by source.
+"""Errors of the planner's step times and memory against published runs, source by source.
 
     python benchmarks/planner_accuracy.py                       the table, with the constants that are stored
     python benchmarks/planner_accuracy.py --only korthikanti    rows whose names begin so, each of them listed
@@ -6,8 +6,8 @@
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
 
 The constants (:class:`meshwright.tools.planner.rates.Reached`) are one set for all devices, models and frameworks. Each
-source is predicted with those that fit all *other* sources best, so no row has a say in its own prediction. Sources
-that leave out what matters (micro-batch, device, recompute) are listed apart and fitted on by nobody.
+source is predicted with the constants that fit all *other* sources best: no row influences its own prediction. Sources
+that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from every fit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FITTED = {
     "hidden": (0.4, 1.0),
     "waits": (1e-4, 0.05),
 }
-"""Constant -> what is physical. Starting values are those of ``START``, and pull (as if each were known to 30 %)."""
+"""Constant -> physical range. The fit starts at ``START`` and is pulled to it, as if each were known to 30 %."""
 START = Reached(
     product=0.92, short_k=250.0, tiling=0.5, memory=0.8, attention=1.0, attention_backward=0.8, last_wave=0.5,
     node_link=0.75, cluster_link=0.75, operation_s=4e-6, hidden=0.8, waits=0.005,
@@ -58,12 +58,12 @@ BARS = {
     "korthikanti22": (0.0365, 0.0887, None),
     "simumax": (0.0526, 0.114, 0.02),
 }
-"""Source -> most mean and maximum error of time, mean error of memory. All others: ``BAR`` on the mean."""
+"""Source -> largest mean and maximum error of time, largest mean error of memory. All others: ``BAR`` on the mean."""
 BAR = 0.10
 
 
 class Drawn(NamedTuple):
-    """A row, ready to be timed."""
+    """Published row with its sketch and hardware, ready to be timed."""
 
     case: Case
     sketch: Sketch
@@ -71,7 +71,7 @@ class Drawn(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A row, predicted."""
+    """Published row with its prediction."""
 
     id: str
     source: str
@@ -81,32 +81,32 @@ class Scored(NamedTuple):
     memory_gib: float | None
     predicted_gib: float
     room_gib: float
-    """Of a device, for tensors."""
+    """GiB of a device that are usable for tensors."""
     ran: bool
-    """Otherwise it is published as out of memory."""
+    """Flag: the run is published as completed, not as out of memory."""
     shares: dict[str, float]
-    """Of the predicted step."""
+    """Share of each part in the predicted step."""
 
     @property
     def error(self) -> float:
-        """Of the step time, signed."""
+        """Relative error of the step time, signed."""
         assert self.step_s is not None
         return self.predicted_s / self.step_s - 1
 
     @property
     def memory_error(self) -> float:
-        """Likewise."""
+        """Relative error of the memory, signed."""
         assert self.memory_gib is not None
         return self.predicted_gib / self.memory_gib - 1
 
     @property
     def fits(self) -> bool:
-        """As predicted."""
+        """True if the predicted memory fits into the device."""
         return self.predicted_gib <= self.room_gib
 
 
 def draw(runs: Path, only: str) -> list[Drawn]:
-    """Profile what the rows ran."""
+    """Read the published rows and profile their models."""
     bench = Bench()
     found = []
     for row in read(runs):
@@ -122,12 +122,12 @@ def draw(runs: Path, only: str) -> list[Drawn]:
 
 
 def paper(drawn: Drawn) -> str:
-    """What is left out together: all rows of a paper or a project."""
+    """Return the paper or project of a row; a fit leaves out all its rows together."""
     return drawn.case.row.id.split("-")[0]
 
 
 class Fit:
-    """Least squares of logarithms of step times, each source with the weight of the root of its number of rows."""
+    """Least-squares fit of log step times. Each source has the weight of the root of its number of rows."""
 
     def __init__(self, rows: Sequence[Drawn]) -> None:
         self.rows = [row for row in rows if row.case.whole and row.case.row.step_s is not None]
@@ -140,11 +140,11 @@ class Fit:
 
     @staticmethod
     def seconds(row: Drawn, reached: Reached, *, simulated: bool = False) -> float:
-        """Of a row's step."""
+        """Return the seconds of a row's step."""
         return step_s(row.case, row.sketch, row.hardware, reached, simulated=simulated).total
 
     def errors(self, point: Any) -> Any:
-        """Of the logarithm of each row's step time."""
+        """Return the error of each row's log step time, (rows,)."""
         reached = constants(point)
         return np.array(
             [
@@ -154,7 +154,7 @@ class Fit:
         )
 
     def slopes(self, point: Any, errors: Any) -> Any:
-        """Of the errors, by each constant's logarithm."""
+        """Return the derivatives of the errors by each constant's logarithm, (rows, constants)."""
         columns = []
         for index in range(len(point)):
             step = -0.02 if point[index] + 0.02 > self.bounds[index, 1] else 0.02
@@ -164,13 +164,13 @@ class Fit:
         return np.stack(columns, axis=1)
 
     def step(self, point: Any, errors: Any, slopes: Any, without: str) -> Any:
-        """One Gauss-Newton step; far-off rows count less (Huber, from 15 % on), constants are pulled to the start."""
+        """Take one Gauss-Newton step; outliers count less (Huber, from 15 %), constants are pulled to the start."""
         kept = np.array([paper != without for paper in self.papers])
         numbers = {name: self.papers.count(name) for name in set(self.papers)}
         weights = np.array([1 / math.sqrt(numbers[name]) for name in self.papers]) * kept
         weights = weights * np.minimum(1.0, 0.15 / np.maximum(np.abs(errors), 1e-9))
         free = np.ones(len(point), dtype=bool)
-        for _ in range(len(point)):  # those that would leave their bounds stay on them
+        for _ in range(len(point)):  # constants that would leave their bounds stay on them
             a = slopes[:, free]
             left = a.T @ (weights[:, None] * a) + np.eye(int(free.sum())) * 0.01 / PULL**2
             pulled = errors - slopes[:, ~free] @ np.zeros(int((~free).sum()))
@@ -186,7 +186,7 @@ class Fit:
         return point
 
     def all(self, rounds: int = 5) -> dict[str, Reached]:
-        """On all rows (by the name ""), and without each paper's."""
+        """Fit on all rows (under the name ""), and without the rows of each paper (under its name)."""
         point = self.start.copy()
         for _ in range(rounds):
             errors = self.errors(point)
@@ -205,12 +205,12 @@ class Fit:
 
 
 def constants(point: Any) -> Reached:
-    """Of logarithms."""
+    """Return the constants from their logarithms."""
     return START._replace(**dict(zip(FITTED, map(float, np.exp(point)), strict=True)))
 
 
 def predict(row: Drawn, reached: Reached) -> Scored:
-    """Simulated."""
+    """Predict a row by simulation."""
     time_ = step_s(row.case, row.sketch, row.hardware, reached)
     parts = ("pipeline", "reduce", "gather", "optimizer")
     shares = {name: getattr(time_, name) / time_.total for name in parts}
@@ -230,7 +230,7 @@ def predict(row: Drawn, reached: Reached) -> Scored:
 
 
 def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict[str, Any]]:
-    """The table; returns its rows."""
+    """Print the tables; return the rows of the first."""
     groups: dict[tuple[bool, str], list[Scored]] = defaultdict(list)
     for one in scored:
         groups[not one.whole, one.source].append(one)
@@ -297,7 +297,7 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
 
 
 def stored() -> dict[str, Reached]:
-    """The constants of the last fit."""
+    """Return the constants of the last fit."""
     raw: Mapping[str, Mapping[str, float]] = json.loads(CONSTANTS.read_text(encoding="utf-8"))
     return {name: Reached(**values) for name, values in raw.items()}
 

@@ -1,4 +1,4 @@
-"""The time model held against this machine: rates measured first, then a dozen layouts predicted and run.
+"""Check of the time model on this machine: rates are measured first, then a dozen layouts predicted and run.
 
     python benchmarks/planner_on_cpu.py [--steps 4] [--repeats 3] [--out FILE]
 
@@ -6,9 +6,9 @@
     predict     the step of each layout, from the rates alone
     measure     the fastest step of each, layouts in turns
 
-The fastest, because whatever else runs on the machine only slows a step. Told are each ratio and Spearman's rank
-correlation between the predicted and the measured order. Exit code 1: it is under 0.9. Ranks share the cores of the
-machine: what runs at once is slowed down by as much.
+The fastest, because other work on the machine only slows a step. Printed are each ratio and Spearman's rank correlation
+between the predicted and the measured order. Exit code 1: it is under 0.9. Ranks share the cores of the machine: ranks
+that run at once slow each other down by as much.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def config_of(layout: dict[str, Any]) -> RunConfig:
-    """The task of all benchmarks with the same samples in each step, laid out so."""
+    """Return the task of all benchmarks with the same samples in each step, in this layout."""
     dp, micro = layout.get("dp", 1), layout.get("micro", 4)
     config = run_config(dp, layout.get("pp", 1), layout.get("tp", 1), zero=layout.get("zero", 1))
     batch = {"micro_batch_size": micro, "chunks": GLOBAL_BATCH // micro // dp, "global_batch": GLOBAL_BATCH}
@@ -86,7 +86,7 @@ def config_of(layout: dict[str, Any]) -> RunConfig:
 
 
 def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[float]:
-    """Seconds of each step after one that warms up."""
+    """Return the seconds of each step after one that warms up."""
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
@@ -104,7 +104,7 @@ def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[f
 
 
 def calibrated(pool: RankPool) -> Hardware:
-    """This machine."""
+    """Calibrate this machine, as `meshwright calibrate` does."""
     alone = pool.run(measure_alone, min(cores(), 8), timeout_s=TIMEOUT_S)
     links = pool.run(measure_together, max(2, min(cores(), 8)), timeout_s=TIMEOUT_S)[0]
     found = put_together(alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8)
@@ -113,14 +113,14 @@ def calibrated(pool: RankPool) -> Hardware:
 
 
 def correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's: of the ranks of two lists without equal numbers."""
+    """Return Spearman's rank correlation of two lists without equal numbers."""
     ranks = [[sorted(each).index(number) for number in each] for each in (a, b)]
     n = len(a)
     return 1 - 6 * sum((x - y) ** 2 for x, y in zip(*ranks, strict=True)) / (n * (n * n - 1))
 
 
 def main() -> int:
-    """Run, show, write; 1 if the orders differ too much."""
+    """Run, print and write; return 1 if the orders differ too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="rounds through all layouts")

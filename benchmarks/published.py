@@ -1,7 +1,7 @@
-"""Published training runs as runs of ours: a row of published_runs.csv -> configuration, practice, habits, hardware.
+"""Published training runs as runs of this framework: a row -> configuration, practice, habits, hardware.
 
-What differs between two systems is a fact about each, stated in the row, its paper or its repository, and stands in
-``SYSTEMS`` below. Nothing here is fitted.
+The rows are in published_runs.csv. A difference between two systems is a fact about each, stated in the row, its paper
+or its repository, and recorded in ``SYSTEMS`` below. Nothing here is fitted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GPUS = {
 
 
 class Row(NamedTuple):
-    """What a row says, as far as it is used."""
+    """Row of the file, with the columns in use."""
 
     id: str
     layers: int
@@ -85,18 +85,18 @@ class Row(NamedTuple):
 
     @property
     def out_of_memory(self) -> bool:
-        """It was tried, and did not fit."""
+        """True if the run was tried and did not fit."""
         return "out of memory" in self.notes
 
     @property
     def source(self) -> str:
-        """Rows that are scored together."""
+        """Name of the group of rows that are scored together."""
         parts = self.id.split("-")
         return "-".join(parts[: {"narayanan21": 3 if parts[1] == "t2" else 2, "zb": 2}.get(parts[0], 1)])
 
 
 class Case(NamedTuple):
-    """A row in our words."""
+    """Row translated to this framework's terms."""
 
     row: Row
     config: RunConfig
@@ -104,15 +104,15 @@ class Case(NamedTuple):
     habits: Habits
     hardware: str
     whole: bool
-    """The source states all that matters; otherwise a guess is in it."""
+    """Flag: the source states all that matters; otherwise some value is a guess."""
     more_chunks: int = 0
     """Micro-batches that the configuration leaves out: from 3 pp on, each takes as long as the one before it."""
     besides: Callable[[LayerProfile], LayerProfile] | None = None
-    """What a layer does besides, where it is neither the model's choice nor a habit: computed again, or not said."""
+    """Change to layer profiles that is neither the model's choice nor a habit: extra recompute, fewer messages."""
 
 
 class System(NamedTuple):
-    """How a framework of its time ran a model."""
+    """Practice and habits with which a framework of its time ran a model."""
 
     practice: Practice
     habits: Habits
@@ -126,7 +126,7 @@ UNFUSED_ATTENTION = Practice(
 FUSED = Practice(fused=True, any_order=True)
 TRANSFORMER_ENGINE = FUSED._replace(norm_kernel=True, loss_kernel=True, saves_inputs=True, accumulates=True)
 COMPILED = FUSED._replace(norm_kernel=True, saves_inputs=True)
-"""torch.compile makes again in backward what is cheaper to make than to keep."""
+"""torch.compile, which recomputes in backward what is cheaper to recompute than to keep."""
 EAGER = Practice(fused=False, any_order=True)
 
 MEGATRON_2021 = Habits(
@@ -152,20 +152,21 @@ MEGATRON_CORE = Habits(
 )
 MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(reduces_beside=False, gathers_beside=False, sends_beside=False)
 FSDP = Habits(optimizer_bytes=44)
-"""torch's AdamW on float32 shards: clip, step, and weights cast to be gathered."""
+"""torch's AdamW on float32 shards: clip, step, and weights cast for the all-gather."""
 
 
 FLASH_1 = 1 / 1.7
-"""FlashAttention of 2022: the second one is 1.7 to 3.0 times as fast, least so at long sequences (Dao 2023, 4.1)."""
+"""FlashAttention 1 relative to 2, which is 1.7 to 3.0 times as fast, least so at long sequences (Dao 2023, 4.1)."""
 TRITON = 1 / 1.3
-"""The kernel in Triton, likewise: 1.3 to 2.5 times."""
+"""FlashAttention 1 in Triton relative to FlashAttention 2, which is 1.3 to 2.5 times as fast."""
 NEOX = MEGATRON_2021._replace(attention_speed=FLASH_1, attention_head_dims=(16, 32, 64, 128))
-"""DeepSpeed's ZeRO-1 with buckets of 1.26e9 elements, as Pythia's files have them: nothing is summed before the end."""
+"""DeepSpeed's ZeRO-1 with buckets of 1.26e9 elements, as in Pythia's files: no gradient is reduced before the end."""
 ROWWISE_SPEED = 0.87
-"""Of float8 products with a scale per row, to those with one per tensor: so that the first gain 0.52 of what the second
-gain on torchtitan's 8B on 8 H100 (5,760 tokens/s in bfloat16, 6,424 and 7,186: its commit 7a04053, not a row here)."""
+"""Speed of float8 products with a scale per row, relative to a scale per tensor. Chosen so that the first gain 0.52 of
+what the second gain on torchtitan's 8B on 8 H100: 6,424 and 7,186 tokens/s, over 5,760 in bfloat16 (its commit 7a04053,
+not a row here)."""
 HOPPER_KERNEL = 1.6
-"""cuDNN's, which Transformer Engine calls, on H100 (Shah et al. 2024: 1.5 to 2.0 of FlashAttention-2)."""
+"""cuDNN's attention, which Transformer Engine calls, on H100 (Shah et al. 2024: 1.5 to 2.0 of FlashAttention-2)."""
 
 SYSTEMS: dict[str, System] = {
     "narayanan21": System(UNFUSED_ATTENTION, MEGATRON_2021),
@@ -198,11 +199,11 @@ SAID = {
     "zero-bubble": "zb",
     "megatron": "megatron",
 }
-"""A word in what a row names as its source -> a system: for rows whose names do not begin with one."""
+"""Word in a row's source -> system, for rows whose names do not begin with a system's."""
 
 
 def family(row: Row) -> str:
-    """How its id begins; of an unknown one, by its source or by how its states are sharded."""
+    """Return the beginning of a row's id; if no system has it, choose by the row's source or ZeRO stage."""
     head = row.id.split("-")[0]
     if any(name.split("-")[0] == head for name in SYSTEMS):
         return head
@@ -211,7 +212,7 @@ def family(row: Row) -> str:
 
 
 def read(file: Path = DATA) -> list[Row]:
-    """All rows that have sizes and a time, memory, or that they did not fit."""
+    """Read all rows that have sizes, and a time, a memory or a note that they did not fit."""
     with file.open(encoding="utf-8") as lines:
         found = [_row(raw) for raw in csv.DictReader(lines)]
     return [row for row in found if row is not None]
@@ -240,14 +241,14 @@ def _row(raw: dict[str, str]) -> Row | None:
 
 
 def _interleave(name: str, schedule: str, layers: int, pp: int) -> int:
-    """Where it is left out: 3 for the 530B model, which has 3 layers a rank; otherwise 2, as in Narayanan's table 1."""
+    """Return the interleave that a row omits: 3 for the 530B model (3 layers a rank), else 2 (Narayanan's table 1)."""
     if schedule != "1F1B-interleaved":
         return 1
     return 3 if "529.6B" in name else 2
 
 
 def system_of(row: Row) -> System:
-    """The longest name of ``SYSTEMS`` that fits."""
+    """Return the system of a row, by the longest name of ``SYSTEMS`` that fits."""
     head = family(row)
     if head == "megascale":
         return SYSTEMS["megascale-MegaScale" if "MegaScale" in row.id else "megascale-Megatron"]
@@ -257,9 +258,9 @@ def system_of(row: Row) -> System:
 
 
 def balance(layers: int, stages: int) -> list[int] | None:
-    """Layers of ours of each stage: the embedding goes with the first, the last norm and the head with the last.
+    """Return the layers of each stage; the first adds the embedding, the last adds the last norm and the head.
 
-    Where the stages do not divide the blocks, the first and the last have one block less.
+    If the stages do not divide the blocks, the first and the last have one block less.
     """
     if layers % stages == 0:
         each = layers // stages
@@ -278,7 +279,7 @@ def balance(layers: int, stages: int) -> list[int] | None:
 
 
 def _recompute(row: Row) -> tuple[str, list[str]]:
-    """What is computed again, and in which blocks."""
+    """Return pipeline.recompute and the blocks that it applies to."""
     head = family(row)
     every = ["*"]
     if row.recompute in ("none", "") or row.recompute == "full":
@@ -301,7 +302,7 @@ def _noted(row: Row, name: str) -> float:
 
 
 def case(row: Row) -> Case:
-    """A row in our words."""
+    """Translate a row to this framework's terms."""
     system = system_of(row)
     practice, habits, whole = system
     head = family(row)
@@ -329,7 +330,7 @@ def case(row: Row) -> Case:
         options["tied"] = False
     if row.compile and head != "alpa":
         practice = practice._replace(fused=True, norm_kernel=True, saves_inputs=True)
-    if row.id.startswith("tt-a100-13B"):  # its file has a fused norm; the 70B's has not
+    if row.id.startswith("tt-a100-13B"):  # its configuration has a fused norm, unlike that of 70B
         practice = practice._replace(norm_kernel=True)
     if "async TP" in row.notes:
         habits = habits._replace(tp_in_parts=True)
@@ -386,8 +387,9 @@ def case(row: Row) -> Case:
 
 
 def bucket_bytes(row: Row, habits: Habits) -> int:
-    """What is said at once: FSDP a block; Megatron 40M elements, or 1M a replica if that is more, and all of them where
-    nothing runs beside the sums."""
+    """Return the bytes of one gradient reduction: a block for FSDP, else 40M elements, or 1M a replica if that is more.
+
+    Megatron without overlap reduces all gradients at once."""
     if row.zero >= 2:
         return 12 * row.hidden**2 * habits.wide_gradient_bytes
     elements = max(40_000_000, 1_000_000 * row.dp)
@@ -395,15 +397,15 @@ def bucket_bytes(row: Row, habits: Habits) -> int:
 
 
 def _is_guessed(row: Row) -> bool:
-    """Neither micro-batches, nor how a sequence's ranks exchange keys and share the causal mask, is printed."""
+    """Return True if the source omits the micro-batches, or how cp ranks exchange keys and share the causal mask."""
     return row.id.startswith("tt-405B") or (row.id.startswith("tt-") and row.cp > 1)
 
 
 def _saves_every_other(profile: LayerProfile) -> LayerProfile:
-    """torchtitan's selective op recompute: attention and every second product are kept, the rest runs again.
+    """Apply torchtitan's selective op recompute: keep attention and every second product, run the rest again.
 
-    In its order, wq wk wv wo w1 w3 w2, those are wk, wo and w3; here q, k, v and w1, w3 are one product each. All that
-    is not kept is there again while its block's backward runs.
+    In its order, wq wk wv wo w1 w3 w2, the products that run again are wk, wo and w3; here q, k, v and w1, w3 are one
+    product each. Whatever is not kept exists again while its block's backward runs.
     """
     products = [work for work in profile.forward if work.kind is Kind.PRODUCT]
     if not profile.name.startswith("block") or len(products) < 3:
@@ -429,8 +431,9 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
 
 
 def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
-    """GPT-NeoX's tp ranks add both branches before they sum, once in forward and again when it is recomputed; what is
-    kept of a block's input is a part for each, gathered again (``partition-activations``)."""
+    """Apply GPT-NeoX's messages: tp ranks add both branches before one all-reduce, in forward and in the recompute.
+
+    Each keeps a part of a block's input and all-gathers it in backward (``partition-activations``)."""
     if not profile.name.startswith("block"):
         return profile
 
@@ -444,7 +447,7 @@ def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
 
 
 def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, simulated: bool = True) -> StepTime:
-    """A row's step, with the micro-batches that its sketch leaves out."""
+    """Return a row's step time, with the micro-batches that its sketch leaves out."""
     found = step_time(sketch, hardware, reached, of.habits, simulated=simulated)
     if not of.more_chunks:
         return found
@@ -455,7 +458,7 @@ def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, si
 
 
 def memory_bytes(of: Case, sketch: Sketch) -> int:
-    """The highest point of the rank that has most: what torch counts as allocated.
+    """Return the peak bytes of the fullest rank, as torch counts allocated memory.
 
     Where products add to gradients themselves, Transformer Engine hands autograd a placeholder for each shape of a
     weight, in the dtype of computation, and keeps those (``get_dummy_wgrad``).
@@ -471,19 +474,19 @@ def memory_bytes(of: Case, sketch: Sketch) -> int:
 
 
 def memory_is_comparable(row: Row) -> bool:
-    """torchtitan prints what its allocator has reserved, and alpa what XLA has planned."""
+    """Return True if a row's memory is allocated bytes; torchtitan prints reserved bytes, alpa planned ones (XLA)."""
     return row.memory_gib is not None and row.id.split("-")[0] in ("simumax", "zb", "mlm")
 
 
 class Bench:
-    """Sketches of rows; models and profiles are shared among those that are alike."""
+    """Cache of sketches; rows that are alike share models and profiles."""
 
     def __init__(self) -> None:
         self._workbenches: dict[Any, Workbench] = {}
         self._schedules: dict[Any, Schedule] = {}
 
     def draw(self, config: RunConfig) -> Schedule:
-        """Not checked: tests do that for all of them."""
+        """Build a schedule without checking it: tests check all of them."""
         name, pp, chunks = config.pipeline.schedule, config.parallel.pp, config.batch.chunks
         assert chunks is not None
         key = (name, pp, chunks, config.pipeline.stages_per_rank)
@@ -492,7 +495,7 @@ class Bench:
         return self._schedules[key]
 
     def sketch(self, of: Case) -> Sketch:
-        """One row's."""
+        """Return the sketch of one row."""
         model = of.config.model
         length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
         key = (model.builder, options, length, of.practice, of.besides)
@@ -503,7 +506,7 @@ class Bench:
 
 @dataclass
 class _WithBesides(Workbench):
-    """One whose layers do something besides."""
+    """Workbench that changes the profiles of its layers."""
 
     besides: Callable[[LayerProfile], LayerProfile] | None = None
 

@@ -1,4 +1,4 @@
-"""Reference losses: short runs of the shipped configurations, written down bit for bit, to compare two versions by.
+"""Reference losses: short runs of the shipped configurations, recorded bit for bit, to compare two versions.
 
     python benchmarks/reference_losses.py --out FILE             train them all (7 minutes on 2 cores) and write FILE
     python benchmarks/reference_losses.py --against FILE         train them all and compare with FILE; exit 1: not equal

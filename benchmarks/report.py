@@ -1,4 +1,4 @@
-"""From what the ranks bring to ratios, tables and a JSON file. Never absolute times alone: the machine is not quiet."""
+"""Ratios, tables and a JSON file from the ranks' measurements. Never absolute times alone: the machine is not quiet."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from meshwright.mesh.grid import Grid
 
 RESULTS = Path(__file__).parent / "results"
 SAME_LOSS = 2e-6
-"""Relative difference of the losses of the first steps, beyond which two contenders do not do the same work."""
+"""Relative difference of the first losses above which two contenders do not do the same work."""
 SAME_NORM = 1e-4
-"""Likewise of the gradient's norm: float32 sums of squares, in different orders."""
+"""Relative difference of the gradient norms, likewise: float32 sums of squares, in different orders."""
 
 
 class Pair(NamedTuple):
-    """Ours against theirs."""
+    """Pair of contenders: this framework's, and the one that it is compared with."""
 
     ours: str
     theirs: str
     bar: float | None = None
-    """Most that ours may cost, in CPU seconds of theirs."""
+    """Largest ratio of CPU seconds, ours / theirs, that passes."""
 
 
 class Spread(NamedTuple):
-    """Ratios of neighbours in time, pair by pair."""
+    """Median and range of ratios; each ratio is of two blocks next to each other in time."""
 
     median: float
     least: float
@@ -54,18 +54,18 @@ class Repeat(NamedTuple):
     cpu_s: float
     main_thread_s: float
     others_cpu_s: float
-    """CPU seconds that other processes of this machine took meanwhile."""
+    """CPU seconds that other processes of this machine used meanwhile."""
     loopback_bytes: float
-    """What the kernel saw, of us and of others."""
+    """Bytes that the kernel counted on loopback, from the ranks and from other processes."""
 
 
 def spread(ratios: Sequence[float]) -> Spread:
-    """Median, least and most."""
+    """Return the median, least and most of the ratios."""
     return Spread(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def repeats_of(ranks: Sequence[RankTimes], name: str) -> list[Repeat]:
-    """The slowest rank's wall time, all ranks' CPU seconds."""
+    """Combine the ranks' blocks: wall time of the slowest rank, CPU seconds of all ranks."""
     found = []
     for blocks in zip(*(rank.blocks for rank in ranks), strict=True):
         mine = [block[name] for block in blocks]
@@ -78,7 +78,7 @@ def repeats_of(ranks: Sequence[RankTimes], name: str) -> list[Repeat]:
 
 
 def ratio_row(ranks: Sequence[RankTimes], pair: Pair) -> dict[str, Any]:
-    """The ratios of one pair."""
+    """Return the ratios of one pair."""
     both = list(zip(repeats_of(ranks, pair.ours), repeats_of(ranks, pair.theirs), strict=True))
     cpu = spread([ours.cpu_s / theirs.cpu_s for ours, theirs in both])
     return {
@@ -92,7 +92,7 @@ def ratio_row(ranks: Sequence[RankTimes], pair: Pair) -> dict[str, Any]:
 
 
 def contender_row(ranks: Sequence[RankTimes], observed: Sequence[RankObserved], name: str) -> dict[str, Any]:
-    """One contender's own numbers: what it computes, and its times as a scale for the ratios."""
+    """Return one contender's own numbers: losses, norms and bytes, and its times as a scale for the ratios."""
     repeats = repeats_of(ranks, name)
     shown = [rank.shown[name] for rank in ranks if rank.shown[name]]
     return {
@@ -110,7 +110,7 @@ def contender_row(ranks: Sequence[RankTimes], observed: Sequence[RankObserved], 
 def wire_rows(
     observed: Sequence[RankObserved], expected: Sequence[Mapping[Ranks, float]], grid: Grid
 ) -> list[dict[str, Any]]:
-    """Per axis: formula, our own count, and what was seen from below; summed; ``equal`` on every rank."""
+    """Return bytes by axis, summed over ranks: by formula, mesh counters and observer. ``equal``: on every rank."""
     rows: dict[str, dict[str, Any]] = {}
     for rank, (seen, formula) in enumerate(zip(observed, expected, strict=True)):
         axes_of = labels(grid, rank)
@@ -125,7 +125,7 @@ def wire_rows(
 
 
 def problems_of(comparison: Mapping[str, Any]) -> list[str]:
-    """What makes a comparison worthless, or missed."""
+    """Return the reasons for which a comparison is invalid or misses its bar."""
     found = []
     contenders = comparison["contenders"]
     reference_name, reference = next(iter(contenders.items()))
@@ -146,7 +146,7 @@ def problems_of(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Where and when this was measured."""
+    """Return the date, command, versions and machine of a measurement."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     found = {name.strip(): text for name, _, text in (line.partition(":") for line in lines)}
@@ -164,7 +164,7 @@ def environment(command: str) -> dict[str, Any]:
 
 
 def show(comparison: Mapping[str, Any], console: Console) -> None:
-    """One comparison as tables. ``lo``: what the kernel saw on the loopback interface, the least of all repeats."""
+    """Print one comparison as tables. ``lo``: bytes that the kernel counted on loopback, the least of all repeats."""
     console.print(f"\n[bold]{comparison['title']}[/bold]", highlight=False)
     table = Table("", "loss 1", "loss 2", "loss 3", "norm 1", "peak MB", "wire MB", "lo MB", "tok/s", "CPU s")
     for column in table.columns[1:]:
@@ -199,7 +199,7 @@ def show(comparison: Mapping[str, Any], console: Console) -> None:
 
 
 def conclude(name: str, out: Path | None, report: Mapping[str, Any], console: Console) -> int:
-    """Write the report, to ``out`` or among the results under today's date; tell its problems. The exit code."""
+    """Write the report to ``out``, or to the results under today's date; print its problems; return the exit code."""
     path = out or RESULTS / f"{date.today().isoformat()}-{name}.json"
     write(path, report)
     console.print(f"\nwritten to {path}", highlight=False)
@@ -209,7 +209,7 @@ def conclude(name: str, out: Path | None, report: Mapping[str, Any], console: Co
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
-    """The report as JSON; NamedTuples become objects."""
+    """Write the report as JSON; NamedTuples become objects."""
 
     def plain(value: Any) -> Any:
         if hasattr(value, "_asdict"):

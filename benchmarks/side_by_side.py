@@ -1,4 +1,4 @@
-"""Ours beside what torch gives, on the same task, in turns, inside the same processes: ratios, not absolute times.
+"""This framework beside torch's own tools, on the same task, in turns, inside the same processes: ratios, not times.
 
     python benchmarks/side_by_side.py [--only a|b|c] [--repeats 5] [--steps 3] [--out FILE]
 
@@ -6,11 +6,11 @@
     b   8 ranks       DDP, ZeroRedundancyOptimizer, FSDP2         ours, dp=8, ZeRO-0 and ZeRO-1
     c   8 ranks       DTensor + torch's pipelining + FSDP2        ours, dp=2 x pp=2 x tp=2, 1f1b, ZeRO-1
 
-All of a comparison live in the same forked ranks and take turns of a few steps, A B C, C B A, ...; a ratio is of
-neighbours in time, and the spread over the repeats is told. On a machine that others use at the same time CPU seconds
-over all ranks are the steadier measure. All must show the same losses and gradient norms in their first steps.
+All contenders of a comparison live in the same forked ranks and take turns of a few steps, A B C, C B A, ... A ratio
+compares adjacent turns; its spread over the repeats is printed. On a machine with other users, CPU seconds over all
+ranks are the steadier measure. All contenders must have the same losses and gradient norms in their first steps.
 
-Exit code 1: somebody computes another loss, bytes on the wire are not what the formulas say, or a bar is missed.
+Exit code 1: a contender computes another loss, bytes on the wire differ from the formulas, or a bar is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TIMEOUT_S = 1800.0
 
 
 class Layout(NamedTuple):
-    """The degrees of one of ours."""
+    """Degrees of one of this framework's contenders."""
 
     dp: int
     pp: int
@@ -52,14 +52,14 @@ class Layout(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Who meets whom. The first contender is the one whose loss is the measure."""
+    """Contenders to compare. The loss of the first one is the reference."""
 
     title: str
     world_size: int
     tied: bool
     contenders: dict[str, Builder]
     layouts: dict[str, Layout]
-    """Of ours with more than one rank: their bytes on the wire are compared with the formulas."""
+    """Contenders of this framework with more than one rank; their bytes on the wire are compared with the formulas."""
     pairs: list[Pair]
 
 
@@ -111,7 +111,7 @@ COMPARISONS = {
 
 
 def measure(comparison: Comparison, pool: RankPool, repeats: int, steps: int) -> dict[str, Any]:
-    """Time all contenders in turns, then look at one step of each alone."""
+    """Time all contenders in turns, then observe one step of each alone."""
     size = comparison.world_size
     ranks = pool.run(race, size, comparison.contenders, repeats, steps, timeout_s=TIMEOUT_S)
     seen = {
@@ -137,7 +137,7 @@ def measure(comparison: Comparison, pool: RankPool, repeats: int, steps: int) ->
 
 
 def main() -> int:
-    """Run, show, write; 1 if something is wrong."""
+    """Run, print and write; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(COMPARISONS), action="append", help="may be given several times")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (default 5)")

@@ -1,7 +1,7 @@
-"""What is trained on both sides of every comparison: model, tokens, batch, optimizer. One definition, read by all.
+"""Task that both sides of every comparison train: model, tokens, batch, optimizer, defined once.
 
-16 sequences of 256 tokens a step, micro-batches of 2: one process takes 8 of them, a replica among two takes 4, a
-replica among eight takes 1.
+A step has 16 sequences of 256 tokens, in micro-batches of 2: one process takes 8 of them, a replica among two takes 4,
+a replica among eight takes 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_HEADS = 8
 GLOBAL_BATCH = 16
 MICRO_BATCH_SIZE = 2
 NUM_SAMPLES = 64
-"""Samples that there are; steps go round."""
+"""Number of distinct samples; steps cycle through them."""
 SEED = 1234
 CLIP_NORM = 1.0
 LEARNING_RATE = 3e-4
@@ -36,7 +36,7 @@ BUILDER = "meshwright.models.gpt2:build"
 
 
 def model_options(*, tied: bool) -> dict[str, object]:
-    """Options of ``meshwright.models.gpt2.build``."""
+    """Return options for ``meshwright.models.gpt2.build``."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -49,7 +49,7 @@ def model_options(*, tied: bool) -> dict[str, object]:
 
 
 def run_config(dp: int = 1, pp: int = 1, tp: int = 1, *, zero: int = 1, tied: bool = True) -> RunConfig:
-    """The resolved configuration of one of our runs."""
+    """Return the resolved configuration of one of this framework's runs."""
     config = RunConfig.model_validate(
         {
             "run": {"seed": SEED},
@@ -73,7 +73,7 @@ def run_config(dp: int = 1, pp: int = 1, tp: int = 1, *, zero: int = 1, tied: bo
 
 
 def sample_table() -> Tensor:
-    """(NUM_SAMPLES, SEQUENCE_LENGTH + 1) int64: the token ids of all samples, drawn once."""
+    """Draw the token ids of all samples, (NUM_SAMPLES, SEQUENCE_LENGTH + 1) int64."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(VOCAB_SIZE, (NUM_SAMPLES, SEQUENCE_LENGTH + 1), generator=generator)
 
@@ -97,12 +97,12 @@ class Samples:
 
 
 def initial_model(*, tied: bool) -> PlainModel:
-    """Our model on meta: the source of the initial weights by name."""
+    """Return this framework's model on the meta device: the source of the initial weights by name."""
     return build_model(BUILDER, model_options(tied=tied), SEED)
 
 
 def plain_model(*, tied: bool) -> nn.Sequential:
-    """The model as ``meshwright.models.gpt2`` builds it, plain torch, with the weights that our runs start from."""
+    """Build the model of ``meshwright.models.gpt2`` in plain torch, with the initial weights of our runs."""
     layers = meshwright.models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
     weights = initial_model(tied=tied)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def plain_model(*, tied: bool) -> nn.Sequential:
 
 
 def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for torch.optim: matrices are decayed, vectors are not."""
+    """Return parameter groups for torch.optim: matrices are decayed, vectors are not."""
     both = list(parameters)
     return [
         {"params": [p for p in both if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
@@ -121,5 +121,5 @@ def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
-    """torch's AdamW, fused, with our numbers."""
+    """Return torch's fused AdamW with the hyperparameters of the task."""
     return torch.optim.AdamW(decay_groups(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)

@@ -1,4 +1,4 @@
-"""What a layout must put on the wire in one step, by the formulas of the literature; nothing of it is measured.
+"""Bytes that a layout must put on the wire in one step, by the formulas of the literature; nothing is measured.
 
 Per rank, in elements, with Psi parameters on the rank, d replicas, t tensor-parallel ranks, b samples of s tokens in a
 micro-batch, h hidden, m micro-batches per replica:
@@ -11,7 +11,7 @@ micro-batch, h hidden, m micro-batches per replica:
                                                      and as much for the head (backward)
                       3 x 2 b s (t-1)/t              per micro-batch for the loss: one maximum, two sums of each token
     pipeline          b s h                          per micro-batch, boundary and direction
-    all ranks         2 x 6 (n-1)/n                  of 8 bytes: loss, labels, gradient norm, two clock readings, a flag
+    all ranks         2 x STEP_NUMBERS (n-1)/n       of 8 bytes: loss, labels, gradient norm, two clock readings, flags
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.mesh.grid import Axis, Grid
 
 FLOAT32 = 4
 FLOAT64 = 8
-STEP_NUMBERS = 7
+STEP_NUMBERS = 8
 
 
 def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:
-    """Ranks of a group -> bytes that this rank puts on the wire in one step. Groups of the same ranks are one."""
+    """Return {ranks of a group: bytes that this rank sends in one step}. Axes with the same ranks share an entry."""
     grid = Grid(pp, dp, tp)
     at = grid.coordinates(rank)
     blueprint = draw_blueprint(run_config(dp, pp, tp, tied=tied), Group("tp", tuple(range(tp)), at.tp_rank))
@@ -40,7 +40,7 @@ def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[
     tokens = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
     all_reduced = 4 * num_blocks * HIDDEN_SIZE
     all_reduced += HIDDEN_SIZE * ("embedding" in names) + (HIDDEN_SIZE + 3) * ("head" in names)
-    boundaries = (at.pp_rank > 0) + (at.pp_rank < pp - 1)  # each is crossed once by my sends, there or back
+    boundaries = (at.pp_rank > 0) + (at.pp_rank < pp - 1)  # this rank sends across each once, forward or backward
     n = dp * pp * tp
     by_axis = {
         Axis.DP: 2 * num_parameters * (dp - 1) / dp * FLOAT32,
@@ -55,7 +55,7 @@ def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[
 
 
 def labels(grid: Grid, rank: int) -> dict[tuple[int, ...], str]:
-    """Ranks of each group of this rank -> the axes along which it goes; all ranks together are the world."""
+    """Return {ranks of each group of this rank: the axes that use it}; all ranks together are the world."""
     found = {tuple(range(grid.size)): "world"}
     for axis in Axis:
         ranks = grid.group(axis, rank)

@@ -1,4 +1,4 @@
-"""What replicas share, and what that costs: every ZeRO stage and shard factor, against formulas and torch's own.
+"""Sharding across replicas and its cost: every ZeRO stage and shard factor, against formulas and torch's own.
 
     python benchmarks/zero_family.py [--only memory|wire|time|limit] [--repeats 5] [--steps 3] [--out FILE]
 
@@ -11,15 +11,15 @@
             ZeRO-2    2 P       4 P / N     12 P / N                    2 P + 14 P / N
             ZeRO-3    4 P / N   4 P / N     8 P / N                     16 P / N
 
-            With offload the optimizer's are the host's, 12 P / N; with ZeRO-3 all are, 16 P / N. SGD keeps 8 P / N,
-            AdamW in 8 bits 6.03 P / N of the matrices.
-            Gradients are summed in float32, whatever the model's dtype. The highest point of a step is told besides.
-    wire    bytes of a step over the replicas, in float32: by formula, by our own count and seen from below
+            With offload the optimizer's bytes are on the host, 12 P / N; with ZeRO-3 all are, 16 P / N. SGD keeps
+            8 P / N, AdamW in 8 bits 6.03 P / N of the matrices.
+            Gradients are summed in float32, whatever the model's dtype. The peak of a step is printed besides.
+    wire    bytes of a step over the replicas, in float32: by formula, by the mesh's counters and by the observer
     time    on dp=8, two in turns: against DDP with replicated AdamW, and against bare FSDP2
-    limit   a model under a limit of memory for each process, which stops DDP and lets ZeRO and offload go on
+    limit   a model under a memory limit for each process, which stops DDP and lets ZeRO and offload go on
 
 Exit code 1: a category is off by more than 2 %, bytes on the wire differ, losses differ, a bar of time is missed, or
-the limit stops another one than DDP.
+the limit does not stop DDP alone.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ from meshwright.step import take_step
 
 TIMEOUT_S = 1800.0
 SAME_BYTES = 0.02
-"""Relative: padding of buckets and of rows."""
+"""Relative difference that the padding of buckets and of rows may make."""
 SHORT = 32
-"""Tokens of a sequence where memory is looked at."""
+"""Tokens per sequence where memory is measured."""
 PARTS = ("memory", "wire", "time", "limit")
 CATEGORIES = ("weights", "gradients", "optimizer", "host")
 BUCKET_BYTES = 2**20
-"""Where memory is looked at: a larger model has dozens of buckets, this one would have one of the default's size."""
+"""Bucket size where memory is measured: a larger model has dozens of buckets, this one only one of the default size."""
 
 
 class Layout(NamedTuple):
-    """The degrees, and what is shared."""
+    """Degrees, sharding and optimizer of a contender."""
 
     dp: int
     pp: int
     tp: int
     zero: int
     factor: int
-    """parallel.shard_factor."""
+    """Value of parallel.shard_factor."""
     reduce: str | None = None
     offload: bool = False
     optimizer: str = "adamw"
@@ -98,17 +98,17 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.dp * self.pp * self.tp
 
     @property
     def shards(self) -> int:
-        """Into how many a state is cut."""
+        """Number of shards of the optimizer state."""
         return self.factor if self.zero else 1
 
 
 def family(dp: int, pp: int, tp: int) -> list[Layout]:
-    """All stages and factors of one mesh."""
+    """Return all ZeRO stages and shard factors of one mesh."""
     factors = [factor for factor in (dp, dp // 2, 2) if factor > 1]
     found = [Layout(dp, pp, tp, 0, 1)]
     found += [Layout(dp, pp, tp, zero, factor) for zero in (1, 2, 3) for factor in dict.fromkeys(factors)]
@@ -121,7 +121,7 @@ OPTIMIZERS = [Layout(8, 1, 1, zero, 8, optimizer=name) for name in ("sgd", "adam
 
 
 def config_for(layout: Layout, dtype: str) -> RunConfig:
-    """The task of all benchmarks, laid out so."""
+    """Return the task of all benchmarks, in this layout."""
     config = run_config(layout.dp, layout.pp, layout.tp, zero=layout.zero)
     factor = layout.factor if layout.zero else None
     parallel = {"shard_factor": factor, "reduce": layout.reduce, "offload": layout.offload}
@@ -135,26 +135,26 @@ def config_for(layout: Layout, dtype: str) -> RunConfig:
 
 
 class Held(NamedTuple):
-    """Of one rank."""
+    """Memory of one rank, with the numbers that the formula needs."""
 
     parameters: int
     in_blocks: int
-    """Those of them that are kept in 8 bits."""
+    """Parameters among them whose optimizer state is in 8 bits."""
     measured: dict[str, int]
     """Bytes by category, at rest."""
     at_rest: int
-    """All live bytes then."""
+    """All live bytes at rest."""
     peak: int
-    """The most in a step."""
+    """Peak of live bytes in a step."""
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Where each storage is -> its bytes; views share one."""
+    """Return {address of each storage: its bytes}; views share one."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def held_bytes(parts: Parts) -> dict[str, int]:
-    """Bytes of each category, counted in storages: whatever is a view of something is counted once."""
+    """Return the bytes of each category, counted in storages, so that views count once."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     optimizer: list[Tensor] = []
@@ -192,7 +192,7 @@ class ShortSamples(Samples):
 
 
 def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
-    """After two steps, and in a third."""
+    """Measure this rank's memory at rest after two steps, and its peak in a third."""
     with Observer() as observer:
         config = config_for(layout, "bfloat16")
         data = config.data.model_copy(update={"sequence_length": SHORT})
@@ -217,7 +217,7 @@ def _step(parts: Parts) -> None:
 
 
 def formula(layout: Layout, held: Held) -> dict[str, float]:
-    """Bytes by category in bfloat16, padding left out."""
+    """Return the expected bytes by category in bfloat16, without padding."""
     p, n = float(held.parameters), layout.shards
     states = {"adamw": 8 * p, "sgd": 4 * p, "adamw8bit": 8 * p - (8 - 2 * (1 + 4 / 256)) * held.in_blocks}
     kept = states[layout.optimizer]
@@ -231,7 +231,7 @@ def formula(layout: Layout, held: Held) -> dict[str, float]:
 
 
 def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every layout: the rank that is farthest off."""
+    """Measure every layout; report the rank that is farthest off."""
     table = Table("bytes a rank holds at rest, bfloat16", *CATEGORIES, "formula", "all", "off", "highest in a step")
     rows, problems = [], []
     for layout in (*LAYOUTS, *OPTIMIZERS):
@@ -265,22 +265,22 @@ def _off(layout: Layout, held: Held) -> float:
 
 
 class Said(NamedTuple):
-    """Of one rank in one step."""
+    """Bytes that one rank puts on the wire in one step, with the numbers that the formula needs."""
 
     elements: int
-    """Of its buckets."""
+    """Elements of this rank's buckets."""
     shared: int
-    """Those of them that several layers of its stage share: ZeRO-3 gathers them once for forward and backward."""
+    """Elements that several layers of the stage share: ZeRO-3 gathers them once for forward and backward."""
     over_replicas: float
-    """Counted by us."""
+    """Bytes over the replicas, by the mesh's counters."""
     by_us: float
-    """In all."""
+    """Bytes in all, by the mesh's counters."""
     from_below: float
-    """In all, as seen by the observer."""
+    """Bytes in all, by the observer."""
 
 
 def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
-    """After a step that warms up."""
+    """Measure this rank's bytes on the wire in a step, after one that warms up."""
     with Observer() as observer:
         mesh = open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu")
         parts = build(config_for(layout, "float32"), mesh, (Samples(), None))
@@ -305,10 +305,11 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
 
 
 def formula_of_wire(layout: Layout, said: Said, chunks: int) -> float:
-    """Bytes that a rank says over its replicas in a step, M: bytes of its gradients in float32, n shards, r copies.
+    """Return the bytes that a rank sends over its replicas in a step.
 
-    ZeRO-0 2 M (r-1)/r; sharded: M (n-1)/n for each sum among neighbours and each gathering of weights, and once in a
-    step 2 M/n (r-1)/r across the groups. ZeRO-3 gathers weights that modules share once in a step.
+    M: bytes of its gradients in float32, n shards, r copies. ZeRO-0: 2 M (r-1)/r. Sharded: M (n-1)/n for each
+    reduce-scatter among neighbours and each all-gather of weights, and once in a step 2 M/n (r-1)/r across the groups.
+    ZeRO-3 gathers weights that modules share once in a step.
     """
     m, n, r = 4.0 * said.elements, layout.shards, layout.dp // layout.shards
     sums = chunks if layout.zero >= 2 and layout.reduce is None else 1
@@ -320,7 +321,7 @@ def formula_of_wire(layout: Layout, said: Said, chunks: int) -> float:
 
 
 def wire(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every layout, summed over the ranks."""
+    """Measure every layout; compare the sums over the ranks."""
     table = Table("bytes on the wire over the replicas, all ranks, one step", "by formula", "counted by us", "")
     rows, problems = [], []
     layouts = [layout for layout in LAYOUTS if not layout.offload]
@@ -361,7 +362,7 @@ PAIRS = [
 
 
 def times(pool: RankPool, console: Console, repeats: int, steps: int) -> tuple[dict[str, Any], list[str]]:
-    """Two in turns, pair by pair: what else lies in the caches and in memory is not theirs to pay."""
+    """Time two contenders in turns, pair by pair, so that a third does not fill caches and memory."""
     table = Table("dp=8, median [least .. most]", "throughput (higher: better)", "CPU s (lower: better)", "bar")
     rows, problems = [], []
     losses: dict[str, list[float]] = {}
@@ -388,20 +389,20 @@ def times(pool: RankPool, console: Console, repeats: int, steps: int) -> tuple[d
 # ------------------------------------------------------------------------------------------------------------ the limit
 
 LARGE = {"hidden_size": 512, "num_layers": 8}
-"""27 million parameters: 16 bytes of each are 439 MB, an eighth of that is 55 MB."""
+"""Options of the large model: 27 million parameters. 16 bytes of each are 439 MB, an eighth of that is 55 MB."""
 ALLOWED = 480 * 2**20
-"""Bytes of memory that a process may take on top of what it had before the model."""
+"""Bytes of memory that a process may take on top of those before the model."""
 M_MMAP_THRESHOLD = -3
 CASES: dict[str, dict[str, object]] = {
     "DDP": {},
     **{f"ZeRO-{zero}": {"zero": zero} for zero in (1, 2, 3)},
     "ZeRO-0, offload to files": {"zero": 0, "offload": True},
 }
-"""Ours by keys of [parallel]. Files are not memory of a process: the kernel may write them out at any time."""
+"""Contender -> keys of [parallel]. Files are not memory of a process: the kernel may write them out at any time."""
 
 
 def under_a_limit(rank: int, world_size: int, who: str, files: str) -> list[float]:
-    """The losses of three steps. An error ends the ranks that wait for this one."""
+    """Return the losses of three steps under the limit. An error ends the ranks that wait for this one."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)  # or glibc keeps what was let go, in pieces
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
     mesh.world.barrier()
@@ -414,7 +415,7 @@ def under_a_limit(rank: int, world_size: int, who: str, files: str) -> list[floa
 
 
 class LargeOurs(Ours):
-    """The large model."""
+    """Contender: this framework with the large model."""
 
     def __init__(self, mesh: Mesh, dp: int, keys: dict[str, object]) -> None:
         config = run_config(dp)
@@ -425,7 +426,7 @@ class LargeOurs(Ours):
 
 
 def large_ddp() -> Contender:
-    """The large model, whole on each rank."""
+    """Build the large model under DDP, whole on each rank."""
     options: dict[str, Any] = {**model_options(tied=True), **LARGE}
     layers, weights = meshwright.models.gpt2.build(**options), build_model(BUILDER, options, SEED)
     with torch.no_grad():
@@ -436,7 +437,7 @@ def large_ddp() -> Contender:
 
 
 def limit(console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Each in ranks of its own: what ended under the limit has left others waiting."""
+    """Run each contender in ranks of its own: one that the limit ends leaves its peers waiting."""
     table = Table(f"a model under a limit of {ALLOWED / 2**20:.0f} MiB for each of 8 processes", "")
     rows, problems = [], []
     for who in CASES:
@@ -457,7 +458,7 @@ def limit(console: Console) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def main() -> int:
-    """Run, show, write; 1 if something is wrong."""
+    """Run, print and write; return 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append", help="may be given several times")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (default 5)")

@@ -1,1 +1,1 @@
-"""Where runs are put together: the command line, the start of ranks, and the ranks that tests and verify reuse."""
+"""Entry points of a run: the command line, the start of ranks, and the rank pool for tests and ``verify``."""

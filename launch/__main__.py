@@ -1,6 +1,6 @@
-"""``python -m meshwright.launch`` is ``meshwright``, with the same import path.
+"""Entry point of ``python -m meshwright.launch``: the same program as ``meshwright``, with the same import path.
 
-Python puts the working directory first for ``-m``: here its ``random.py`` or ``torch`` hides nothing.
+``-m`` puts the working directory first. It is removed, so that a local ``random.py`` or ``torch`` hides no module.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What ``meshwright checkpoint`` tells: what a run has saved, whether it is sound, what is in it. No ranks."""
+"""Command ``meshwright checkpoint``: the checkpoints of a run, their soundness and their contents. No ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def pick(place: Path, step: int | None) -> Candidate:
-    """The checkpoint that is meant: of a run the newest, or that of ``step``; or the directory of one itself.
+    """Return the checkpoint at ``place``. For a run directory: the newest, or the one of ``step``.
 
     Raises:
-        CheckpointError: there is none there.
+        CheckpointError: there is no such checkpoint.
     """
     if (place / MANIFEST).is_file():
         found = [candidate for candidate in find(place.parent.parent) if candidate.path.name == place.name]
@@ -43,7 +43,7 @@ def pick(place: Path, step: int | None) -> Candidate:
 
 
 def _all(run: Path) -> list[Candidate]:
-    """Of a run, newest first; none at all is an error."""
+    """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
     candidates = find(run)
     if not candidates:
         what = "has no checkpoint yet" if run.is_dir() else "is no directory"
@@ -54,7 +54,7 @@ def _all(run: Path) -> list[Candidate]:
 
 
 def table(run: Path) -> str:
-    """A line for each checkpoint of a run, oldest first, and what else lies beside them."""
+    """Return a table of a run's checkpoints, oldest first, and the other directories beside them."""
     rows = [("step", "samples seen", "saved on", "tensors", "files", "size", "")]
     candidates = _all(run)
     for candidate in reversed(candidates):
@@ -76,7 +76,7 @@ def table(run: Path) -> str:
 
 
 def verdicts(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
-    """Of all checkpoints of a run, oldest first, or of the one that is meant: which files are not what was written."""
+    """Verify one checkpoint, or all of a run, oldest first; yield each path and the error ("" if sound)."""
     chosen = pick(place, step)
     one = step is not None or chosen.path == place
     for candidate in [chosen] if one else reversed(find(place)):
@@ -89,7 +89,7 @@ def verdicts(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
 
 
 def contents(checkpoint: Checkpoint, parameter: str | None) -> str:
-    """What a checkpoint says of itself, then its tensors; ``parameter``: one of them, with its pieces."""
+    """Return the metadata of a checkpoint and its tensors, or only the pieces of ``parameter``."""
     manifest = checkpoint.manifest
     if parameter is not None:
         return _pieces(checkpoint, parameter)
@@ -117,7 +117,7 @@ def contents(checkpoint: Checkpoint, parameter: str | None) -> str:
 
 
 def _pieces(checkpoint: Checkpoint, name: str) -> str:
-    """One tensor, by its own name or that of its parameter."""
+    """Return the pieces of a tensor, found by its own name or by that of its parameter."""
     tensors = checkpoint.manifest.tensors
     found = [key for key in tensors if name in (key, key.partition("/")[2])]
     if not found:
@@ -134,7 +134,7 @@ def _pieces(checkpoint: Checkpoint, name: str) -> str:
 
 
 def resharded(source: Path, written: ReshardResult, out: Path) -> str:
-    """What was written where, and how to go on with it."""
+    """Return the summary of a resharded checkpoint, with the command that trains from it."""
     before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
     files = sorted(written.manifest.files.items())
     total = memory(sum(file.size for _, file in files))
@@ -155,12 +155,12 @@ def _shape(entry: Entry) -> str:
 
 
 def size_of(entry: Entry) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
 
 
 def layout(config: dict[str, Any]) -> str:
-    """``dp2 x pp2 x tp2, 1f1b`` of a saved configuration; which any other may read."""
+    """Return the layout of a saved configuration, such as ``dp2 x pp2 x tp2, 1f1b``; any other layout can load it."""
     parallel, pipeline = config.get("parallel", {}), config.get("pipeline", {})
     degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("dp", "pp", "tp") if axis in parallel)
     return ", ".join(filter(None, [degrees, str(pipeline.get("schedule", ""))])) or "?"

@@ -1,4 +1,4 @@
-"""The command line: what a user can cause ends with one message on stderr and exit code 2, Ctrl-C with 130."""
+"""Main function of the command line: a user's error prints one message on stderr and exits with 2, Ctrl-C with 130."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code and never raises for what a user can cause."""
+    """Run one command and return its exit code; never raise for an error that the user can cause."""
     _open_standard_streams()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown and options.takes_overrides and unknown[0].startswith("--"):
-            overrides += unknown  # a key without a section, or a name from elsewhere: the configuration knows the hint
+            overrides += unknown  # without a section, or another framework's name: the error of config has a hint
         elif unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         for word in overrides:
@@ -53,22 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Where stdin, stdout or stderr was closed (`>&-`), put /dev/null; and let stdout take any name.
+    """Open /dev/null for each closed standard stream (`>&-`), and let stdout print any file name.
 
-    Otherwise the next pipe that is opened has its number, and what ranks and their libraries print goes into it.
+    Otherwise the next pipe to be opened gets the free number, and receives what ranks and their libraries print.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
             os.set_inheritable(opened, True)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may not be UTF-8
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(what argparse reads, ``--section.key=value`` and ``--section.key value`` in their order)."""
+    """Return the words for argparse, and ``--section.key=value`` and ``--section.key value`` as words in order."""
     words: list[str] = []
     overrides: list[str] = []
     rest = list(argv)

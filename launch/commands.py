@@ -1,4 +1,4 @@
-"""What each command does. Every import of weight is inside its command: ``mesh`` never loads torch."""
+"""Functions of the commands. Heavy imports happen inside each function: ``mesh`` never loads torch."""
 
 from __future__ import annotations
 

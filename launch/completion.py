@@ -1,7 +1,7 @@
-"""Completion scripts for bash, zsh and fish, written out of the parser and the configuration's schema.
+"""Completion scripts for bash, zsh and fish, generated from the parser and the configuration's schema.
 
-The scripts hold all words themselves: nothing of this project runs while somebody types. They are written anew at each
-start of a shell (``eval "$(meshwright completion bash)"``), so they cannot fall behind.
+The scripts contain all words: nothing of this project runs while the user types. They are generated anew at each start
+of a shell (``eval "$(meshwright completion bash)"``), so they are never out of date.
 
     where the cursor is                        offered
     after commands so far (the "place")        the place's subcommands, or files, folders, choices for its argument
@@ -22,33 +22,33 @@ from typing import Literal, NamedTuple, get_args, get_origin
 from meshwright.config.keys import KEYS, SECTIONS, allowed, choices
 
 FILES, FOLDERS = "<files>", "<folders>"
-"""Values that the shell itself knows how to complete."""
+"""Values that the shell itself can complete."""
 
 
 class Option(NamedTuple):
-    """``--name``, and what follows it."""
+    """Option ``--name``, and its values."""
 
     name: str
     help: str
     values: str | None
-    """Words with spaces between, :data:`FILES`, :data:`FOLDERS`, nothing that is known (""), or no value at all."""
+    """Words separated by spaces, :data:`FILES`, :data:`FOLDERS`, "" for unknown values, or None for no value."""
 
 
 class Place(NamedTuple):
-    """What can come after some commands."""
+    """Position after some commands, and its possible continuations."""
 
     words: str
-    """The commands so far, such as ``checkpoint list``."""
+    """Commands so far, such as ``checkpoint list``."""
     children: dict[str, str]
-    """Subcommand -> what it does."""
+    """Subcommand -> its summary."""
     options: list[Option]
     argument: str
-    """As an option's values."""
+    """Values of the positional argument, as in :class:`Option`."""
     takes_keys: bool
 
 
 def places(parser: argparse.ArgumentParser, words: str = "") -> Iterator[Place]:
-    """All places of the command line, the outermost first."""
+    """Yield all positions of the command line, the outermost first."""
     children: dict[str, str] = {}
     options: list[Option] = []
     argument = ""
@@ -81,7 +81,7 @@ def _plain(text: str | None) -> str:
 
 
 def keys() -> list[Option]:
-    """``--section.key`` for each key of the configuration."""
+    """Return ``--section.key`` for each key of the configuration."""
     found = []
     for key, field in KEYS.items():
         numbers = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
@@ -95,7 +95,7 @@ def keys() -> list[Option]:
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of ``bash``, ``zsh`` and ``fish``."""
+    """Return the script for one of ``bash``, ``zsh`` and ``fish``."""
     return WRITERS[shell](parser.prog, list(places(parser)), keys())
 
 
@@ -108,7 +108,7 @@ def _bash_values(values: str | None, word: str = "$cur") -> str:
 
 
 def _bash(prog: str, found: list[Place], known: list[Option]) -> str:
-    """Reads COMP_LINE and not COMP_WORDS, which is cut at each ``=``."""
+    """Return the bash script. It reads COMP_LINE, because COMP_WORDS is split at each ``=``."""
     descend = " | ".join(shlex.quote(place.words) for place in found if place.words)
     sections = " ".join(f"--{name}." for name in SECTIONS)
     lines = [
@@ -233,7 +233,7 @@ def _fish_quoted(text: str) -> str:
 
 
 def _fish_values(values: str | None) -> str:
-    """The part of ``complete`` that says what follows an option."""
+    """Return the arguments of ``complete`` for the values of an option."""
     if values is None:
         return ""
     if values == FILES:

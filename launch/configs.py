@@ -1,4 +1,4 @@
-"""What ``meshwright config`` does: reads others' configurations, and shows what one of ours comes to. No torch."""
+"""Command ``meshwright config``: import of other frameworks' configurations, and display of resolved ones. No torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from meshwright.terminal.output import put, tell
 from meshwright.tools.interop.configs import convert_file, file_text, format_report
 
 MOST_ACTIONS = 4096
-"""Micro-batches x pipeline ranks up to which an import builds the schedule, in a second."""
+"""Micro-batches x pipeline ranks up to which an import also builds the schedule (one second)."""
 
 
 def import_config(
     path: Path, framework: str | None, overrides: Sequence[str], ranks: int | None, out: Path | None, *, replace: bool
 ) -> None:
-    """The command: the file on ``out`` and the account on stdout; without ``out`` the file on stdout.
+    """Convert a configuration of another framework, with an account of every key.
+
+    The file goes to ``out`` and the account to stdout. Without ``out`` the file goes to stdout, the account to stderr.
 
     Raises:
-        UserError: the file cannot be read, or does not hold together here.
+        UserError: the file cannot be read, or its values do not fit together here.
     """
     if out is not None and out.exists() and not replace:
         raise ConfigError(f"--out {out} is there already: name another file, or add --replace")
@@ -53,16 +55,16 @@ def _check_schedule(config: RunConfig, path: Path) -> None:
 
 
 def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: bool) -> str:
-    """The configuration as TOML, resolved for so many ranks, with where each value comes from.
+    """Return the configuration as TOML, resolved for ``ranks`` ranks, with the origin of each value.
 
     Raises:
-        ConfigError: it does not hold together.
+        ConfigError: the values do not fit together.
     """
     config, places = explain(path, overrides)
     lines_of = toml_lines(read_text(path, MAX_TOML_BYTES))
 
     def origin(*key: str) -> str:
-        """Of a key, or of one inside a table that was given as a whole."""
+        """Return the origin of a key, or of the table in which the key was given."""
         place = places.get(key) or places.get(key[:2]) or "default"
         line = lines_of.get(".".join(key)) or lines_of.get(".".join(key[:2]))
         return f"{path}:{line}" if place == path and line else place
@@ -87,7 +89,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
 def _rows(
     section: str, table: dict[str, Any], before: dict[str, Any], origin: Callable[..., str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """(key below the section, value, where it comes from), tables taken apart; what is unset is left out."""
+    """Yield (key below the section, value, origin) of every value that is set; tables are split into their keys."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from ((f"{name}.{key}", inner, origin(section, name, key)) for key, inner in value.items())
@@ -97,7 +99,7 @@ def _rows(
 
 
 def shown_whole(value: Any) -> str:
-    """A value as TOML, however long."""
+    """Return a value as TOML, unabridged."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(shown_whole, value)) + "]"
     return shown(value)

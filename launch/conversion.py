@@ -1,4 +1,4 @@
-"""What ``meshwright convert`` does and tells: which way, what was written, what to do next. No ranks."""
+"""Command ``meshwright convert``: import from and export to Hugging Face's format, with its messages. No ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.tracking.console import duration
 
 @contextmanager
 def _looked_into() -> Iterator[None]:
-    """Within: a place that may not be looked into is one message; what is written says so itself."""
+    """Turn an unreadable path into one error message; failed writes already have messages of their own."""
     try:
         yield
     except OSError as error:
@@ -38,10 +38,10 @@ def convert(
     dtype: str | None,
     shard_bytes: int | None,
 ) -> str:
-    """One way or the other; ``source`` and ``target``: (form, path), one of them None.
+    """Import a model into ``run``, or export one from it. ``source``, ``target``: (format, path), one of them None.
 
     Raises:
-        UserError: what keeps it from being done; nothing is written then.
+        UserError: the conversion is impossible; nothing is written then.
     """
     form, path = source or target or ("", "")
     if form != "hf":
@@ -65,7 +65,7 @@ def convert(
 
 
 class Progress:
-    """A line every few seconds on stderr: a large model takes minutes."""
+    """Progress printer: a line every few seconds on stderr, because a large model takes minutes."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self.every_s = every_s
@@ -82,7 +82,7 @@ class Progress:
 
 
 def brought(source: Path, run: Path, done: ImportResult) -> str:
-    """What has become a run, and how to train it."""
+    """Return the summary of an imported model, with the commands to train it."""
     tensors = done.manifest.tensors.values()
     options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
     corpus = Path(str(done.config.data.train))
@@ -105,7 +105,7 @@ def brought(source: Path, run: Path, done: ImportResult) -> str:
 
 
 def given_back(source: Candidate, builder: str, done: RestructuredExportResult) -> str:
-    """What was written of a model that transformers itself describes, and how it is opened."""
+    """Return the summary of an exported model that transformers itself defines, with the code to load it."""
     return "\n".join(
         [
             f"{source.path}: step {source.step}",
@@ -118,7 +118,7 @@ def given_back(source: Candidate, builder: str, done: RestructuredExportResult) 
 
 
 def taken(source: Candidate, done: ExportResult) -> str:
-    """What was written, and how it is opened."""
+    """Return the summary of an exported model of this project, with the code to load it."""
     opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
     files = [(f"  {name}", memory(size)) for name, size in done.files.items()]
     shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]

@@ -1,4 +1,4 @@
-"""What `meshwright data prepare`, `show` and `verify` print, and the bar while a corpus is being prepared."""
+"""Commands `meshwright data prepare`, `show` and `verify`, and the progress bar of a preparation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.data.prepare.preparation import Progress
 
 LINE_EVERY_S = 10.0
-"""Where the output is no terminal."""
+"""Time between progress lines if the output is no terminal."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
@@ -60,7 +60,7 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def verify(options: argparse.Namespace, _: list[str]) -> int:
-    """Hold every byte of prepared corpora against their fingerprint; exit code 1 where one differs."""
+    """Compare every byte of prepared corpora with their fingerprint; return 1 if a file differs, else 0."""
     from meshwright.data import fingerprint
 
     folder: Path = options.place
@@ -79,7 +79,7 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
 
 
 class Display:
-    """How far a preparation is, on stderr: a bar on a terminal, else a line every few seconds."""
+    """Progress of a preparation on stderr: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -89,11 +89,11 @@ class Display:
         self.started_s = time.monotonic()
         self.said_s = self.started_s
         self.first: Progress | None = None
-        """What was there before: the rate is that of this process."""
+        """First progress seen; rates count only what this process has added to it."""
         self.bar: Bar | None = None
 
     def __call__(self, now: Progress) -> None:
-        """Called before the first block and after each."""
+        """Show the progress; called before the first block and after each."""
         if self.first is None:
             self.first = now
             self.started_s = time.monotonic()
@@ -108,7 +108,7 @@ class Display:
             tell(" | ".join([f"{self._share(now):.0%}", *self._numbers(now, at_s)]))
 
     def close(self) -> None:
-        """The bar stays as it was last."""
+        """Stop the bar and leave its last state on the terminal."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine the ranks get, and in which order: said to CUDA before it is asked for any."""
+"""Choice and order of this machine's GPUs, set before CUDA first enumerates them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def choose_devices(config: RunConfig) -> None:
-    """Have CUDA, in this process and in those it starts, show the GPUs of ``launch.devices`` as 0, 1, ...
+    """Make CUDA show the GPUs of ``launch.devices`` as 0, 1, ..., in this process and its children.
 
-    The numbers are those of ``nvidia-smi``, or places in CUDA_VISIBLE_DEVICES where that is set: it leaves fewer, and
-    is never gone past. Local rank i takes the i-th.
+    Local rank i takes the i-th. The numbers are those of ``nvidia-smi``. If CUDA_VISIBLE_DEVICES is set, they are
+    positions in its list instead, and no GPU outside that list is used.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES leaves no such device.
+        ConfigError: CUDA_VISIBLE_DEVICES has no such position.
     """
-    os.environ.setdefault(ORDER, "PCI_BUS_ID")  # by itself CUDA calls the fastest number 0
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")  # CUDA's default gives number 0 to the fastest GPU
     if not config.launch.devices:
         return
     wanted = [int(number) for number in config.launch.devices.split(",")]
@@ -37,10 +37,10 @@ def choose_devices(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig, num_visible: int) -> None:
-    """Refuse devices that torch does not see: CUDA leaves out the first that is not there, and all after it.
+    """Refuse devices that torch does not see: CUDA drops the first missing one, and all after it.
 
     Raises:
-        ConfigError: with how many there are.
+        ConfigError: fewer are visible than configured; has both numbers.
     """
     wanted = config.launch.devices.split(",") if config.launch.devices else []
     if len(wanted) <= num_visible:

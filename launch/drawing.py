@@ -1,4 +1,4 @@
-"""What ``meshwright draw`` does: a configuration's schedule before it runs, a run's step as it was. No torch."""
+"""Command ``meshwright draw``: the schedule of a configuration, or the traced step of a run. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 class Format(StrEnum):
-    """What can be written."""
+    """Output format of a drawing."""
 
     TEXT = "text"
     SVG = "svg"
@@ -36,10 +36,10 @@ MUST_LAST = ("f", "b", "i", "w")
 
 
 def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | None, costs: str | None) -> None:
-    """The command, with its words as they were given.
+    """Draw a configuration or a run. The arguments are the words of the command line.
 
     Raises:
-        UserError: a word that is not understood or has no effect here, a configuration or a trace that is none.
+        UserError: an argument is invalid or has no effect here, or the configuration or trace is invalid.
     """
     wanted = parse_formats(formats) if formats is not None else list(Format)
     path = Path(drawn)
@@ -54,7 +54,7 @@ def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | 
 
 
 def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
-    """Print a measured step, its simulation and where its time went; write both in one picture beside the trace."""
+    """Print a measured step, its simulation and its time per rank; write both timelines as one picture."""
     trace, schedule, timeline, readings = read(path)
     accounts = account(timeline, readings)
     costs = measured_costs(schedule, timeline)
@@ -79,7 +79,7 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
 
 
 def draw_config(config: RunConfig, costs: Costs, out: Path | None, formats: Sequence[Format]) -> None:
-    """Print the schedule of a configuration, its bubble and its activations; write the files that are asked for."""
+    """Print the schedule of a configuration, its bubble and its activations; write the requested files."""
     schedule = draw_schedule(resolve(config, default_world_size(config, 0)))
     timeline = timeline_of(schedule, costs)
     grid = text(timeline, shutil.get_terminal_size((WIDTH, 0)).columns)
@@ -92,7 +92,7 @@ def draw_config(config: RunConfig, costs: Costs, out: Path | None, formats: Sequ
 
 
 def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: Sequence[Panel], unit: Unit) -> None:
-    """Write ``out/stem`` in each format, and say where.
+    """Write ``out/stem`` in each format, and print the paths.
 
     Raises:
         ConfigError: a file cannot be written there.
@@ -115,10 +115,10 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
 
 
 def parse_costs(words: str) -> Costs:
-    """``f=1,b=2,comm=0.1``: what is not named costs what :class:`Costs` says.
+    """Parse ``f=1,b=2,comm=0.1``; costs that are not named keep the defaults of :class:`Costs`.
 
     Raises:
-        ConfigError: an unknown name, no number, a negative one, or a computation that takes no time.
+        ConfigError: an unknown name, not a number, a negative number, or a computation that takes no time.
     """
     known = Costs._field_defaults
     found: dict[str, float] = {}
@@ -137,10 +137,10 @@ def parse_costs(words: str) -> Costs:
 
 
 def parse_formats(words: str) -> list[Format]:
-    """``svg,trace`` -> the formats.
+    """Parse ``svg,trace`` into formats.
 
     Raises:
-        ConfigError: names those that there are.
+        ConfigError: an unknown format; lists the known ones.
     """
     wanted = [word.strip() for word in words.split(",")]
     unknown = [word for word in wanted if word not in list(Format)]

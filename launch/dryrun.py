@@ -1,4 +1,4 @@
-"""What ``meshwright dryrun`` does: a job of any size rehearsed on paper, its ranks held against each other."""
+"""Command ``meshwright dryrun``: a job of any size run without devices or numbers, with all its ranks compared."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def dryrun(
     out: Path | None,
     cluster: str | None = None,
 ) -> int:
-    """The command, with its words as they were given; 1 when ranks do not agree.
+    """Dry-run a job; return 1 if its ranks disagree, else 0. The arguments are the words of the command line.
 
-    ``cluster``: whose device tells seconds and MFU; left out: an H100 where the run is for a GPU, else nobody.
+    ``cluster``: hardware for predicted seconds and MFU. Default: an H100 if the run is for a GPU, else no prediction.
 
     Raises:
-        UserError: a configuration that cannot work, a fault that is not understood, a picture that cannot be written.
+        UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
     """
     check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
@@ -55,7 +55,7 @@ def dryrun(
     from meshwright.tools.dryrun.job import plan_job
     from meshwright.tools.dryrun.report import describe, figure, save
 
-    gc.freeze()  # what is here stays: looking for garbage is then quick
+    gc.freeze()  # exempts existing objects, so that collections stay fast
     job = plan_job(config, tell)
     for words, seed in zip(faults, seeds, strict=True):
         _seed(job, words, *seed)
@@ -71,7 +71,7 @@ def dryrun(
 
 
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
-    """What tells seconds; the hardware is read now, so that a name that is none is refused before long work."""
+    """Return the time model, if any; read the hardware now, so that a wrong name is refused before long work."""
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
 
@@ -102,10 +102,10 @@ def _placed(config: RunConfig, per_node: int) -> tuple[Grid, list[str]]:
 
 
 def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
-    """Refuse degrees that do not fill the nodes, in words of this command.
+    """Refuse degrees that do not fill the nodes, in terms of this command's options.
 
     Raises:
-        ConfigError: with the numbers that would.
+        ConfigError: has numbers that would fit.
     """
     parallel, size = config.parallel, num_nodes * per_node
     replica = parallel.pp * parallel.tp
@@ -126,10 +126,10 @@ def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
 
 
 def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:
-    """``schedule:5=gpipe`` -> ("schedule", 5, "gpipe"); ``missing:dp:5`` -> ("missing", 5, "dp").
+    """Parse ``schedule:5=gpipe`` into ("schedule", 5, "gpipe"), and ``missing:dp:5`` into ("missing", 5, "dp").
 
     Raises:
-        ConfigError: it is neither, there is no such rank, axis or schedule, or it would be no fault.
+        ConfigError: another form, an unknown rank, axis or schedule, or a value that would be no fault.
     """
     from meshwright.mesh.grid import Axis
     from meshwright.schedule.build import BUILDERS

@@ -1,9 +1,9 @@
-"""Who started this process: nobody, torchrun or srun; and what torch wants to find in the environment of a rank.
+"""Launcher of this process (none, torchrun or srun), and the environment variables that torch needs in a rank.
 
-started by        tells                                  becomes
+started by        sets                                   becomes
 torchrun          RANK WORLD_SIZE LOCAL_RANK MASTER_*    (as it is)
 srun              SLURM_PROCID SLURM_STEP_NUM_TASKS ...  RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
-nobody            nothing                                the launcher starts the ranks itself (local.py)
+no launcher       nothing                                the launcher starts the ranks itself (local.py)
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from meshwright.errors import MeshError
 from meshwright.mesh.network import NODES, interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports that a Slurm job may meet at: below those that Linux hands out by itself (32768 and up)."""
+"""Ports for the rendezvous of Slurm jobs, below those that Linux assigns by itself (32768 and up)."""
 STEPS_PER_JOB = 16
 
 
 class Launcher(StrEnum):
-    """Who starts the ranks."""
+    """Program that starts the ranks."""
 
     NONE = "none"
     TORCHRUN = "torchrun"
@@ -33,23 +33,23 @@ class Launcher(StrEnum):
 
 
 class Place(NamedTuple):
-    """A rank among all, and on its node."""
+    """Rank in the world, and on its node."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    """Ranks on each node; 0 when the nodes differ or nobody tells."""
+    """Ranks on each node; 0 if the nodes differ or the number is unknown."""
 
 
 def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
-    """Who started this process.
+    """Return the launcher of this process.
 
-    ``SLURM_*`` alone is not enough: a batch script and ``salloc``'s shell have SLURM_PROCID = 0 and the job's number of
-    tasks too. Only srun sets SLURM_STEP_ID.
+    ``SLURM_*`` alone is not enough: a batch script and the shell of ``salloc`` also have SLURM_PROCID = 0 and the
+    job's number of tasks. Only srun sets SLURM_STEP_ID.
 
     Raises:
-        MeshError: one of RANK and WORLD_SIZE is there without the other.
+        MeshError: only one of RANK and WORLD_SIZE is set.
     """
     found = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if len(found) == 2:
@@ -65,7 +65,7 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def place(env: Mapping[str, str] = os.environ) -> Place:
-    """Where this rank stands, from the variables that torchrun sets (under srun: see :func:`torch_variables`)."""
+    """Return this rank's place from the variables of torchrun (under srun see :func:`torch_variables`)."""
     numbers = {name: env.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     for name, text in numbers.items():
         if not text.isdecimal():
@@ -79,10 +79,9 @@ def place(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a rank under srun must add to its environment so that torch finds the others, and NCCL and gloo the network
-    that leads to them.
+    """Return the variables that torch, NCCL and gloo need in a rank under srun: rendezvous, and network interface.
 
-    What the user has set stays: MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
+    Values that the user has set stay: MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
     """
     variables = {
         "RANK": env["SLURM_PROCID"],
@@ -101,13 +100,13 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def port_of_job(job: str, step: str) -> int:
-    """The port at which the ranks of a job step meet: all of them know it without a word, and no other step has it."""
+    """Compute a job step's rendezvous port, the same on all its ranks without a message. It repeats every 750 jobs."""
     number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
     return FIRST_PORT + number % NUM_PORTS
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Slurm's short form of host names, written out.
+    """Expand Slurm's short form of host names.
 
     >>> expand_hosts("login,n[08-10,20],r[1-2]c[1-2]-ib")
     ['login', 'n08', 'n09', 'n10', 'n20', 'r1c1-ib', 'r1c2-ib', 'r2c1-ib', 'r2c2-ib']
@@ -120,10 +119,10 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def check_port(text: str) -> int:
-    """The number in MASTER_PORT, if somebody can listen there; without this torch waits for minutes.
+    """Return the port in MASTER_PORT if this process can listen there; otherwise torch would wait for minutes.
 
     Raises:
-        MeshError: it is no port, or another process holds it.
+        MeshError: not a port, or another process holds it.
     """
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise MeshError(f"MASTER_PORT = {text!r} is not a port: set it to a free one (1024 to 65535), or unset it")
@@ -140,7 +139,7 @@ def check_port(text: str) -> int:
 
 
 def check_meeting_place(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse what torchrun hands on when it is given port 0: each rank would wait for the others at no port at all.
+    """Refuse port 0, which torchrun passes on to the ranks: they would wait for each other at no port at all.
 
     Raises:
         MeshError: MASTER_PORT is 0.
@@ -158,13 +157,13 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
 
 
 def _tasks_of_each_node(text: str) -> int:
-    """``"4(x2)"`` -> 4; ``"4(x2),1"`` -> 0: the nodes differ."""
+    """Return the tasks per node: ``"4(x2)"`` -> 4; ``"4(x2),1"`` -> 0, since the nodes differ."""
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
     return int(found[1]) if found else 0
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    """The node of task 0: the first of the step's own nodes, which may be fewer than the job's."""
+    """Return the node of task 0: the first of the step's own nodes, which may be fewer than the job's."""
     hosts = _hosts(env)
     if not hosts:
         raise MeshError(
@@ -175,14 +174,14 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def _hosts(env: Mapping[str, str]) -> list[str]:
-    """All nodes of the step; where it does not say, of the job."""
+    """Return all nodes of the step, or of the job if the step has no list."""
     return expand_hosts(
         env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
     )
 
 
 def _numbers(text: str) -> list[str]:
-    """``"08-10,20"`` -> 08 09 10 20: as many digits as the first has."""
+    """Expand ``"08-10,20"`` into 08 09 10 20, with as many digits as the first number of each range."""
     numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""What a rank says when it fails, and which of many failures is the cause: the first, and not an echo of it."""
+"""Failure records of ranks, and the root cause among many failures: the first one that is not an echo of another."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from meshwright.errors import CommunicationError, HangEcho, UserError
 
 LOG_TAIL_LINES = 20
 LOG_HEAD = "=== started "
-"""Begins the part of a log file that one process wrote: a resumed run goes on in the same file."""
+"""Start of a process's part of a log file; a resumed run appends to the same file."""
 
 
 class RankFailed(Exception):
-    """A rank failed; the message is for people, the first failure first."""
+    """Failure of a rank. The message is for the user and begins with the first failure."""
 
     def __init__(self, message: str, rank: int, exit_code: int = 1) -> None:
         self.rank = rank
         self.exit_code = exit_code
         self.asked = False
-        """The run had been asked to end before, by a signal."""
+        """Flag: a signal had asked the run to end before the failure."""
         super().__init__(message)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank writes down when it fails; ``at_s`` is on the clock that all processes of a machine share."""
+    """Failure record of a rank. ``at_s`` is read from the clock that all processes of a machine share."""
 
     rank: int
     at_s: float
     message: str
-    """One line, or the whole message when the user can do something about it."""
+    """One line, or the whole message of a user error."""
     trace: str
-    """Empty when the user can do something about it."""
+    """Traceback; empty for a user error."""
     exit_code: int
     lost_peer: bool
-    """An echo: a peer was gone, or silent for too long."""
+    """Flag: the failure is an echo, because a peer was gone or silent for too long."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """A failure in words: for what a user can cause the message alone, for all else the traceback."""
+    """Return the failure record of an exception: the message alone for a user error, else also the traceback."""
     lost_peer = _lost_peer(error)
     if isinstance(error, UserError):
         return Failure(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
@@ -56,7 +56,7 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Whether the error came out of communication: the framework's own kind, or torch's bare one."""
+    """Return True for an error of communication: the framework's own type, or a plain RuntimeError of torch."""
     while error is not None:
         if isinstance(error, CommunicationError | HangEcho):
             return True
@@ -67,24 +67,24 @@ def _lost_peer(error: BaseException | None) -> bool:
 
 
 def write_down(failure: Failure, notes: Path) -> None:
-    """Leave a note for the launcher; whole or not at all."""
+    """Write a failure record for the launcher, atomically."""
     aside = notes / f"{failure.rank}.part"
     aside.write_text(json.dumps(asdict(failure)))
     aside.rename(notes / f"{failure.rank}.json")
 
 
 def read_notes(notes: Path) -> list[Failure]:
-    """The failures that were written down: causes before echoes, then the earliest first."""
+    """Return the written failure records: causes before echoes, then the earliest first."""
     failures = [Failure(**json.loads(note.read_text())) for note in notes.glob("*.json")]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 
 def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) -> RankFailed:
-    """The error to show. ``noticed``: the rank whose end was seen first; ``failures``: from :func:`read_notes`."""
-    if all(failure.rank != noticed for failure in failures):  # it could not write: killed, or crashed in C++
+    """Return the error to show. ``noticed``: rank whose end was seen first; ``failures``: of :func:`read_notes`."""
+    if all(failure.rank != noticed for failure in failures):  # it wrote no record: killed, or crashed in C++
         return RankFailed("\n".join([_unwritten(noticed, exit_code, logs), *_then(failures)]), noticed)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
-    if not first.trace:  # most often every rank would say it, and some were ended before they could
+    if not first.trace:  # usually every rank has the same error, and some were ended before they could report it
         return RankFailed(first.message, first.rank, first.exit_code)
     return RankFailed(
         "\n".join([f"rank {first.rank}: {first.message}", first.trace, *_then(rest)]), first.rank, first.exit_code
@@ -92,7 +92,7 @@ def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) 
 
 
 def _then(failures: Sequence[Failure]) -> list[str]:
-    """What came after the first failure; all echoes in one line."""
+    """Return lines for the failures after the first; all echoes share one line."""
     lines = [f"then rank {each.rank}: {each.message.splitlines()[0]}" for each in failures if not each.lost_peer]
     echoes = sorted(each.rank for each in failures if each.lost_peer)
     if echoes:

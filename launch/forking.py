@@ -1,7 +1,7 @@
-"""Ranks as children of a process that has already imported torch: a fork takes milliseconds, an import seconds.
+"""Ranks forked from a process that has already imported torch: a fork takes milliseconds, an import seconds.
 
-What a parent must keep to, so that its children can compute: one torch thread (a child of a parent that ever ran an
-operation with two hangs in its first parallel operation) and no CUDA context.
+The parent must keep to one torch thread and create no CUDA context, so that its children can compute. A child of a
+parent that ever ran an operation with two threads hangs in its first parallel operation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
-"""What torch would import in each child: the second, 800 modules, when the first tensor on meta is filled."""
+"""Modules that torch would import in each child; the second (800 modules) when it first fills a meta tensor."""
 
 
 def preload() -> None:
-    """Make this process fit to be forked into ranks on CPU: one thread, and the slow imports done.
+    """Prepare this process to be forked into CPU ranks: set one thread and do the slow imports.
 
-    Among them megatron-core, a second of every rank's first step with tp > 1; not where there is a GPU, because the
-    door to it must then be opened for the rank's device.
+    They include megatron-core, which takes a second of every rank's first step with tp > 1. With a GPU it is left out,
+    because megatron-core must then be set up for the rank's device.
     """
     import torch
 
@@ -36,17 +36,17 @@ def preload() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when ``parent`` dies, however it dies (Linux; elsewhere does nothing).
+    """Request that the kernel kills this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
 
-    The kernel means the parent's *thread*: fork from a thread that lives as long as the ranks shall.
+    The kernel watches the parent's *thread*: fork from a thread that lives as long as the ranks must.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the request was in
+    if os.getppid() != parent:  # it died before the request took effect
         os._exit(1)
 
 
 def loopback() -> str:
-    """Name of the loopback interface: ranks of one machine need not ask what its host name resolves to."""
+    """Return the name of the loopback interface, so that ranks of one machine need not resolve its host name."""
     return "lo" if sys.platform.startswith("linux") else "lo0"

@@ -1,5 +1,5 @@
-"""Commands that start ranks, or are one that torchrun or srun has started: train, doctor, eval, sample; and slurm,
-which asks for nodes. Imports of weight are inside, as in :mod:`meshwright.launch.commands`."""
+"""Commands that start ranks, or run as one under torchrun or srun: train, doctor, eval, sample. Also slurm, which
+submits jobs. Heavy imports happen inside each command, as in :mod:`meshwright.launch.commands`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
-    """The configuration, its devices chosen for this process and its children; and who has started this process."""
+    """Return the configuration and the launcher of this process; choose the GPUs of this process and its children."""
     from meshwright.config import load
     from meshwright.launch.devices import choose_devices
     from meshwright.launch.environment import launch_environment
@@ -65,7 +65,7 @@ def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig
 
 
 def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """What a rank does that trains, and the configuration of so many ranks; refused here if it cannot work."""
+    """Check the configuration; return the rank function that trains, and the configuration for ``world_size``."""
     from meshwright.launch.work import check, work
 
     checked, _ = check(config, world_size)
@@ -78,7 +78,7 @@ def _training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 
 def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """The same for the doctor."""
+    """Return the doctor's rank function and the configuration resolved for ``world_size``."""
     from meshwright.config import resolve
     from meshwright.tools.doctor.rank import run_rank
 
@@ -86,7 +86,7 @@ def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 
 
 def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
-    """This process is one rank of torchrun's or srun's; a failure ends it at once, with its rank in the message."""
+    """Run this process as one rank of torchrun or srun; a failure ends it at once, with its rank in the message."""
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
     from meshwright.launch.failure import describe
@@ -101,7 +101,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     def keep_exit_code(exit_code: int) -> None:
-        """The first to leave has the others ended by SIGTERM, and srun tells the highest exit code of all: 143."""
+        """Exit with this code on SIGTERM: the first rank to leave ends the others; srun reports the highest code."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
 
@@ -200,7 +200,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
 def _used(
     config: RunConfig, launcher: Launcher, run: Path, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]
 ) -> int:
-    """Ranks that use a trained model: started as those that train it are. Their logs are theirs, not the run's."""
+    """Start ranks that use a trained model, or run as one of them. Ranks started here log to a temporary directory."""
     import tempfile
 
     from meshwright.config import default_world_size
@@ -239,7 +239,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ended(start: Callable[[], object]) -> int:
-    """The exit code of ranks that have been started here and have ended; what went wrong is said."""
+    """Start ranks on this machine, print the error that ended them, if any, and return the exit code."""
     from meshwright.launch.failure import RankFailed
     from meshwright.launch.local import Interrupted
 

@@ -1,7 +1,7 @@
-"""Temporary files of a launcher, and how those of one that was killed are told and removed.
+"""Temporary files of a launcher, and removal of those that a killed launcher has left.
 
-A process killed with -9 removes nothing. Each launcher holds a lock in its directory for as long as it lives: a
-directory whose lock is free belongs to nobody any more. (A process id would not tell: two containers may share /tmp.)
+A process killed with -9 removes nothing. Each launcher locks a file in its directory as long as it lives, so that a
+directory with a free lock is abandoned. (A process id proves nothing: two containers may share /tmp.)
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 LOCK = "lock"
 YOUNG_S = 60
-"""A directory without a lock may have been made this instant."""
+"""Age below which a directory without a lock may still be under construction."""
 LONGEST = 60
-"""Characters of a place that leave room for the name of a Unix socket, of which the kernel takes 107 in all."""
+"""Characters of a directory that leave room for the name of a Unix socket; the kernel allows 107 in all."""
 
 _own: dict[int, tuple[Path, int]] = {}
 
 
 def own_directory() -> Path:
-    """Return this process's temporary directory, mode 0700; made at the first call, removed when the process exits.
+    """Return this process's temporary directory, mode 0700; created at the first call, removed at exit.
 
     The socket of multiprocessing's fork server goes there too.
     """
@@ -47,18 +47,18 @@ def own_directory() -> Path:
 
 
 def _place() -> Path:
-    """Return the temporary directory of this user's choice, or /tmp where sockets cannot have so long a name."""
+    """Return the user's temporary directory, or /tmp if sockets cannot have so long a name."""
     wanted = Path(tempfile.gettempdir())
     return wanted if len(os.fsencode(wanted)) <= LONGEST else Path("/tmp")
 
 
 def _remove_own(pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has other things to do at its exit
+    if os.getpid() == pid:  # a forked child must leave its parent's directory alone
         shutil.rmtree(_own[pid][0], ignore_errors=True)
 
 
 def remove_leftovers() -> None:
-    """Remove this user's launcher directories whose lock is free. Never another user's, never through a link."""
+    """Remove this user's launcher directories whose lock is free; never another user's, never through a link."""
     for entry in _place().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = entry.lstat()

@@ -1,4 +1,4 @@
-"""The ranks of one machine: started, watched and ended by the launcher's own process.
+"""Ranks of one machine, started, watched and ended by the launcher's own process.
 
     meshwright train ---- store at 127.0.0.1      process group rendezvous; nothing in it is unpickled
           |   | sentinels
@@ -10,8 +10,8 @@
 Every socket of a local run listens on the loopback interface (docs/security.md). torch's elastic agent is not used: its
 store listens on all interfaces, and the agent unpickles what any client writes there.
 
-No rank outlives the launcher: each watches a pipe that the launcher holds, and dies with the fork server. What a rank
-does with its life, and how it ends, is in rank.py.
+No rank outlives the launcher: each watches a pipe that the launcher holds, and dies with the fork server. The rank's
+side, its work and its end, is in rank.py.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from meshwright.system.signals import SIGNALS, ignored
 LOOPBACK = "127.0.0.1"
 MOST_RANKS = 1024
 UNKNOWN_EXIT = 255
-"""What multiprocessing says of a child whose fork server is gone: nobody is left who could tell."""
+"""Exit code that multiprocessing reports for a child whose fork server is gone: the true one is lost."""
 SHUTDOWN_S = 3
-"""How long the ranks that are left after a failure have to end by themselves."""
+"""Time for the remaining ranks to end by themselves after a failure."""
 
 
 class Interrupted(BaseException):
-    """The launcher was told to end by a signal before its ranks could save anything, and has ended them."""
+    """Exit by a signal that arrived before the ranks could save anything; the launcher has ended them."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
@@ -59,10 +59,10 @@ class Interrupted(BaseException):
 
 
 def num_devices(config: RunConfig) -> int:
-    """The accelerators of this machine that the run may use; 0 on CPU.
+    """Return the number of accelerators of this machine that the run may use; 0 on CPU.
 
     Raises:
-        ConfigError: the run wants one, and there is none.
+        ConfigError: the run needs one and there is none, or more are configured than torch sees.
     """
     if config.train.device == "cpu":
         return 0
@@ -78,10 +78,10 @@ def num_devices(config: RunConfig) -> int:
 
 
 def warm_up(config: RunConfig, module: str) -> None:
-    """Start the server from which the ranks will be forked; returns at once, while it imports torch and ``module``.
+    """Start the server that forks the ranks. Returns at once, while the server imports torch and ``module``.
 
     Call it before this process imports them, so that both import at the same time. On a machine with a GPU the server
-    imports torch alone: a library that asks for devices while it is imported would make CUDA useless in the ranks.
+    imports torch alone: a library that enumerates devices during its import would make CUDA useless in the ranks.
     """
     os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
     remove_leftovers()
@@ -89,40 +89,40 @@ def warm_up(config: RunConfig, module: str) -> None:
     if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
         modules = ["torch", "torch.distributed.device_mesh"]
     else:
-        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # its regions, or its datasets
+        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # for its regions, or its datasets
         modules = [*(["meshwright.launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    # The server looks for modules where this process does, not in a folder `models` that happens to lie in the current
-    # directory; and a signal that goes to all (Ctrl-C, scancel) is for this process and the ranks to handle: the server
-    # and Python's tracker are born with them blocked, and what comes meanwhile is not lost here.
+    # The server searches modules where this process does, and not in a folder `models` of the current directory. A
+    # signal to all processes (Ctrl-C, scancel) is for this process and the ranks to handle: the server and Python's
+    # resource tracker start with signals blocked. One that arrives meanwhile stays pending here and is not lost.
     path = os.pathsep.join(filter(None, sys.path))
     with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             multiprocessing.resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has unblocked some of them
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ensure_running has unblocked some of them
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def has_children(config: RunConfig) -> bool:
-    """Whether ranks are processes of their own: a lone one is, where it may have to be started again."""
+    """Return True if ranks are processes of their own; a single rank is one only if it may have to be restarted."""
     return config.launch.processes != 1 or config.launch.max_restarts > 0
 
 
 def launch(work: Work, config: RunConfig) -> None:
-    """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine; blocks until all have ended.
+    """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine; block until all have ended.
 
-    ``config`` is resolved. ``work`` is sent by its name. One rank needs no launcher and runs in this process, unless it
-    may have to be started again.
+    ``config`` is resolved. ``work`` is pickled by name. A single rank runs in this process, unless it may have to be
+    restarted.
 
     Raises:
-        MeshError: the port in MASTER_PORT is taken, or the launcher cannot reach its own machine.
-        ConfigError: the log directory cannot be written.
-        RankFailed: a rank raised or died: its message, and those of the others after it. Asked to end by a signal,
-            all ranks save and leave: exit code 85.
-        Interrupted: by a signal, before all ranks took part in that.
+        MeshError: the port in MASTER_PORT is taken, the launcher cannot listen on loopback, or the fork server ended.
+        ConfigError: too many ranks, or the log directory cannot be written.
+        RankFailed: a rank raised or died; has its message and those of the ranks after it. With exit code 85: a signal
+            asked the run to end, and all ranks have saved and left.
+        Interrupted: a signal arrived before all ranks could save.
     """
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int), "resolve the configuration first"
@@ -135,7 +135,7 @@ def launch(work: Work, config: RunConfig) -> None:
         set_threads(config.launch.threads)
         try:
             work(config, end_process)
-        except (SystemExit, BrokenPipeError) as error:  # of a user's code: as from a rank that is a process of its own
+        except (SystemExit, BrokenPipeError) as error:  # from user code: treated as from a rank in its own process
             failure = describe(error, 0)
             raise RankFailed(f"rank 0: {failure.message}\n{failure.trace}", 0) from None
         return
@@ -169,9 +169,9 @@ def launch(work: Work, config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
-    """Serve the ranks' rendezvous store from this process, at 127.0.0.1 alone; yield it and its port.
+    """Serve the ranks' rendezvous store from this process, on 127.0.0.1 only; yield the store and its port.
 
-    torch's own TCPStore would listen on all interfaces: it is given a socket that is bound already.
+    torch's own TCPStore would listen on all interfaces, so it is given a socket that is already bound.
     """
     import torch.distributed as dist
 
@@ -192,7 +192,7 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
 def _start(
     work: Work, config: RunConfig, port: int, logs: Path, notes: Path, unwanted: list[signal.Signals]
 ) -> list[Any]:
-    """Fork all ranks; returns their processes by rank.
+    """Fork all ranks; return their processes by rank.
 
     Raises:
         MeshError: the fork server has ended meanwhile.
@@ -215,10 +215,10 @@ def _start(
 
 
 def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
-    """Block until all ranks have ended, or one has failed and the others were ended after it.
+    """Block until all ranks have ended, or until one has failed and the others were ended after it.
 
     Raises:
-        RankFailed: a rank failed, or all have saved and left as they were asked to.
+        RankFailed: a rank failed, or all have saved and left on request.
         MeshError: the fork server was killed, and the ranks with it.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
@@ -232,12 +232,12 @@ def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
                 raise _server_gone("and all ranks with it")
             raise told(failed[0], codes[failed[0]], failures, logs)
-    for left in read_notes(notes):  # nobody failed: they have saved, and all left as they were asked to
+    for left in read_notes(notes):  # no rank failed: all have saved and left on request
         raise RankFailed(left.message, left.rank, left.exit_code)
 
 
 def _end_all(ranks: Sequence[Any]) -> None:
-    """Ask the ranks that are left to end, wait up to SHUTDOWN_S, then kill them."""
+    """Terminate the remaining ranks, wait up to SHUTDOWN_S, then kill them."""
     for process in ranks:
         if process.is_alive():
             process.terminate()
@@ -258,9 +258,9 @@ def _server_gone(when: str) -> MeshError:
 
 
 class _End:
-    """What the launcher does when it is asked to end: the ranks are told, once, and save and leave.
+    """Signal handler of the launcher: forwards the first signal to the ranks, which then save and leave.
 
-    As long as some rank does not listen yet, there is nothing to save: all are ended.
+    While some rank has no handler yet, there is nothing to save: all are killed.
     """
 
     def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
@@ -271,8 +271,10 @@ class _End:
 
     @contextlib.contextmanager
     def listening(self, signals: set[signal.Signals]) -> Iterator[None]:
-        """Within: the handler of these. Afterwards as before; but once the ranks have been told, another signal changes
-        nothing any more: this process is leaving too."""
+        """Handle ``signals`` inside the block; restore the previous handlers after it.
+
+        Once the ranks have been signalled, further signals are ignored instead, because this process is leaving too.
+        """
         before = {each: signal.signal(each, self.asked) for each in signals}
         try:
             yield
@@ -281,7 +283,7 @@ class _End:
                 signal.signal(each, signal.SIG_IGN if self.told else handler)
 
     def asked(self, signum: int, frame: object) -> None:
-        """The launcher's handler of SIGNALS."""
+        """Forward the first signal to all ranks; raise Interrupted on SIGQUIT, or if some rank has no handler yet."""
         if signum == signal.SIGQUIT:
             raise Interrupted(signum)
         if self.told:
@@ -292,18 +294,18 @@ class _End:
             raise Interrupted(signum)
         self.told = True
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # it has left already: its last step is done
+            with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and left
                 os.kill(rank, signum)
 
 
 def _meeting_port() -> int:
-    """The port in MASTER_PORT if the user has set one, else 0: any free one."""
+    """Return the port in MASTER_PORT if the user has set one, else 0 for any free port."""
     text = os.environ.get("MASTER_PORT", "")
     return check_port(text) if text else 0
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
-    """End the ranks that a signal or an error has left; the interpreter would wait for them."""
+    """Kill the ranks that a signal or an error has left; otherwise the interpreter waits for them at exit."""
     for child in multiprocessing.active_children():
         if child not in but:
             child.kill()
@@ -312,7 +314,7 @@ def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _variables(**variables: str) -> Iterator[None]:
-    """Environment variables for the processes that are started inside."""
+    """Set environment variables for the processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,4 +1,4 @@
-"""What ``meshwright plan`` and ``meshwright calibrate`` do with the words they were given."""
+"""Commands ``meshwright plan`` and ``meshwright calibrate``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from meshwright.tools.planner.text import chosen_config, describe
 
 MOST_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
-"""What of a configuration's own batch would hold against another number of samples."""
+"""Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
 SEARCHED = {
     *(f"parallel.{key}" for key in ("pp", "dp", "tp", "zero", "shard_factor", "sequence", "reduce", "offload")),
     *(f"pipeline.{key}" for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")),
     *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
 }
-"""Keys that a search gives each layout itself."""
+"""Keys that a search sets for each layout."""
 
 
 def plan(
@@ -48,12 +48,12 @@ def plan(
     out: Path | None,
     best: int | None,
 ) -> None:
-    """The command.
+    """Search for the best layouts of a configuration on a cluster, print them, and write the plan to ``out``.
 
     Raises:
-        UserError: the configuration, the hardware, or that nothing fits, with the nearest thing that would work.
+        UserError: an invalid configuration or hardware, or nothing fits; then with the nearest that would work.
     """
-    gc.disable()  # a search makes millions of small tuples, in no cycles
+    gc.disable()  # a search creates millions of small tuples, without cycles
     check_place(out, folder=True, example="plan")
     hardware = read_hardware(cluster)
     if devices_per_node is not None:
@@ -85,11 +85,10 @@ def plan(
 
 
 def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_batch: int | None) -> None:
-    """Refuse words of the command line that would have none: what a search gives each layout itself, a device that the
-    cluster has not, a number of samples said twice.
+    """Refuse arguments without effect: keys that a search sets, a device that the cluster lacks, a batch given twice.
 
     Raises:
-        ConfigError: with all of them.
+        ConfigError: lists all of them.
     """
     values = {given.key: given.value for given in read_overrides(overrides).given}
     problems = []
@@ -114,7 +113,7 @@ def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_b
 
 
 def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> RunConfig:
-    """The file, of whose batch a plan needs the samples of a step alone; without any where it does not say them."""
+    """Load the configuration; keep only the samples per step of its batch, or none if it does not give them."""
     given = {each.key: each.value for each in [*read_file(Path(path)).given, *read_overrides(overrides).given]}
     if global_batch is not None:
         return load(path, [*overrides, *FREE_BATCH, f"--batch.global_batch={global_batch}"])
@@ -127,23 +126,23 @@ def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> Ru
 
 
 def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
-    """The configuration on a device that the cluster has: by it the stages are cut, and there ``train`` will run."""
+    """Return the configuration on the cluster's device: it decides how stages are cut and where ``train`` will run."""
     if config.train.device == hardware.kind or (hardware.kind == "cuda" and config.train.device == "auto"):
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"device": hardware.kind})})
 
 
 def practice_for(config: RunConfig, hardware: Hardware) -> Practice:
-    """How this framework's own ranks run operations there."""
+    """Return how ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
     return Practice(fused=config.train.compile, takes_everything=on_gpu, norm_kernel=on_gpu)
 
 
 def bare(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
-    """The configuration without its layout: a search gives each degree itself.
+    """Return the configuration without its layout, since a search sets each degree.
 
     Raises:
-        ConfigError: it does not say how many samples a step has.
+        ConfigError: the number of samples per step is not given.
     """
     batch, dp = config.batch, config.parallel.dp
     samples = global_batch or batch.global_batch
@@ -167,7 +166,7 @@ def bare(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
 
 
 def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
-    """What is nearest, and what would work."""
+    """Return the lines of the error: the layout closest to fitting, and what would work."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
@@ -185,7 +184,7 @@ def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: P
 
 
 def calibrate(out: Path, ranks: int) -> None:
-    """Measure this machine and write what it is, for ``--cluster``."""
+    """Measure this machine and write it as a hardware file for ``--cluster``."""
     from meshwright.launch.pool import RankPool
     from meshwright.tools.planner.calibrate import cores, put_together, to_toml
 
@@ -207,19 +206,19 @@ def calibrate(out: Path, ranks: int) -> None:
 
 
 def measure_alone(rank: int, world_size: int) -> dict[str, Measured]:
-    """One process of as many as there are cores, all at once."""
+    """Measure this rank's core in float32 and bfloat16, while the other ranks do the same."""
     torch.set_num_threads(1)
     return {str(dtype).removeprefix("torch."): measure_device(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 def measure_whole(rank: int, world_size: int, hardware: Hardware) -> float:
-    """One process of as many as there are cores, all at once."""
+    """Return the share (0..1) of the rates in ``hardware`` that a whole block reaches, with all ranks busy at once."""
     torch.set_num_threads(1)
     return measure_block(hardware)
 
 
 def measure_together(rank: int, world_size: int) -> dict[Message, Link]:
-    """One process of those that talk."""
+    """Measure the links between all ranks. Collective over dp."""
     torch.set_num_threads(1)
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
     return measure_links(mesh.dp)

@@ -1,13 +1,13 @@
-"""Ranks started once and used for many worlds: what the tests and ``meshwright verify`` run on.
+"""Pool of ranks that are started once and reused for many worlds, by the tests and ``meshwright verify``.
 
     run(f, 4) -> [f(0, 4), f(1, 4), f(2, 4), f(3, 4)]        each in a process of its own, joined by gloo
 
     parent     | fork x max_ranks | (f, args) -> 0..3 | <- results | release 0..3 |   (g, args) -> 0..7 | ...
     worker 2   | ....... waits .. | join f leave      | result ->  | take down    |   join g leave      | ...
 
-The workers are forked from the calling process after torch is imported, so that a world of 8 ranks costs a fifth of a
-second and not fifteen. Each world meets in a file store of its own: the group of one can never meet another's. When a
-rank raises, dies or hangs, all workers are killed and the next call forks new ones.
+The workers are forked from the calling process after torch is imported. A world of 8 ranks therefore starts in 0.2 s
+instead of 15 s. Each world uses a rendezvous file of its own, so that the groups of two worlds never mix. When a rank
+raises, dies or hangs, all workers are killed and the next call forks new ones.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from meshwright.launch.forking import die_with, loopback, preload
 from meshwright.launch.leftovers import own_directory, remove_leftovers
 
 GRACE_S = 0.2
-"""After a first failure: how long others may still report theirs, so that the earliest is known."""
+"""Time for other ranks to report a failure after the first report, so that the earliest failure is found."""
 
 
 class RankError(RuntimeError):
-    """A rank of a world failed. The message begins with the rank that failed first; ``rank`` is that one.
+    """Failure of a rank in a world. The message begins with the rank that failed first, also in ``rank``.
 
-    The exception that the rank raised is the ``__cause__`` when it could be sent.
+    The exception that the rank raised is the ``__cause__`` if it could be pickled.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -49,7 +49,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """Ranks had not answered in time; ``ranks`` names them."""
+    """Timeout of a world; ``ranks`` lists the ranks without a result."""
 
     def __init__(self, message: str, ranks: list[int]) -> None:
         self.ranks = ranks
@@ -57,7 +57,7 @@ class RankTimeout(RankError):
 
 
 class Call(NamedTuple):
-    """What one worker is asked to do."""
+    """Function call for one worker, with the world to run it in."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What a worker says when its rank raised; ``at_s`` is on the clock that all processes share."""
+    """Failure record of a worker. ``at_s`` is read from the clock that all processes of the machine share."""
 
     at_s: float
     summary: str
@@ -77,7 +77,7 @@ class Failure(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """One forked process, the parent's end of its pipe, and the file that it writes its stack to when asked."""
+    """Forked process, the parent's end of its pipe, and the file to which SIGUSR1 makes it write its stack."""
 
     pid: int
     pipe: Connection
@@ -85,10 +85,10 @@ class Worker(NamedTuple):
 
 
 class RankPool:
-    """Up to ``max_ranks`` worker processes on this machine's CPU, for one world at a time.
+    """Pool of up to ``max_ranks`` worker processes on this machine's CPU, for one world at a time.
 
-    Make it in the main thread and close it (``with``); the workers die with the parent, however that dies. A function
-    is sent by its name: changes made to its module after the fork (a monkeypatch) are not seen by the workers.
+    Create it in the main thread and close it (``with``). The workers die with the parent, however that dies. Functions
+    are pickled by name: workers do not see changes made to a module after the fork (a monkeypatch).
     """
 
     def __init__(self, max_ranks: int = 8) -> None:
@@ -107,14 +107,17 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """``[function(rank, world_size, *args) for each rank]``, all ranks at once, with a gloo group between them.
+        """Run ``function(rank, world_size, *args)`` in all ranks at once, with a gloo group between them.
 
-        RANK, WORLD_SIZE and LOCAL_RANK are set during the call; torch's generator starts at seed 0 in every rank.
-        Blocks until all ranks have answered. Arguments and results are pickled.
+        Blocks until all ranks have finished. RANK, WORLD_SIZE and LOCAL_RANK are set during the call; torch's generator
+        starts at seed 0 in every rank. Arguments and results are pickled.
+
+        Returns:
+            The results, by rank.
 
         Raises:
-            RankError: a rank raised or died: the one that did so first, with its traceback.
-            RankTimeout: after ``timeout_s`` some ranks had not answered; tells where each of them stood.
+            RankError: a rank raised or died. Has the first such rank, with its traceback.
+            RankTimeout: some ranks had not finished after ``timeout_s``. Has the stack of each.
         """
         assert 1 <= world_size <= self.max_ranks, f"world_size {world_size}, but the pool has {self.max_ranks} ranks"
         while len(self._workers) < self.max_ranks:
@@ -123,11 +126,11 @@ class RankPool:
         store = str(self._directory / f"world-{self._num_worlds}")
         calls = [
             pickle.dumps(Call(function, args, rank, world_size, store, timeout_s)) for rank in range(world_size)
-        ]  # all pickled before any is sent: an argument that cannot be pickled leaves the workers as they are
+        ]  # all are pickled before any is sent: an argument that cannot be pickled leaves the workers unharmed
         workers = self._workers[:world_size]
         try:
             for worker, call in zip(workers, calls, strict=True):
-                with contextlib.suppress(BrokenPipeError):  # a worker that died is found when its answer is awaited
+                with contextlib.suppress(BrokenPipeError):  # a worker that died is found when its result is awaited
                     worker.pipe.send_bytes(call)
             results = _gather(workers, timeout_s)
             for worker in workers:
@@ -138,7 +141,7 @@ class RankPool:
         return results
 
     def pids(self) -> list[int]:
-        """Process ids of the workers by rank; empty before the first call and after a failure."""
+        """Return the workers' process ids by rank; empty before the first call and after a failure."""
         return [worker.pid for worker in self._workers]
 
     def kill(self) -> None:
@@ -153,7 +156,7 @@ class RankPool:
         self._workers = []
 
     def close(self) -> None:
-        """End the workers and remove what they met in."""
+        """Kill the workers and remove the pool's temporary directory."""
         self.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -168,7 +171,7 @@ class RankPool:
             try:
                 die_with(parent)
                 mine.close()
-                for other in self._workers:  # inherited ends would keep a pipe open that the parent has closed
+                for other in self._workers:  # inherited ends would keep a pipe open after the parent has closed it
                     other.pipe.close()
                 _serve(theirs, stack)
             finally:
@@ -178,7 +181,7 @@ class RankPool:
 
 
 def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
-    """Wait for the answers of all ranks; raise the earliest failure."""
+    """Wait for the results of all ranks; raise the earliest failure."""
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
     deadline_s = time.monotonic() + timeout_s
@@ -193,7 +196,7 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
             try:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                # Others see a dead rank as a closed connection: it failed before them, whenever we hear of it.
+                # Peers see a dead rank as a closed connection. It failed before they did, whenever its pipe closes.
                 answer = Failure(0.0, _how_it_ended(workers[rank].pid), "", None)
             if isinstance(answer, Failure):
                 if not failures:
@@ -232,7 +235,7 @@ def _cause(failures: dict[int, Failure]) -> BaseException | None:
 
 
 def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankTimeout:
-    """Ask the silent ranks for their stacks and put them into the message: the one to blame is not in a collective."""
+    """Return the error with the stacks of ranks without a result: the one outside a collective is to blame."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank].pid, signal.SIGUSR1)
@@ -245,11 +248,11 @@ def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankT
 
 
 def _serve(pipe: Connection, stack: Path) -> None:
-    """The life of a worker: a world per message, until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Run a worker's loop, one world per message, until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    gc.freeze()  # what was here before the first world stays: looking for garbage is then quick
+    gc.freeze()  # exempts what exists before the first world, so that collections stay fast
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         with contextlib.suppress(EOFError):
@@ -258,16 +261,16 @@ def _serve(pipe: Connection, stack: Path) -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pipe.send_bytes(answer)
-                # Now the parent either releases all ranks together, so that none leaves while another still talks to
-                # it, or, when a rank failed, kills all: until then the failed rank's connections stay open and its
-                # peers have no error of their own to report.
+                # The parent now releases all ranks together, so that none leaves while a peer communicates with it.
+                # If a rank failed, the parent kills all instead. Until then the failed rank's connections stay open,
+                # and its peers have no error to report.
                 pipe.recv_bytes()
                 _take_down()
     os._exit(0)
 
 
 def _answer(message: bytes) -> bytes:
-    """Run one call: the pickled result in a tuple, or a :class:`Failure`."""
+    """Run one call; return the pickled result in a tuple, or a pickled :class:`Failure`."""
     try:
         call: Call = pickle.loads(message)
         with _world(call):
@@ -280,7 +283,7 @@ def _answer(message: bytes) -> bytes:
 
 
 def _dump(error: BaseException) -> bytes | None:
-    """The exception for the parent, if it survives the way there and back."""
+    """Pickle the exception for the parent; return None if it does not survive the round trip."""
     try:
         dumped = pickle.dumps(error)
         pickle.loads(dumped)
@@ -291,7 +294,7 @@ def _dump(error: BaseException) -> bytes | None:
 
 @contextlib.contextmanager
 def _world(call: Call) -> Iterator[None]:
-    """Join a new world, as a fresh process would: its environment, its group, its random state."""
+    """Join a new world with the state of a fresh process: environment, process group and random generator."""
     import torch
     import torch.distributed as dist
 
@@ -305,7 +308,7 @@ def _world(call: Call) -> Iterator[None]:
             store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]
             rank=call.rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout_s + 30),  # the parent's limit comes first: it can tell who hangs
+            timeout=timedelta(seconds=call.timeout_s + 30),  # after the parent's limit, which finds the hung rank
         )
         yield
     finally:
@@ -314,7 +317,7 @@ def _world(call: Call) -> Iterator[None]:
 
 
 def _take_down() -> None:
-    """End the world, and all that still holds its groups: each keeps three threads, one of which wakes every 10 ms."""
+    """Destroy the process groups and what still holds them: each keeps three threads, one waking every 10 ms."""
     import torch.distributed as dist
 
     if dist.is_initialized():

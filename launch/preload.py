@@ -1,4 +1,4 @@
-"""For the fork server, which can import modules and nothing else: importing this one makes it ready to fork ranks."""
+"""Module for the fork server, which can only import modules: importing it prepares the server to fork ranks."""
 
 from meshwright.launch.forking import preload
 

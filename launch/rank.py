@@ -1,7 +1,7 @@
-"""The rank's side of a launch: the life of a process that the launcher has forked, and its end.
+"""Life and end of a rank: a process that the launcher has forked.
 
-A rank that fails writes down when and why. One that fails because it lost a peer lingers, so that the launcher first
-notices the peer: what is shown is the cause and not its echo. It dies with its launcher.
+A failing rank writes a record with the time and the reason. A rank that fails because it lost a peer lingers, so that
+the launcher notices the peer first and shows the cause instead of its echo. Every rank dies with its launcher.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from meshwright.system.signals import LISTENING, SIGNALS
 from meshwright.terminal.output import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
-"""What a rank does: given its configuration, and what ends its process when its main thread may be stuck for good."""
+"""Function that a rank runs, given its configuration and a function that ends the process if the main thread hangs."""
 
 HOLD_S = 3.0
-"""How long a rank that lost a peer lingers: the launcher must notice the lost one first."""
+"""Time that a rank lingers after it lost a peer, so that the launcher notices the lost peer first."""
 SILENT_S = 30.0
-"""How long a rank keeps to itself what another one of its node says too: it is ended before, or speaks after all."""
+"""Time until a rank prints an error that another rank of its node prints at once; usually it is ended before."""
 
 
 class Place(NamedTuple):
-    """Which rank of a local run this is, and where the launcher's store listens."""
+    """Rank of a local run, and the address of the launcher's rendezvous store."""
 
     rank: int
     world_size: int
@@ -45,9 +45,9 @@ class Place(NamedTuple):
     port: int
 
     def variables(self) -> dict[str, str]:
-        """Environment of ``torch.distributed`` for a rank that is a client of its launcher's store.
+        """Return the environment of ``torch.distributed`` for a client of the launcher's store.
 
-        All of the run's sockets go to the loopback interface, whatever the user's shell has set for a cluster.
+        All sockets of the run use the loopback interface, whatever the user's shell has set for a cluster.
         """
         return {
             "RANK": str(self.rank),
@@ -67,11 +67,11 @@ class Place(NamedTuple):
 def run_rank(
     work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals], place: Place
 ) -> None:
-    """The life of one rank, in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
+    """Run one rank in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # DFL until it listens (meshwright.system.signals)
+    for each in SIGNALS:  # default action until the rank installs its handlers (meshwright.system.signals)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the server that it was forked from blocks all
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks all, and this process inherits that
     os.environ[LISTENING] = str(Path(notes) / "listening")
     rank = place.rank
     os.environ.update(place.variables())
@@ -82,12 +82,12 @@ def run_rank(
         set_threads(config.launch.threads)
         work(config, partial(_end_rank, rank, Path(notes)))
     except BaseException as error:
-        if isinstance(error, Preempted):  # no failure to the launcher, which would end the others: it waits for all
+        if isinstance(error, Preempted):  # exit code 0: at a failure the launcher would end the others, not wait
             _tell(error, rank, Path(notes))
             return
         _end_rank(rank, Path(notes), error)
     finally:
-        for each in SIGNALS:  # on its way out, with all that it had to say said
+        for each in SIGNALS:  # the rank is leaving and has reported everything
             signal.signal(each, signal.SIG_IGN)
 
 
@@ -100,13 +100,13 @@ def _tell(error: BaseException, rank: int, notes: Path) -> Failure:
 
 
 def _end_rank(rank: int, notes: Path, error: BaseException) -> None:
-    """Leave a note for the launcher, and end this process."""
+    """Write the failure record for the launcher, and end this process."""
     failure = _tell(error, rank, notes)
     leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of this rank, also when torch was imported before OMP_NUM_THREADS could be set."""
+    """Set the number of CPU threads of this rank, even if torch was imported before OMP_NUM_THREADS was set."""
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 
@@ -127,9 +127,11 @@ def _die_with_launcher() -> None:
 
 
 def _let_go_of_server() -> None:
-    """The fork server lives as long as somebody holds the end of a pipe, and Python hands it to each child: a rank that
-    is stopped would keep the server alive, and with it itself, when the launcher is gone. What a rank starts by this
-    way gets a server of its own.
+    """Close this rank's copy of the pipe that keeps the fork server alive.
+
+    The server lives as long as any process holds an end of that pipe, and Python passes it to each child. A stopped
+    rank would keep the server alive, and with it itself, after the launcher is gone. A rank that starts processes
+    through a fork server gets a server of its own.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     held = getattr(server, "_forkserver_alive_fd", None)
@@ -139,7 +141,7 @@ def _let_go_of_server() -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Send everything that this process prints, also from C++, to the end of a file."""
+    """Append everything that this process prints, also from C++, to a file."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

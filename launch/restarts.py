@@ -1,12 +1,12 @@
-"""A run that failed, started again from its newest checkpoint, as long as that gets anywhere.
+"""Restarts of a failed run from its newest checkpoint, as long as the run makes progress.
 
     start -- rank 1 was ended by SIGKILL --> going on from step 160, restart 1 of 5
       |                                        newer checkpoints: as often as launch.max_restarts allows
       |                                        none, three restarts in a row: given up, exit code 93
-      |-- what would come again: exit code 2, 17, ... --> as it is
+      |-- would fail again: exit code 2, 17, ... -------> as it is
       |-- asked to end, or done ------------------------> as it is
 
-Every failure is written, whole, to ``runs/NAME/logs/failures.log``.
+Every failure is appended, whole, to ``runs/NAME/logs/failures.log``.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from meshwright.launch.failure import RankFailed
 GIVEN_UP = 93
 MAY_PASS = (1, 18, HangError.exit_code)
 IN_VAIN = 3
-"""So many restarts in a row without a newer checkpoint are enough."""
+"""Number of restarts in a row without a newer checkpoint after which a run is given up."""
 
 
 def may_pass(failure: RankFailed) -> bool:
-    """Whether the run may get past it when it starts again: a rank died, lost a peer, or raised what nobody foresaw.
+    """Return True if a restart may get past the failure: a rank died, lost a peer, or raised an unexpected error.
 
-    So it may when it hung, or when its copies of a weight had drifted apart. What a user must mend, or a number that is
-    none, would come again. Who was asked to end ends.
+    A hang and replicas that drifted apart may pass too. An error that the user must fix and a NaN/Inf would recur. A
+    run that was asked to end is not restarted.
     """
     return failure.exit_code in MAY_PASS and not failure.asked
 
 
 class Reached(NamedTuple):
-    """How far a run has got."""
+    """Progress of a run: the last checkpoint that it has written."""
 
     written_ns: int
-    """When its last checkpoint was written; 0: there is none."""
+    """Time at which the checkpoint was written; 0 if there is none."""
     step: int
 
 
 def why_stop(reached: Sequence[Reached], most: int) -> str | None:
-    """Why the run is not started again; None when it is.
+    """Return the reason not to restart the run, or None.
 
-    ``reached``: the checkpoint that was written last, when the run was started and after each of its failures.
+    ``reached``: the last written checkpoint at the start of the run and after each of its failures.
     """
     num_failures = len(reached) - 1
     num_restarts = num_failures - 1
@@ -61,7 +61,7 @@ def why_stop(reached: Sequence[Reached], most: int) -> str | None:
 
 
 def last_written(directory: Path) -> Reached:
-    """Of a run: not that of the highest step, which may be a damaged one that the run has gone back behind."""
+    """Return the checkpoint that was written last. One of a higher step may be damaged, from before the last resume."""
     from meshwright.checkpoint import find
 
     found = [Reached(0, 0)]
@@ -72,10 +72,10 @@ def last_written(directory: Path) -> Reached:
 
 
 def keep_going(start: Callable[[], None], most: int, directory: Path, say: Callable[[str], object]) -> None:
-    """``start()``, and again when it fails, at most ``most`` times. ``directory``: the run's.
+    """Call ``start()``, and again after each failure that may pass, at most ``most`` times. ``directory``: the run's.
 
     Raises:
-        RankFailed: what cannot pass; with exit code 93 when it was given up.
+        RankFailed: a failure that would recur; with exit code 93 if the run was given up.
     """
     if most == 0:
         start()
@@ -102,6 +102,6 @@ def keep_going(start: Callable[[], None], most: int, directory: Path, say: Calla
 
 
 def _write_down(failure: RankFailed, directory: Path) -> None:
-    """For who looks for what the one line of a restart leaves out."""
+    """Append the whole failure to a log file, because the message of a restart has only its first line."""
     with contextlib.suppress(OSError), (directory / "logs" / "failures.log").open("a") as log:
         log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{failure}\n")

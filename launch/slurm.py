@@ -1,13 +1,13 @@
-"""A job script for Slurm, rendered from one template that users may copy and edit; and its submission.
+"""Job script for Slurm, rendered from one template that users may copy and edit, and its submission.
 
-    CONFIG, nodes, devices per node, what the cluster wants to know
+    CONFIG, nodes, devices per node, options for sbatch
       -> refused here: degrees that do not fill the nodes, a tensor-parallel group that straddles two
       -> RUN/slurm/job.sbatch, printed    srun starts one task for each rank, or torchrun one for each node
       -> with --submit: sbatch
 
-What the script does when the ranks have ended is its last lines: 85 (saved, as asked) and what may pass go back into
-the queue, what would come again does not, nor what failed without a newer checkpoint as often as
-``meshwright.launch.restarts.IN_VAIN`` says.
+The last lines of the script decide what follows the end of the ranks. A run that saved on request (exit code 85) and a
+failure that may pass are requeued. A failure that would recur is not, nor a run after
+``meshwright.launch.restarts.IN_VAIN`` restarts in a row without a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from meshwright.tracking.jsonl import read_records
 
 TEMPLATES = Path(__file__).with_name("templates")
 SIGNAL = "USR2"
-"""NCCL and Slurm itself leave it alone."""
+"""Signal that asks a job to save; neither NCCL nor Slurm uses it for itself."""
 SLURM_EARLY_S = 60
-"""Slurm may send a signal so much earlier than it was asked to, and never later."""
+"""Time by which Slurm may send a signal too early; it never sends one too late."""
 UNKNOWN_LEAD_S = 300
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
 WORDS = {
@@ -47,14 +47,14 @@ WORDS = {
     "constraint": (r"[A-Za-z0-9_\[(][A-Za-z0-9_.*&|,()\[\]-]*", "features, combined by &|,*()[]"),
     "exclude": (r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*", "nodes such as n1,n[3-4]"),
 }
-"""Option of sbatch -> what its value may be, and how that is said."""
+"""Option of sbatch -> (pattern of its value, description of that pattern)."""
 LAST = 50
-"""Steps and saves that a lead is measured from."""
+"""Number of latest steps and saves from which the lead is measured."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a job asks the cluster for, in Slurm's own words; None: nothing is said of it."""
+    """Options of a job, under Slurm's names; None leaves an option to the cluster's default."""
 
     nodes: int
     devices_per_node: int
@@ -66,22 +66,22 @@ class Ask:
     exclude: str | None = None
     cpus_per_task: int | None = None
     container: str | None = None
-    """An image, where Slurm has pyxis."""
+    """Container image; needs Slurm with pyxis."""
     mounts: str | None = None
     torchrun: bool = False
     """One torchrun on each node instead of one task for each rank."""
     doctor: bool = False
-    """Look at nodes and links before each start."""
+    """Check of nodes and links before each start."""
     requeue: bool = True
     chain: int = 1
-    """Jobs of one name to submit, of which one runs at a time: for clusters that let nobody requeue."""
+    """Jobs of one name to submit, running one at a time: for clusters where users may not requeue."""
 
 
 def placed(config: RunConfig, ask: Ask) -> tuple[RunConfig, str]:
-    """The configuration resolved for these nodes, and the picture of who stands where.
+    """Resolve the configuration for these nodes; return it and a picture of the ranks on the nodes.
 
     Raises:
-        UserError: the degrees do not make up the nodes' devices, or a tensor-parallel group would straddle nodes.
+        UserError: the degrees do not fill the nodes' devices, or a tensor-parallel group would straddle nodes.
     """
     num_ranks = ask.nodes * ask.devices_per_node
     try:
@@ -96,7 +96,7 @@ def placed(config: RunConfig, ask: Ask) -> tuple[RunConfig, str]:
 
 
 def lead(run: Path) -> tuple[int, str]:
-    """How many seconds before its end a job must be told, and why so many: a step, a save, and half as much again."""
+    """Return how many seconds before its end a job needs its signal (1.5 x (slowest step + save)), and the reason."""
     steps: deque[float] = deque(maxlen=LAST)
     saves: deque[float] = deque(maxlen=LAST)
     metrics = run / "metrics.jsonl"
@@ -114,7 +114,7 @@ def lead(run: Path) -> tuple[int, str]:
 
 
 def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask, *, trust_code: bool = False) -> str:
-    """The script. ``config``: resolved; ``config_file`` and ``overrides``: as they are to be given to `train`."""
+    """Render the script. ``config``: resolved; ``config_file`` and ``overrides``: the arguments for `train`."""
     run = (Path(config.run.directory) / config.run.name).absolute()
     cwd = Path.cwd()
     check_lines(config_file, *overrides, str(run), ask.container or "", ask.mounts or "")
@@ -162,7 +162,7 @@ def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask, 
 
 
 def may_have_gpus() -> bool:
-    """Whether some node of the cluster has a GPU, or nobody here can tell."""
+    """Return True if some node of the cluster has a GPU, or if that cannot be determined here."""
     sinfo = shutil.which("sinfo")
     if sinfo is None:
         return True
@@ -171,7 +171,7 @@ def may_have_gpus() -> bool:
 
 
 def write(script: str, config: RunConfig) -> Path:
-    """Into the run's directory, where the job's logs go too: Slurm makes no directory for them."""
+    """Write the script into the run's directory, next to the job's logs: Slurm creates no directory for them."""
     place = Path(config.run.directory) / config.run.name / "slurm" / "job.sbatch"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -185,10 +185,10 @@ def write(script: str, config: RunConfig) -> Path:
 
 
 def submit(place: Path, times: int) -> list[str]:
-    """The numbers of the jobs.
+    """Submit the script ``times`` times and return the job numbers.
 
     Raises:
-        UserError: there is no sbatch here, or it refuses; with its own words.
+        UserError: there is no sbatch here, or it refuses; quotes its message.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -204,12 +204,12 @@ def submit(place: Path, times: int) -> list[str]:
 
 
 def seconds_of(time: str) -> int | None:
-    """Of a time limit as Slurm reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[...]].
+    """Return the seconds of a Slurm time limit, or None for no limit.
 
-    None: there is no limit.
+    Slurm reads minutes, minutes:seconds, hours:minutes:seconds, and days-hours[:minutes[...]].
 
     Raises:
-        UserError: it is none of these.
+        UserError: the text has none of these forms.
     """
     if time.lower() in ("infinite", "unlimited", "0"):
         return None
@@ -228,7 +228,7 @@ def seconds_of(time: str) -> int | None:
 
 
 def _word(path: Path) -> str:
-    """For an #SBATCH line, which knows no quotes around spaces and, in some options, expands %."""
+    """Return a path for an #SBATCH line, where spaces cannot be quoted and some options expand %."""
     text = str(path)
     if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
         raise ConfigError(
@@ -239,10 +239,10 @@ def _word(path: Path) -> str:
 
 
 def checked(ask: Ask) -> dict[str, str | None]:
-    """Return the values for #SBATCH lines, which the shell does not unquote: each is of its pattern.
+    """Return the values for #SBATCH lines, which the shell does not unquote; each matches its pattern.
 
     Raises:
-        UserError: one is not; with what is allowed.
+        UserError: a value does not match; has the allowed form.
     """
     found: dict[str, str | None] = {}
     for name, (pattern, allowed) in WORDS.items():
@@ -254,10 +254,10 @@ def checked(ask: Ask) -> dict[str, str | None]:
 
 
 def check_lines(*values: str) -> None:
-    """Refuse values that hold a line break or another control character, quoted though they are.
+    """Refuse values with a line break or another control character; quoting does not make them safe.
 
     Raises:
-        UserError: with the value.
+        UserError: has the value.
     """
     for value in values:
         if not value.isprintable():

@@ -1,4 +1,4 @@
-"""``meshwright status``: where a run stands, out of ``status.json`` and ``metrics.jsonl``. Needs no torch, no rank."""
+"""Command ``meshwright status``: a run's state, read from ``status.json`` and ``metrics.jsonl``. No torch, no ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meshwright.watch.hang.heartbeat import MISSED, RankStatus, Seen, Status, in
 from meshwright.watch.hang.status import standing
 
 LAST_STEPS = 20
-"""Steps that the time per step is the median of."""
+"""Number of latest steps whose median is the time per step."""
 MOST_RANKS = 16
-"""Ranks that have a line each; more are put together by what they do."""
+"""Ranks up to which each has its own line; more are grouped by activity."""
 
 
 def describe(run: Path) -> str:
-    """Many lines: state, step, time left, and what each rank does.
+    """Return the status of a run as lines: state, step, time left, and the activity of each rank.
 
     Raises:
-        DataError: there is no status, or it is damaged.
+        DataError: the status file is missing or damaged.
     """
     status = read_status(run)
     is_live, silent_s, state = standing(status)
@@ -52,7 +52,7 @@ def describe(run: Path) -> str:
 
 
 def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
-    """Time per step, and for a live run when it will have taken all; and who made the others wait at the last look."""
+    """Return the time per step (plus the time left of a live run), and the straggler in the latest record of one."""
     last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
     straggler = ""
     try:
@@ -75,7 +75,7 @@ def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
 
 
 def _alike(ranks: Iterable[RankStatus], missed_s: float) -> list[str]:
-    """A line for all ranks that do the same."""
+    """Return one line for each group of ranks with the same activity."""
     together: dict[tuple[int, str, str], list[RankStatus]] = {}
     for each in ranks:
         beat = each.beat
@@ -91,7 +91,7 @@ def _alike(ranks: Iterable[RankStatus], missed_s: float) -> list[str]:
 
 
 def ranges(numbers: Iterable[int], most: int = 8) -> str:
-    """``0-7, 16``; the first so many runs of neighbours."""
+    """Format numbers as ranges, such as ``0-7, 16``; ``...`` stands for ranges after the first ``most``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""``meshwright verify``: which model, samples and layouts are proven, on ranks of this machine."""
+"""Command ``meshwright verify``: choice of the model, samples and layouts to prove on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from meshwright.tools.verify import Layout, Row, Traits
 
 MOST_RANKS = 8
-"""Ranks that verify runs on this machine."""
+"""Ranks that verify can run on this machine."""
 SAMPLES_PER_SIZE = 8
-"""Samples of a step over the micro-batch size, where that is part of the model: two replicas of four micro-batches."""
+"""Samples per step / micro-batch size, for a model that depends on that size: two replicas of four micro-batches."""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
-"""Samples of a step and tokens of a sample, of a shrunk model."""
+"""Samples per step and tokens per sample of a shrunk model."""
 
 
 def verify(config_path: str, overrides: list[str], words: list[str], steps: int, dtype: str, *, whole: bool) -> int:
-    """Prove layouts; print what is proven, a line for each layout and the table. Returns the exit code.
+    """Prove layouts; print a line for each layout and the table. Return the exit code.
 
-    ``words``: the layouts; without any, those that cover the pair table.
+    ``words``: the layouts; if empty, a selection that covers the pair table.
     """
     from meshwright.config import load
     from meshwright.launch.pool import RankPool
@@ -37,7 +37,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
         config = prepare(config, whole=whole)
         traits = look(config, global_batch, dtype, random_tokens=not whole)
         own = config.batch.micro_batch_size or 2
-        if traits.couples_samples and not whole:  # their number is part of the model
+        if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
             global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
         if traits.couples_samples and words:
             put(f"micro_batch_size {own}, as the run has it: the samples of one see each other{traits.of_coupling}")
@@ -68,7 +68,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
-    """Return the configuration that is proven, and print how it differs from the one that is trained."""
+    """Return the configuration to prove, and print how it differs from the one that is trained."""
     from meshwright.optimizer.eight_bit import SMALLEST
     from meshwright.tools.verify import make_small, turn_dropout_on
 
@@ -88,7 +88,7 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
 
 
 def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
-    """Return what the model is like; a model that no layout takes is refused here, before layouts are chosen."""
+    """Return the model's traits; refuse a model that no layout supports, before layouts are chosen."""
     from meshwright.blueprint import draw_blueprint
     from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
 
@@ -98,7 +98,7 @@ def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: boo
 
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
-    """Return the default layouts and those of them that are run twice; print what they leave out."""
+    """Return the default layouts and those of them to run twice; print what the defaults leave out."""
     from meshwright.tools.verify import default_layouts, run_twice
 
     layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
@@ -110,5 +110,5 @@ def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tupl
 
 
 def tell_row(row: Row) -> None:
-    """Print a line as soon as a layout is done."""
+    """Print the verdict of a layout as soon as it is done."""
     put(f"  {row.layout}: {row.verdict}", flush=True)

@@ -1,4 +1,4 @@
-"""The words of the command line: every command with its options, its help and an example."""
+"""Parser of the command line: every command with its options, its help and an example."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COMMANDS = (
     inspection.plot,
     inspection.completion,
 )
-"""In the order in which help lists them."""
+"""Commands, in the order in which help lists them."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands, each with an example."""
+    """Build the parser with all commands, each with an example."""
     parser = argparse.ArgumentParser(
         prog="meshwright",
         description="3D-parallel training of transformers: one model, any layout, the same numbers.",

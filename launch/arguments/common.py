@@ -1,4 +1,4 @@
-"""How a command is put together, and what a word of one may be."""
+"""Shared parts of the commands' parsers, and the types of their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Number = TypeVar("Number", int, float)
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 Added: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Where commands are added."""
+"""Group of subparsers to which a command is added."""
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
     *,
     takes_overrides: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add one. ``run``: None for one that has others below it; ``summary``: its line in the list of all."""
+    """Add a command. ``run``: None for one with subcommands; ``summary``: its line in the list of commands."""
     parser = added.add_parser(
         name,
         help=summary,
@@ -41,13 +41,13 @@ def command(
 
 
 def config_file(parser: argparse.ArgumentParser) -> None:
-    """The file that a command is about."""
+    """Add the argument for the configuration file."""
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
 def trust_code(parser: argparse.ArgumentParser) -> None:
-    """A run, checkpoint or configuration in a run directory may name code that is not meshwright's."""
+    """Add ``--trust-code``: a run, its checkpoints or its configuration may name code that is not meshwright's."""
     parser.add_argument(
         "--trust-code",
         action="store_true",
@@ -56,22 +56,22 @@ def trust_code(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 up."""
+    """Parse a whole number from 1 up."""
     return _number(int, text, lambda number: number >= 1, "a whole number from 1 up")
 
 
 def whole(text: str) -> int:
-    """A whole number from 0 up."""
+    """Parse a whole number from 0 up."""
     return _number(int, text, lambda number: number >= 0, "a whole number from 0 up")
 
 
 def share(text: str) -> float:
-    """Above 0 and at most 1."""
+    """Parse a number above 0 and at most 1."""
     return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")
 
 
 def text(word: str) -> str:
-    """What is to be encoded or written down."""
+    """Return the word if it can be encoded as UTF-8, for text that is tokenized or written to a file."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -80,7 +80,7 @@ def text(word: str) -> str:
 
 
 def temperature(text: str) -> float:
-    """A number from 0 up."""
+    """Parse a finite number from 0 up."""
     return _number(float, text, lambda number: 0.0 <= number < float("inf"), "a number from 0 up")
 
 
@@ -95,7 +95,7 @@ def _number(kind: Callable[[str], Number], text: str, fits: Callable[[Number], b
 
 
 def size(text: str) -> int:
-    """Bytes: 500MB, 5GB, 2GiB."""
+    """Parse a number of bytes, such as 500MB, 5GB or 2GiB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     num_bytes = 0
     if found:

@@ -1,4 +1,4 @@
-"""Commands for what lies on the disk: corpora, configurations, checkpoints, models in another form."""
+"""Commands for files on disk: corpora, configurations, checkpoints, models in other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that tell what a run does and did, and one that helps to type them all."""
+"""Commands that show the present and past of a run, and shell completion."""
 
 from __future__ import annotations
 

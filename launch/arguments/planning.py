@@ -1,4 +1,4 @@
-"""Commands that need no ranks and no device: what a run would be, before there is one."""
+"""Commands that describe or predict a run before it starts, without its ranks or devices."""
 
 from __future__ import annotations
 

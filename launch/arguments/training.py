@@ -1,4 +1,4 @@
-"""Commands that start ranks: train, and what is done before, beside and after it."""
+"""Commands that start ranks: training, and the steps before, beside and after it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def sample(added: Added) -> None:
 
 
 def _run_to_read(parser: argparse.ArgumentParser) -> None:
-    """A trained model by its run."""
+    """Add the arguments that choose a trained model: run, step and trust."""
     parser.add_argument("place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*")
     parser.add_argument("--step", type=whole, metavar="N", help="the checkpoint of this step (default: the newest)")
     trust_code(parser)
