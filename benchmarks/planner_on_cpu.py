@@ -35,7 +35,7 @@ import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.launch.plans import measure_alone, measure_together, measure_whole
+from meshwright.launch.plans import measure_all_links, measure_block_share, measure_core
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
@@ -105,10 +105,10 @@ def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[f
 
 def calibrated(pool: RankPool) -> Hardware:
     """Calibrate this machine, as `meshwright calibrate` does."""
-    alone = pool.run(measure_alone, min(cores(), 8), timeout_s=TIMEOUT_S)
-    links = pool.run(measure_together, max(2, min(cores(), 8)), timeout_s=TIMEOUT_S)[0]
+    alone = pool.run(measure_core, min(cores(), 8), timeout_s=TIMEOUT_S)
+    links = pool.run(measure_all_links, max(2, min(cores(), 8)), timeout_s=TIMEOUT_S)[0]
     found = put_together(alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8)
-    shares = pool.run(measure_whole, min(cores(), 8), found, timeout_s=TIMEOUT_S)
+    shares = pool.run(measure_block_share, min(cores(), 8), found, timeout_s=TIMEOUT_S)
     return found.model_copy(update={"whole_share": statistics.median(shares)})
 
 

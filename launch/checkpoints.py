@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.tools.reshard import ReshardResult
 
 
-def pick(place: Path, step: int | None) -> Candidate:
+def find_checkpoint(place: Path, step: int | None) -> Candidate:
     """Return the checkpoint at ``place``. For a run directory: the newest, or the one of ``step``.
 
     Raises:
@@ -75,9 +75,9 @@ def table(run: Path) -> str:
     return "\n".join(lines)
 
 
-def verdicts(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
+def verify_checkpoints(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
     """Verify one checkpoint, or all of a run, oldest first; yield each path and the error ("" if sound)."""
-    chosen = pick(place, step)
+    chosen = find_checkpoint(place, step)
     one = step is not None or chosen.path == place
     for candidate in [chosen] if one else reversed(find(place)):
         try:
@@ -88,7 +88,7 @@ def verdicts(place: Path, step: int | None) -> Iterator[tuple[Path, str]]:
             yield candidate.path, ""
 
 
-def contents(checkpoint: Checkpoint, parameter: str | None) -> str:
+def describe_checkpoint(checkpoint: Checkpoint, parameter: str | None) -> str:
     """Return the metadata of a checkpoint and its tensors, or only the pieces of ``parameter``."""
     manifest = checkpoint.manifest
     if parameter is not None:

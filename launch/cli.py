@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshwright.errors import UserError
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.arguments.common import Command, text
-from meshwright.launch.jobs import say
+from meshwright.launch.jobs import print_error
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and not options.takes_overrides:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
     except argparse.ArgumentTypeError as error:
-        return say(error, 2)
+        return print_error(error, 2)
     except SystemExit as leaving:  # argparse has printed its message
         return int(leaving.code or 0)
     run: Command = options.run
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_file(options.config, overrides, trust_code=options.trust_code)
         return run(options, overrides)
     except UserError as error:
-        return say(error, error.exit_code)
+        return print_error(error, error.exit_code)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `meshwright ... | head`

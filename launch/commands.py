@@ -143,7 +143,7 @@ def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.launch import checkpoints
 
     damaged = False
-    for path, problem in checkpoints.verdicts(options.place, options.step):
+    for path, problem in checkpoints.verify_checkpoints(options.place, options.step):
         damaged = damaged or bool(problem)
         lines = [f"  {line}" for line in problem.splitlines()]
         put("\n".join([f"{path}: {'DAMAGED' if problem else 'sound'}", *lines]), flush=True)
@@ -154,7 +154,11 @@ def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.checkpoint import open_checkpoint
     from meshwright.launch import checkpoints
 
-    put(checkpoints.contents(open_checkpoint(checkpoints.pick(options.place, options.step).path), options.tensor))
+    put(
+        checkpoints.describe_checkpoint(
+            open_checkpoint(checkpoints.find_checkpoint(options.place, options.step).path), options.tensor
+        )
+    )
     return 0
 
 
@@ -162,7 +166,7 @@ def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int
     from meshwright.launch import checkpoints
     from meshwright.tools.reshard import reshard
 
-    source = checkpoints.pick(options.place, options.step).path
+    source = checkpoints.find_checkpoint(options.place, options.step).path
     put(
         checkpoints.resharded(
             source, reshard(source, options.out, overrides, trust_code=options.trust_code), options.out

@@ -34,7 +34,7 @@ class Option(NamedTuple):
     """Words separated by spaces, :data:`FILES`, :data:`FOLDERS`, "" for unknown values, or None for no value."""
 
 
-class Place(NamedTuple):
+class CommandPosition(NamedTuple):
     """Position after some commands, and its possible continuations."""
 
     words: str
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     takes_keys: bool
 
 
-def places(parser: argparse.ArgumentParser, words: str = "") -> Iterator[Place]:
+def walk_positions(parser: argparse.ArgumentParser, words: str = "") -> Iterator[CommandPosition]:
     """Yield all positions of the command line, the outermost first."""
     children: dict[str, str] = {}
     options: list[Option] = []
@@ -62,9 +62,9 @@ def places(parser: argparse.ArgumentParser, words: str = "") -> Iterator[Place]:
             options += [Option(name, _plain(action.help), values) for name in action.option_strings if name[:2] == "--"]
         else:
             argument = argument or _values(action)
-    yield Place(words, children, options, argument, bool(parser.get_default("takes_overrides")))
+    yield CommandPosition(words, children, options, argument, bool(parser.get_default("takes_overrides")))
     for name, inner in below.items():
-        yield from places(inner, f"{words} {name}".strip())
+        yield from walk_positions(inner, f"{words} {name}".strip())
 
 
 def _values(action: argparse.Action) -> str:
@@ -96,7 +96,7 @@ def keys() -> list[Option]:
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the script for one of ``bash``, ``zsh`` and ``fish``."""
-    return WRITERS[shell](parser.prog, list(places(parser)), keys())
+    return WRITERS[shell](parser.prog, list(walk_positions(parser)), keys())
 
 
 def _bash_values(values: str | None, word: str = "$cur") -> str:
@@ -107,7 +107,7 @@ def _bash_values(values: str | None, word: str = "$cur") -> str:
     return f'mapfile -t COMPREPLY < <(compgen -W {shlex.quote(values or "")} -- "{word}")'
 
 
-def _bash(prog: str, found: list[Place], known: list[Option]) -> str:
+def _bash(prog: str, found: list[CommandPosition], known: list[Option]) -> str:
     """Return the bash script. It reads COMP_LINE, because COMP_WORDS is split at each ``=``."""
     descend = " | ".join(shlex.quote(place.words) for place in found if place.words)
     sections = " ".join(f"--{name}." for name in SECTIONS)
@@ -170,7 +170,7 @@ def _described(pairs: Iterator[tuple[str, str]]) -> str:
     return " ".join(shlex.quote(f"{name.replace(':', chr(92) + ':')}:{text}") for name, text in pairs)
 
 
-def _zsh(prog: str, found: list[Place], known: list[Option]) -> str:
+def _zsh(prog: str, found: list[CommandPosition], known: list[Option]) -> str:
     lines = [
         f"#compdef {prog}",
         f"# {prog}: completion for zsh",
@@ -243,7 +243,7 @@ def _fish_values(values: str | None) -> str:
     return f" -x -a {_fish_quoted(values)}" if values else " -x"
 
 
-def _fish(prog: str, found: list[Place], known: list[Option]) -> str:
+def _fish(prog: str, found: list[CommandPosition], known: list[Option]) -> str:
     every = " ".join(_fish_quoted(place.words) for place in found if place.words)
     lines = [
         f"# {prog}: completion for fish",
@@ -273,4 +273,8 @@ def _fish(prog: str, found: list[Place], known: list[Option]) -> str:
     return "\n".join(lines) + "\n"
 
 
-WRITERS: dict[str, Callable[[str, list[Place], list[Option]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+WRITERS: dict[str, Callable[[str, list[CommandPosition], list[Option]], str]] = {
+    "bash": _bash,
+    "zsh": _zsh,
+    "fish": _fish,
+}

@@ -75,7 +75,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
     for section, table in resolved.model_dump().items():
         before = as_given[section]
         rows = [
-            (f"{name} = {shown_whole(value)}", said)
+            (f"{name} = {format_value(value)}", said)
             for name, value, said in _rows(section, table, before, origin)
             if everything or said != "default"
         ]
@@ -98,8 +98,8 @@ def _rows(
             yield name, value, "follows from the others" if derived else origin(section, name)
 
 
-def shown_whole(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as TOML, unabridged."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(shown_whole, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     return shown(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.checkpoints import pick, size_of
+from meshwright.launch.checkpoints import find_checkpoint, size_of
 from meshwright.run.summary import columns, memory
 from meshwright.terminal.output import tell
 from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
@@ -51,17 +51,19 @@ def convert(
         useless = [name for name, value in given.items() if value is not None]
         if useless:
             raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
-        return brought(Path(path), run, import_model(Path(path), run, overrides, on_bytes=Progress()))
+        return summarise_import(Path(path), run, import_model(Path(path), run, overrides, on_bytes=Progress()))
     if overrides:
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
-    chosen = pick(run, step)
+    chosen = find_checkpoint(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
     out, most = Path(path), shard_bytes or SHARD_BYTES
     if builder.startswith(SCHEME):
         exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
-        return given_back(chosen, builder, exported)
-    return taken(chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress()))
+        return summarise_native_export(chosen, builder, exported)
+    return summarise_export(
+        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
+    )
 
 
 class Progress:
@@ -81,7 +83,7 @@ class Progress:
         tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {duration(left_s)} left")
 
 
-def brought(source: Path, run: Path, done: ImportResult) -> str:
+def summarise_import(source: Path, run: Path, done: ImportResult) -> str:
     """Return the summary of an imported model, with the commands to train it."""
     tensors = done.manifest.tensors.values()
     options = ", ".join(f"{name} {value}" for name, value in done.config.model.options.items() if value is not None)
@@ -104,7 +106,7 @@ def brought(source: Path, run: Path, done: ImportResult) -> str:
     return "\n".join(lines)
 
 
-def given_back(source: Candidate, builder: str, done: RestructuredExportResult) -> str:
+def summarise_native_export(source: Candidate, builder: str, done: RestructuredExportResult) -> str:
     """Return the summary of an exported model that transformers itself defines, with the code to load it."""
     return "\n".join(
         [
@@ -117,7 +119,7 @@ def given_back(source: Candidate, builder: str, done: RestructuredExportResult) 
     )
 
 
-def taken(source: Candidate, done: ExportResult) -> str:
+def summarise_export(source: Candidate, done: ExportResult) -> str:
     """Return the summary of an exported model of this project, with the code to load it."""
     opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
     files = [(f"  {name}", memory(size)) for name, size in done.files.items()]

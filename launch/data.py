@@ -20,7 +20,7 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.data.prepare import preparation
     from meshwright.data.prepare.records import Form
 
-    display = Display()
+    display = PreparationProgress()
     try:
         outcome = preparation.prepare(
             preparation.Options(
@@ -78,7 +78,7 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
     return 1 if damaged else 0
 
 
-class Display:
+class PreparationProgress:
     """Progress of a preparation on stderr: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Launcher(StrEnum):
     SLURM = "slurm"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Rank in the world, and on its node."""
 
     rank: int
@@ -64,7 +64,7 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
     return Launcher.NONE
 
 
-def place(env: Mapping[str, str] = os.environ) -> Place:
+def read_place(env: Mapping[str, str] = os.environ) -> RankPlace:
     """Return this rank's place from the variables of torchrun (under srun see :func:`torch_variables`)."""
     numbers = {name: env.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     for name, text in numbers.items():
@@ -72,7 +72,7 @@ def place(env: Mapping[str, str] = os.environ) -> Place:
             raise MeshError(
                 f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun"
             )
-    at = Place(*map(int, numbers.values()))
+    at = RankPlace(*map(int, numbers.values()))
     if at.rank >= at.world_size:
         raise MeshError(f"the environment has RANK = {at.rank} and WORLD_SIZE = {at.world_size}: ranks count from 0")
     return at

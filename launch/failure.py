@@ -29,7 +29,7 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureRecord:
     """Failure record of a rank. ``at_s`` is read from the clock that all processes of a machine share."""
 
     rank: int
@@ -43,14 +43,14 @@ class Failure:
     """Flag: the failure is an echo, because a peer was gone or silent for too long."""
 
 
-def describe(error: BaseException, rank: int) -> Failure:
+def describe(error: BaseException, rank: int) -> FailureRecord:
     """Return the failure record of an exception: the message alone for a user error, else also the traceback."""
     lost_peer = _lost_peer(error)
     if isinstance(error, UserError):
-        return Failure(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
+        return FailureRecord(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
     message = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(
+    return FailureRecord(
         rank, time.monotonic(), message, trace, 130 if isinstance(error, KeyboardInterrupt) else 1, lost_peer
     )
 
@@ -66,21 +66,21 @@ def _lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def write_down(failure: Failure, notes: Path) -> None:
+def write_failure(failure: FailureRecord, notes: Path) -> None:
     """Write a failure record for the launcher, atomically."""
     aside = notes / f"{failure.rank}.part"
     aside.write_text(json.dumps(asdict(failure)))
     aside.rename(notes / f"{failure.rank}.json")
 
 
-def read_notes(notes: Path) -> list[Failure]:
+def read_failures(notes: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [Failure(**json.loads(note.read_text())) for note in notes.glob("*.json")]
+    failures = [FailureRecord(**json.loads(note.read_text())) for note in notes.glob("*.json")]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 
-def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) -> RankFailed:
-    """Return the error to show. ``noticed``: rank whose end was seen first; ``failures``: of :func:`read_notes`."""
+def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord], logs: Path) -> RankFailed:
+    """Return the error to show. ``noticed``: rank whose end was seen first; ``failures``: of :func:`read_failures`."""
     if all(failure.rank != noticed for failure in failures):  # it wrote no record: killed, or crashed in C++
         return RankFailed("\n".join([_unwritten(noticed, exit_code, logs), *_then(failures)]), noticed)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
@@ -91,7 +91,7 @@ def told(noticed: int, exit_code: int, failures: Sequence[Failure], logs: Path) 
     )
 
 
-def _then(failures: Sequence[Failure]) -> list[str]:
+def _then(failures: Sequence[FailureRecord]) -> list[str]:
     """Return lines for the failures after the first; all echoes share one line."""
     lines = [f"then rank {each.rank}: {each.message.splitlines()[0]}" for each in failures if not each.lost_peer]
     echoes = sorted(each.rank for each in failures if each.lost_peer)

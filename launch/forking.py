@@ -35,7 +35,7 @@ def preload() -> None:
         mappings(torch.device("cpu"))
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Request that the kernel kills this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
 
     The kernel watches the parent's *thread*: fork from a thread that lives as long as the ranks must.

@@ -44,7 +44,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     return _ended(
-        lambda: restarts.keep_going(
+        lambda: restarts.run_with_restarts(
             lambda: local.launch(work, checked),
             checked.launch.max_restarts,
             run_directory(checked),
@@ -88,13 +88,13 @@ def _visiting(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
 def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig, int], tuple[Work, RunConfig]]) -> int:
     """Run this process as one rank of torchrun or srun; a failure ends it at once, with its rank in the message."""
     from meshwright.launch import rank
-    from meshwright.launch.environment import Launcher, check_meeting_place, check_port, place, torch_variables
+    from meshwright.launch.environment import Launcher, check_meeting_place, check_port, read_place, torch_variables
     from meshwright.launch.failure import describe
     from meshwright.system.process import leave
 
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
-    at = place()
+    at = read_place()
     if launcher is Launcher.SLURM and at.rank == 0:
         check_port(os.environ["MASTER_PORT"])
     rank.set_threads(config.launch.threads)
@@ -113,7 +113,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
         keep_exit_code(error.exit_code)
         if at.local_rank != 0:
             time.sleep(rank.SILENT_S)
-        return say(error, error.exit_code)
+        return print_error(error, error.exit_code)
 
     def end(error: BaseException) -> None:
         failure = describe(error, at.rank)
@@ -122,7 +122,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
             get_error_handler().record_exception(error)  # for torchrun's own summary
         elif failure.exit_code == UserError.exit_code and at.local_rank != 0:
             time.sleep(rank.HOLD_S)
-        say(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
+        print_error(f"rank {at.rank}: {failure.trace or failure.message}", failure.exit_code)
         leave(failure.exit_code, rank.HOLD_S if failure.lost_peer else 0.0)
 
     try:
@@ -131,7 +131,7 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
         leave(130)
     except Preempted as error:
         if at.rank == 0:
-            say(error, error.exit_code)
+            print_error(error, error.exit_code)
         # srun --kill-on-bad-exit ends all others when the first says 85, and tells the highest exit code of all
         leave(0 if launcher is Launcher.SLURM and at.rank != 0 else error.exit_code)
     except BaseException as error:
@@ -222,10 +222,10 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     from dataclasses import fields
 
     from meshwright.config import load
-    from meshwright.launch.slurm import Ask, placed, render, submit, write
+    from meshwright.launch.slurm import JobOptions, render, resolve_for_nodes, submit, write
 
-    ask = Ask(**{field.name: getattr(options, field.name) for field in fields(Ask)})
-    config, picture = placed(load(options.config, overrides), ask)
+    ask = JobOptions(**{field.name: getattr(options, field.name) for field in fields(JobOptions)})
+    config, picture = resolve_for_nodes(load(options.config, overrides), ask)
     script = render(config, options.config, overrides, ask, trust_code=options.trust_code)
     place = write(script, config)
     if not options.submit:
@@ -246,11 +246,11 @@ def _ended(start: Callable[[], object]) -> int:
     try:
         start()
     except (RankFailed, Interrupted) as error:
-        return say(error, error.exit_code)
+        return print_error(error, error.exit_code)
     return 0
 
 
-def say(error: object, exit_code: int) -> int:
+def print_error(error: object, exit_code: int) -> int:
     word = "" if exit_code == Preempted.exit_code else "error: "  # who was asked to end has done well to
     tell(f"meshwright: {word}{error}")
     return exit_code

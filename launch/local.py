@@ -35,10 +35,10 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, MeshError
 from meshwright.launch.devices import check_devices
 from meshwright.launch.environment import check_port
-from meshwright.launch.failure import RankFailed, describe, read_notes, told
+from meshwright.launch.failure import RankFailed, build_error, describe, read_failures
 from meshwright.launch.forking import PRELOADED
 from meshwright.launch.leftovers import own_directory, remove_leftovers
-from meshwright.launch.rank import Place, Work, run_rank, set_threads
+from meshwright.launch.rank import LocalRank, Work, run_rank, set_threads
 from meshwright.system.process import end_process
 from meshwright.system.signals import SIGNALS, ignored
 
@@ -154,7 +154,7 @@ def launch(work: Work, config: RunConfig) -> None:
         stack.callback(shutil.rmtree, notes, ignore_errors=True)
         others = multiprocessing.active_children()
         stack.callback(_kill_children, but=others)
-        end = _End(notes / "listening", num_ranks, others)
+        end = _SignalForwarder(notes / "listening", num_ranks, others)
         unwanted = ignored()
         stack.enter_context(end.listening({*SIGNALS, signal.SIGQUIT}.difference(unwanted)))
         warm_up(config, work.__module__)
@@ -202,7 +202,7 @@ def _start(
     assert isinstance(num_ranks, int)
     ranks = []
     for rank in range(num_ranks):
-        place = Place(rank, num_ranks, LOOPBACK, port)
+        place = LocalRank(rank, num_ranks, LOOPBACK, port)
         process = context.Process(
             target=run_rank, args=(work, config, str(logs), str(notes), unwanted, place), name=f"rank-{rank}"
         )
@@ -228,11 +228,11 @@ def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
         if failed:
             codes = {rank: ranks[rank].exitcode for rank in failed}
             _end_all(ranks)
-            failures = read_notes(notes)
+            failures = read_failures(notes)
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
                 raise _server_gone("and all ranks with it")
-            raise told(failed[0], codes[failed[0]], failures, logs)
-    for left in read_notes(notes):  # no rank failed: all have saved and left on request
+            raise build_error(failed[0], codes[failed[0]], failures, logs)
+    for left in read_failures(notes):  # no rank failed: all have saved and left on request
         raise RankFailed(left.message, left.rank, left.exit_code)
 
 
@@ -257,7 +257,7 @@ def _server_gone(when: str) -> MeshError:
     )
 
 
-class _End:
+class _SignalForwarder:
     """Signal handler of the launcher: forwards the first signal to the ranks, which then save and leave.
 
     While some rank has no handler yet, there is nothing to save: all are killed.

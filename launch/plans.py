@@ -66,7 +66,7 @@ def plan(
         )
     _only_what_has_effect(overrides, hardware, global_batch)
     config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
-    config = bare(config, nodes * hardware.devices_per_node, global_batch)
+    config = remove_layout(config, nodes * hardware.devices_per_node, global_batch)
     workbench = Workbench(config, practice_for(config, hardware))
     found = search_hard(workbench, hardware, nodes, best or BEST)
     if not found.best:
@@ -138,7 +138,7 @@ def practice_for(config: RunConfig, hardware: Hardware) -> Practice:
     return Practice(fused=config.train.compile, takes_everything=on_gpu, norm_kernel=on_gpu)
 
 
-def bare(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
+def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
     """Return the configuration without its layout, since a search sets each degree.
 
     Raises:
@@ -190,11 +190,11 @@ def calibrate(out: Path, ranks: int) -> None:
 
     check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:
-        measured = pool.run(measure_alone, min(cores(), ranks), timeout_s=600)
-        links = pool.run(measure_together, max(2, min(cores(), ranks)), timeout_s=600)[0]
+        measured = pool.run(measure_core, min(cores(), ranks), timeout_s=600)
+        links = pool.run(measure_all_links, max(2, min(cores(), ranks)), timeout_s=600)[0]
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found = put_together(measured, links, memory_bytes, ranks)
-        shares = pool.run(measure_whole, min(cores(), ranks), found, timeout_s=600)
+        shares = pool.run(measure_block_share, min(cores(), ranks), found, timeout_s=600)
     found = found.model_copy(update={"whole_share": sorted(shares)[len(shares) // 2]})
     write_out(out, f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}")
     largest, link = found.products[-1], found.node_link
@@ -205,19 +205,19 @@ def calibrate(out: Path, ranks: int) -> None:
     )
 
 
-def measure_alone(rank: int, world_size: int) -> dict[str, Measured]:
+def measure_core(rank: int, world_size: int) -> dict[str, Measured]:
     """Measure this rank's core in float32 and bfloat16, while the other ranks do the same."""
     torch.set_num_threads(1)
     return {str(dtype).removeprefix("torch."): measure_device(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
-def measure_whole(rank: int, world_size: int, hardware: Hardware) -> float:
+def measure_block_share(rank: int, world_size: int, hardware: Hardware) -> float:
     """Return the share (0..1) of the rates in ``hardware`` that a whole block reaches, with all ranks busy at once."""
     torch.set_num_threads(1)
     return measure_block(hardware)
 
 
-def measure_together(rank: int, world_size: int) -> dict[Message, Link]:
+def measure_all_links(rank: int, world_size: int) -> dict[Message, Link]:
     """Measure the links between all ranks. Collective over dp."""
     torch.set_num_threads(1)
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.launch.forking import die_with, loopback, preload
+from meshwright.launch.forking import die_with_parent, loopback, preload
 from meshwright.launch.leftovers import own_directory, remove_leftovers
 
 GRACE_S = 0.2
@@ -56,7 +56,7 @@ class RankTimeout(RankError):
         super().__init__(message, ranks[0])
 
 
-class Call(NamedTuple):
+class WorkerCall(NamedTuple):
     """Function call for one worker, with the world to run it in."""
 
     function: Callable[..., Any]
@@ -67,7 +67,7 @@ class Call(NamedTuple):
     timeout_s: float
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """Failure record of a worker. ``at_s`` is read from the clock that all processes of the machine share."""
 
     at_s: float
@@ -125,7 +125,7 @@ class RankPool:
         self._num_worlds += 1
         store = str(self._directory / f"world-{self._num_worlds}")
         calls = [
-            pickle.dumps(Call(function, args, rank, world_size, store, timeout_s)) for rank in range(world_size)
+            pickle.dumps(WorkerCall(function, args, rank, world_size, store, timeout_s)) for rank in range(world_size)
         ]  # all are pickled before any is sent: an argument that cannot be pickled leaves the workers unharmed
         workers = self._workers[:world_size]
         try:
@@ -169,7 +169,7 @@ class RankPool:
         pid = os.fork()
         if pid == 0:
             try:
-                die_with(parent)
+                die_with_parent(parent)
                 mine.close()
                 for other in self._workers:  # inherited ends would keep a pipe open after the parent has closed it
                     other.pipe.close()
@@ -183,7 +183,7 @@ class RankPool:
 def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
     """Wait for the results of all ranks; raise the earliest failure."""
     results: dict[int, Any] = {}
-    failures: dict[int, Failure] = {}
+    failures: dict[int, WorkerFailure] = {}
     deadline_s = time.monotonic() + timeout_s
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     while waiting:
@@ -197,8 +197,8 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 # Peers see a dead rank as a closed connection. It failed before they did, whenever its pipe closes.
-                answer = Failure(0.0, _how_it_ended(workers[rank].pid), "", None)
-            if isinstance(answer, Failure):
+                answer = WorkerFailure(0.0, _how_it_ended(workers[rank].pid), "", None)
+            if isinstance(answer, WorkerFailure):
                 if not failures:
                     deadline_s = time.monotonic() + GRACE_S
                 failures[rank] = answer
@@ -216,11 +216,11 @@ def _how_it_ended(pid: int) -> str:
     return f"died of {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
 
 
-def _first(failures: dict[int, Failure]) -> int:
+def _first(failures: dict[int, WorkerFailure]) -> int:
     return min(failures, key=lambda rank: failures[rank].at_s)
 
 
-def _rank_error(failures: dict[int, Failure]) -> RankError:
+def _rank_error(failures: dict[int, WorkerFailure]) -> RankError:
     rank = _first(failures)
     lines = [f"rank {rank}: {failures[rank].summary}"]
     if failures[rank].trace:
@@ -229,7 +229,7 @@ def _rank_error(failures: dict[int, Failure]) -> RankError:
     return RankError("\n".join(lines), rank)
 
 
-def _cause(failures: dict[int, Failure]) -> BaseException | None:
+def _cause(failures: dict[int, WorkerFailure]) -> BaseException | None:
     error = failures[_first(failures)].error
     return None if error is None else pickle.loads(error)
 
@@ -270,15 +270,17 @@ def _serve(pipe: Connection, stack: Path) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """Run one call; return the pickled result in a tuple, or a pickled :class:`Failure`."""
+    """Run one call; return the pickled result in a tuple, or a pickled :class:`WorkerFailure`."""
     try:
-        call: Call = pickle.loads(message)
+        call: WorkerCall = pickle.loads(message)
         with _world(call):
             return pickle.dumps((call.function(call.rank, call.world_size, *call.args),))
     except BaseException as error:
         at_s = time.monotonic()
         return pickle.dumps(
-            Failure(at_s, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc(), _dump(error))
+            WorkerFailure(
+                at_s, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc(), _dump(error)
+            )
         )
 
 
@@ -293,7 +295,7 @@ def _dump(error: BaseException) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _world(call: Call) -> Iterator[None]:
+def _world(call: WorkerCall) -> Iterator[None]:
     """Join a new world with the state of a fresh process: environment, process group and random generator."""
     import torch
     import torch.distributed as dist

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import Preempted
-from meshwright.launch.failure import LOG_HEAD, Failure, describe, write_down
-from meshwright.launch.forking import die_with, loopback
+from meshwright.launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
+from meshwright.launch.forking import die_with_parent, loopback
 from meshwright.system.process import GiveUp, leave
 from meshwright.system.signals import LISTENING, SIGNALS
 from meshwright.terminal.output import tell
@@ -36,7 +36,7 @@ SILENT_S = 30.0
 """Time until a rank prints an error that another rank of its node prints at once; usually it is ended before."""
 
 
-class Place(NamedTuple):
+class LocalRank(NamedTuple):
     """Rank of a local run, and the address of the launcher's rendezvous store."""
 
     rank: int
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 def run_rank(
-    work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals], place: Place
+    work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals], place: LocalRank
 ) -> None:
     """Run one rank in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
@@ -91,9 +91,9 @@ def run_rank(
             signal.signal(each, signal.SIG_IGN)
 
 
-def _tell(error: BaseException, rank: int, notes: Path) -> Failure:
+def _tell(error: BaseException, rank: int, notes: Path) -> FailureRecord:
     failure = describe(error, rank)
-    write_down(failure, notes)
+    write_failure(failure, notes)
     if rank != 0:
         tell(failure.trace or failure.message)
     return failure
@@ -115,7 +115,7 @@ def set_threads(num_threads: int) -> None:
 
 def _die_with_launcher() -> None:
     _let_go_of_server()
-    die_with(os.getppid())  # the fork server
+    die_with_parent(os.getppid())  # the fork server
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 

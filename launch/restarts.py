@@ -26,7 +26,7 @@ IN_VAIN = 3
 """Number of restarts in a row without a newer checkpoint after which a run is given up."""
 
 
-def may_pass(failure: RankFailed) -> bool:
+def is_transient(failure: RankFailed) -> bool:
     """Return True if a restart may get past the failure: a rank died, lost a peer, or raised an unexpected error.
 
     A hang and replicas that drifted apart may pass too. An error that the user must fix and a NaN/Inf would recur. A
@@ -35,7 +35,7 @@ def may_pass(failure: RankFailed) -> bool:
     return failure.exit_code in MAY_PASS and not failure.asked
 
 
-class Reached(NamedTuple):
+class LastCheckpoint(NamedTuple):
     """Progress of a run: the last checkpoint that it has written."""
 
     written_ns: int
@@ -43,7 +43,7 @@ class Reached(NamedTuple):
     step: int
 
 
-def why_stop(reached: Sequence[Reached], most: int) -> str | None:
+def find_stop_reason(reached: Sequence[LastCheckpoint], most: int) -> str | None:
     """Return the reason not to restart the run, or None.
 
     ``reached``: the last written checkpoint at the start of the run and after each of its failures.
@@ -60,18 +60,18 @@ def why_stop(reached: Sequence[Reached], most: int) -> str | None:
     return None
 
 
-def last_written(directory: Path) -> Reached:
+def find_last_checkpoint(directory: Path) -> LastCheckpoint:
     """Return the checkpoint that was written last. One of a higher step may be damaged, from before the last resume."""
     from meshwright.checkpoint import find
 
-    found = [Reached(0, 0)]
+    found = [LastCheckpoint(0, 0)]
     for candidate in find(directory):
         with contextlib.suppress(OSError):
-            found.append(Reached(candidate.path.stat().st_mtime_ns, candidate.step))
+            found.append(LastCheckpoint(candidate.path.stat().st_mtime_ns, candidate.step))
     return max(found)
 
 
-def keep_going(start: Callable[[], None], most: int, directory: Path, say: Callable[[str], object]) -> None:
+def run_with_restarts(start: Callable[[], None], most: int, directory: Path, say: Callable[[str], object]) -> None:
     """Call ``start()``, and again after each failure that may pass, at most ``most`` times. ``directory``: the run's.
 
     Raises:
@@ -80,17 +80,17 @@ def keep_going(start: Callable[[], None], most: int, directory: Path, say: Calla
     if most == 0:
         start()
         return
-    reached = [last_written(directory)]
+    reached = [find_last_checkpoint(directory)]
     while True:
         try:
             start()
             return
         except RankFailed as failure:
-            if not may_pass(failure):
+            if not is_transient(failure):
                 raise
             _write_down(failure, directory)
-            reached.append(last_written(directory))
-            reason = why_stop(reached, most)
+            reached.append(find_last_checkpoint(directory))
+            reason = find_stop_reason(reached, most)
             if reason is not None:
                 count = len(reached) - 1
                 times = f"{count} failure{'s' * (count > 1)}"

@@ -53,7 +53,7 @@ LAST = 50
 
 
 @dataclass(frozen=True)
-class Ask:
+class JobOptions:
     """Options of a job, under Slurm's names; None leaves an option to the cluster's default."""
 
     nodes: int
@@ -77,7 +77,7 @@ class Ask:
     """Jobs of one name to submit, running one at a time: for clusters where users may not requeue."""
 
 
-def placed(config: RunConfig, ask: Ask) -> tuple[RunConfig, str]:
+def resolve_for_nodes(config: RunConfig, ask: JobOptions) -> tuple[RunConfig, str]:
     """Resolve the configuration for these nodes; return it and a picture of the ranks on the nodes.
 
     Raises:
@@ -95,7 +95,7 @@ def placed(config: RunConfig, ask: Ask) -> tuple[RunConfig, str]:
     return resolved, draw(grid, nodes)
 
 
-def lead(run: Path) -> tuple[int, str]:
+def measure_lead(run: Path) -> tuple[int, str]:
     """Return how many seconds before its end a job needs its signal (1.5 x (slowest step + save)), and the reason."""
     steps: deque[float] = deque(maxlen=LAST)
     saves: deque[float] = deque(maxlen=LAST)
@@ -113,12 +113,14 @@ def lead(run: Path) -> tuple[int, str]:
     return needed_s, f"of late a step took up to {step_s:.3g} s (median {median_s:.3g}) and a save {save_s:.3g} s"
 
 
-def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask, *, trust_code: bool = False) -> str:
+def render(
+    config: RunConfig, config_file: str, overrides: list[str], ask: JobOptions, *, trust_code: bool = False
+) -> str:
     """Render the script. ``config``: resolved; ``config_file`` and ``overrides``: the arguments for `train`."""
     run = (Path(config.run.directory) / config.run.name).absolute()
     cwd = Path.cwd()
     check_lines(config_file, *overrides, str(run), ask.container or "", ask.mounts or "")
-    lead_s, why = lead(run)
+    lead_s, why = measure_lead(run)
     if ask.time is not None and (limit_s := seconds_of(ask.time)) is not None and lead_s >= limit_s:
         raise UserError(
             f"--time {ask.time} is {limit_s} s, and the ranks are to be told {lead_s} s before it ends ({why}): "
@@ -135,7 +137,7 @@ def render(config: RunConfig, config_file: str, overrides: list[str], ask: Ask, 
     mounts = ask.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
     return environment.get_template("job.sbatch.j2").render(
         vars(ask)
-        | checked(ask)
+        | check_options(ask)
         | {
             "run_name": config.run.name,
             "job_name": re.sub(r"[^\w.-]", "-", config.run.name),
@@ -238,7 +240,7 @@ def _word(path: Path) -> str:
     return text
 
 
-def checked(ask: Ask) -> dict[str, str | None]:
+def check_options(ask: JobOptions) -> dict[str, str | None]:
     """Return the values for #SBATCH lines, which the shell does not unquote; each matches its pattern.
 
     Raises:

@@ -35,7 +35,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
         layouts, twice = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
         config = prepare(config, whole=whole)
-        traits = look(config, global_batch, dtype, random_tokens=not whole)
+        traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
         own = config.batch.micro_batch_size or 2
         if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
             global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
@@ -61,7 +61,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
             dtype=dtype,
             random_tokens=not whole,
             twice=twice,
-            on_row=tell_row,
+            on_row=print_row,
         )
     put(report.table())
     return 0 if report.passed else 1
@@ -87,7 +87,7 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     return config
 
 
-def look(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
+def probe_traits(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
     """Return the model's traits; refuse a model that no layout supports, before layouts are chosen."""
     from meshwright.blueprint import draw_blueprint
     from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
@@ -109,6 +109,6 @@ def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tupl
     return layouts, run_twice(layouts)
 
 
-def tell_row(row: Row) -> None:
+def print_row(row: Row) -> None:
     """Print the verdict of a layout as soon as it is done."""
     put(f"  {row.layout}: {row.verdict}", flush=True)

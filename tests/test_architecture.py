@@ -119,8 +119,8 @@ LARGE_FILES = {
     "framework/tools/planner/search.py": 312,
     "framework/tools/report/run.py": 313,
     "framework/watch/hang/watchdog.py": 313,
-    "launch/local.py": 325,
-    "launch/pool.py": 322,
+    "launch/local.py": 327,
+    "launch/pool.py": 327,
     "models/t5_layers.py": 304,
 }
 LONG_FUNCTIONS = {
@@ -157,7 +157,7 @@ MANY_PARAMETERS = {
     "models/llama.py:build": 21,
     "models/t5.py:build": 15,
 }
-CORE_LINES, FRAMEWORK_LINES = 12_000, 42_100
+CORE_LINES, FRAMEWORK_LINES = 12_000, 43_600
 HIDDEN = {"meshwright.run.lock", "meshwright.run.peaks"}
 """Modules that name torch's rooms for types only: the launcher imports them before torch is there."""
 READING_PATH = (
@@ -179,7 +179,6 @@ SAME_NAMES = {
     "Embedding",
     "Entry",
     "Example",
-    "Failure",
     "File",
     "Kind",
     "Link",
@@ -192,7 +191,6 @@ SAME_NAMES = {
     "Placement",
     "Prepared",
     "Progress",
-    "Reached",
     "Reference",
     "Row",
     "Run",
@@ -204,7 +202,7 @@ SAME_NAMES = {
     "Wire",
 }
 """Classes of one name in several rooms."""
-PROSE = 1716
+PROSE = 1536
 """Docstrings that break a rule of tests/support/prose.py."""
 
 

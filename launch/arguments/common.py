@@ -60,7 +60,7 @@ def count(text: str) -> int:
     return _number(int, text, lambda number: number >= 1, "a whole number from 1 up")
 
 
-def whole(text: str) -> int:
+def parse_count_from_0(text: str) -> int:
     """Parse a whole number from 0 up."""
     return _number(int, text, lambda number: number >= 0, "a whole number from 0 up")
 

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from meshwright.launch import commands
 from meshwright.launch import data as corpora
-from meshwright.launch.arguments.common import Added, command, config_file, count, size, text, trust_code, whole
+from meshwright.launch.arguments.common import (
+    Added,
+    command,
+    config_file,
+    count,
+    parse_count_from_0,
+    size,
+    text,
+    trust_code,
+)
 
 
 def data(added: Added) -> None:
@@ -230,7 +239,7 @@ def checkpoint(added: Added) -> None:
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
         if parser is not listed:
-            parser.add_argument("--step", type=whole, metavar="N", help="the checkpoint of this step")
+            parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step")
 
 
 def convert(added: Added) -> None:
@@ -257,7 +266,7 @@ def convert(added: Added) -> None:
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
     direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to be written")
-    parser.add_argument("--step", type=whole, metavar="N", help="with --to: the checkpoint of this step")
+    parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),

@@ -11,11 +11,11 @@ from meshwright.launch.arguments.common import (
     command,
     config_file,
     count,
+    parse_count_from_0,
     share,
     temperature,
     text,
     trust_code,
-    whole,
 )
 
 
@@ -159,12 +159,16 @@ def sample(added: Added) -> None:
         "--temperature", type=temperature, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
     )
     parser.add_argument(
-        "--top-k", type=whole, default=40, metavar="K", help="choose of so many likeliest; 0: of all (default: 40)"
+        "--top-k",
+        type=parse_count_from_0,
+        default=40,
+        metavar="K",
+        help="choose of so many likeliest; 0: of all (default: 40)",
     )
     parser.add_argument(
         "--top-p", type=share, default=1.0, metavar="P", help="of those that together have this share (default: 1)"
     )
-    parser.add_argument("--seed", type=whole, metavar="N", help="of the draws (default: the run's)")
+    parser.add_argument("--seed", type=parse_count_from_0, metavar="N", help="of the draws (default: the run's)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the texts as JSON lines")
     _run_to_read(parser)
 
@@ -172,6 +176,8 @@ def sample(added: Added) -> None:
 def _run_to_read(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose a trained model: run, step and trust."""
     parser.add_argument("place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*")
-    parser.add_argument("--step", type=whole, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step (default: the newest)"
+    )
     trust_code(parser)
     parser.usage = f"{parser.prog} RUN [options] [--section.key=value ...]"

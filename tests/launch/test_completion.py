@@ -16,7 +16,7 @@ import pytest
 
 from meshwright.config.keys import KEYS
 from meshwright.launch.arguments import build_parser
-from meshwright.launch.completion import WRITERS, keys, places, script
+from meshwright.launch.completion import WRITERS, keys, script, walk_positions
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
@@ -136,7 +136,7 @@ def test_no_command_option_or_key_is_missing(shell: str) -> None:
     """Also those that are added later: the script is made of the parser and the schema."""
     text = script(build_parser(), shell)
     dashes = "" if shell == "fish" else "--"
-    for place in places(build_parser()):
+    for place in walk_positions(build_parser()):
         assert all(re.search(rf"\b{name}\b", text) for name in place.children)
         assert all(f"{dashes}{option.name[2:]}" in text for option in place.options)
     assert all(f"{dashes}{'.'.join(key)}" in text for key in KEYS)

@@ -12,8 +12,8 @@ from meshwright.launch.environment import (
     check_port,
     expand_hosts,
     launch_environment,
-    place,
     port_of_job,
+    read_place,
     torch_variables,
 )
 
@@ -50,9 +50,9 @@ def test_half_an_environment_is_told() -> None:
     with pytest.raises(MeshError, match=r"RANK = '3' alone"):
         launch_environment({"RANK": "3"})
     with pytest.raises(MeshError, match="LOCAL_RANK = 'x'"):
-        place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"})
+        read_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"})
     with pytest.raises(MeshError, match="RANK = 2 and WORLD_SIZE = 2"):
-        place({"RANK": "2", "WORLD_SIZE": "2"})
+        read_place({"RANK": "2", "WORLD_SIZE": "2"})
 
 
 def test_srun_is_translated_for_torch() -> None:
@@ -66,7 +66,7 @@ def test_srun_is_translated_for_torch() -> None:
         "MESHWRIGHT_NODES": "gpu09,gpu10",
         "MASTER_PORT": str(port_of_job("4711", "0")),
     }
-    assert place(variables) == (5, 8, 1, 4)
+    assert read_place(variables) == (5, 8, 1, 4)
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     assert torch_variables(uneven)["LOCAL_WORLD_SIZE"] == "0"
     assert (torch_variables(uneven)["MASTER_ADDR"], torch_variables(uneven)["MASTER_PORT"]) == ("head", "1234")

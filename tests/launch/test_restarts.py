@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CommunicationError, DataError, NonFiniteError, Preempted
-from meshwright.launch.failure import RankFailed, describe, told, write_down
-from meshwright.launch.failure import read_notes as notes
-from meshwright.launch.restarts import GIVEN_UP, Reached, keep_going, may_pass, why_stop
+from meshwright.launch.failure import RankFailed, build_error, describe, write_failure
+from meshwright.launch.failure import read_failures as notes
+from meshwright.launch.restarts import GIVEN_UP, LastCheckpoint, find_stop_reason, is_transient, run_with_restarts
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,16 @@ from meshwright.launch.restarts import GIVEN_UP, Reached, keep_going, may_pass, 
 )
 def test_what_may_pass(error: BaseException, again: bool, tmp_path: Path) -> None:
     """As it comes from a rank, over its note."""
-    write_down(describe(error, 1), tmp_path)
-    failure = told(1, 1, notes(tmp_path), tmp_path)
-    assert may_pass(failure) == again
+    write_failure(describe(error, 1), tmp_path)
+    failure = build_error(1, 1, notes(tmp_path), tmp_path)
+    assert is_transient(failure) == again
     failure.asked = True
-    assert not may_pass(failure)
+    assert not is_transient(failure)
 
 
 def test_a_rank_that_was_killed_may_pass(tmp_path: Path) -> None:
-    assert may_pass(told(1, -9, [], tmp_path))
-    assert may_pass(told(1, 3, [], tmp_path))
+    assert is_transient(build_error(1, -9, [], tmp_path))
+    assert is_transient(build_error(1, 3, [], tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_rank_that_was_killed_may_pass(tmp_path: Path) -> None:
     ],
 )
 def test_when_it_is_given_up(reached: list[int], most: int, said: str | None) -> None:
-    reason = why_stop([Reached(step, step) for step in reached], most)
+    reason = find_stop_reason([LastCheckpoint(step, step) for step in reached], most)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -78,7 +78,7 @@ class Starts:
 def test_it_goes_on_until_it_is_done(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     start, said = Starts(tmp_path, 5, 5, 8, None), list[str]()
-    keep_going(start, 9, tmp_path, said.append)
+    run_with_restarts(start, 9, tmp_path, said.append)
     assert start.count == 4
     assert said == [
         f"rank 1 was ended by SIGKILL; going on from step {step}, restart {number} of 9"
@@ -91,7 +91,7 @@ def test_it_goes_on_until_it_is_done(tmp_path: Path) -> None:
 def test_it_is_given_up(most: int, starts: int, why: str, tmp_path: Path) -> None:
     start, said = Starts(tmp_path, *[5, 6, *[6] * 9]), list[str]()
     with pytest.raises(RankFailed) as caught:
-        keep_going(start, most, tmp_path, said.append)
+        run_with_restarts(start, most, tmp_path, said.append)
     assert (caught.value.exit_code, start.count, len(said)) == (GIVEN_UP, starts, starts - 1)
     message = str(caught.value)
     assert message.startswith(f"given up after {starts} failures: ") and why in message and "step 6" in message
@@ -101,11 +101,11 @@ def test_it_is_given_up(most: int, starts: int, why: str, tmp_path: Path) -> Non
 def test_without_the_key_and_for_what_would_come_again_it_is_started_once(tmp_path: Path) -> None:
     start, said = Starts(tmp_path, 5, None), list[str]()
     with pytest.raises(RankFailed, match=r"\Arank 1 was ended by SIGKILL"):
-        keep_going(start, 0, tmp_path, said.append)
+        run_with_restarts(start, 0, tmp_path, said.append)
 
     def not_finite() -> None:
         raise RankFailed("the loss is NaN", 0, 17)
 
     with pytest.raises(RankFailed, match=r"\Athe loss is NaN\Z") as caught:
-        keep_going(not_finite, 9, tmp_path, said.append)
+        run_with_restarts(not_finite, 9, tmp_path, said.append)
     assert (caught.value.exit_code, start.count, said) == (17, 1, [])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.cli import main
-from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, lead, seconds_of
+from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, measure_lead, seconds_of
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
 
@@ -98,13 +98,13 @@ def test_what_cannot_work_is_refused(words: list[str], said: str, capsys: pytest
 
 def test_the_lead_is_measured(tmp_path: Path) -> None:
     """The longest step and the longest save of late, half as much again, and Slurm's own minute."""
-    assert lead(tmp_path)[0] == UNKNOWN_LEAD_S
+    assert measure_lead(tmp_path)[0] == UNKNOWN_LEAD_S
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     for step in range(1, 7):
         step_s, save_s = 40.0 if step == 3 else 10.0, 20.0 if step % 2 else None
         sink.write(StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, step_s, 0.0, 1.0, 1, 1, save_s=save_s))
     sink.close()
-    assert lead(tmp_path) == (90 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
+    assert measure_lead(tmp_path) == (90 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
 
 
 def test_limits_as_slurm_reads_them() -> None:

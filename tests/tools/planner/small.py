@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.launch.plans import bare
+from meshwright.launch.plans import remove_layout
 from meshwright.tools.planner.hardware import Hardware, Link
 from meshwright.tools.planner.layout_model import Workbench
 from meshwright.tools.planner.profile import Practice
@@ -39,7 +39,7 @@ def config(
 ) -> RunConfig:
     """A model of two blocks, without a layout; options of a builder that is none of ours are all given."""
     own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("meshwright.models.") else {}
-    return bare(
+    return remove_layout(
         RunConfig.model_validate(
             {
                 "model": {"builder": builder, "options": own | options},
