@@ -167,8 +167,7 @@ class SelfAttention(Attention):
         self.register_buffer("bucket_of_distance", table, persistent=False)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Attend over x (B, S, D) -> (B, S, D). ``seen``: (B, S) bool, True for keys that are not padding; None:
-        all."""
+        """Attend over x (B, S, D) -> (B, S, D). ``seen``: (B, S) bool, False for padding; None: no padding."""
         q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim)
         bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
         if self.causal:

@@ -120,8 +120,8 @@ class Behind:
         return self.problem is not None
 
     def settled(self) -> bool:
-        """Return True if this rank's share is written, or has failed. On the first rank: if the checkpoint is
-        published."""
+        """Return True if this rank's share is written (on the first rank: the checkpoint is published) or has
+        failed."""
         return self._thread is None or self._settled.is_set()
 
     def idle(self) -> bool:
@@ -136,7 +136,7 @@ class Behind:
         self.problem = None
 
     def abandon(self) -> None:
-        """Abandon the save in progress, so that it is never published. Does not block for writes in progress."""
+        """Give up the save in progress, so that it is never published. Does not block for writes in progress."""
         self._abandoned.set()
 
     def take_published(self) -> tuple[Path, float] | None:
@@ -183,7 +183,7 @@ class Behind:
         finally:
             self._settled.set()
             if not done:
-                self._abandoned.wait()  # all ranks must learn of the failure before their directory is removed
+                self._abandoned.wait()  # all ranks must see the failure before their directory is removed
                 remove_attempt(attempt)
         if is_first and done:
             afterwards()

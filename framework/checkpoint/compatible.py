@@ -27,9 +27,10 @@ REFUSED = {
 """Configuration fields or sections that must not change in a resumed run -> consequence of a change."""
 
 FRESH = ("model.builder", "model.options")
-"""Fields still refused for a checkpoint of step 0, an imported model, of which only the weights are used."""
+"""Only fields refused for a checkpoint of step 0 (an imported model): so far the run has used nothing but its
+weights."""
 FREE = {"model.options.dropout"}
-"""Fields below FRESH that may change at step 0: they affect no weight and no logit."""
+"""Exceptions to FRESH: they affect no weight and no logit."""
 
 SAMPLED = "sampled bytes"
 """Prefix in the data fingerprint: a hash of a sample of the corpus's bytes. Older checkpoints do not have it."""

@@ -144,8 +144,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def render_sums(manifest_sha256: str, files: Mapping[str, File]) -> bytes:
-    """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first, because it lists the other
-    files."""
+    """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first, because it lists the others."""
     lines = [f"{manifest_sha256}  {MANIFEST}\n"]
     lines += [f"{file.sha256}  {name}\n" for name, file in sorted(files.items())]
     return "".join(lines).encode()

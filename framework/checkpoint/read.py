@@ -85,8 +85,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, hashes included. Each one passed over causes a warning with its bad
-    file.
+    """Return the newest checkpoint that verifies, hashes included. For each one passed over, warn with the bad file.
 
     Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
     the step. The other ranks then use ``open_checkpoint`` and may compare ``digest``.

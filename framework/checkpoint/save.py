@@ -5,7 +5,7 @@
     rank 0          publish          when all reports exist: merge them, check the cover, sync manifest + SHA256SUMS,
                                      one rename
 
-Runs on a thread of each rank while training continues (`async_writer`).
+During training `write_shard` and `publish` run on a thread of each rank (`async_writer`).
 
 After a kill at any moment there is either no ``step-*`` directory of this step or a complete one.
 """

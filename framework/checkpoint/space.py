@@ -90,7 +90,7 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
 
 
 def size_of_directory(path: Path) -> int:
-    """Return the total bytes of the files directly in a directory. A file that disappears meanwhile is not counted."""
+    """Return the total bytes of the files directly in a directory. Counting stops if a file disappears meanwhile."""
     total = 0
     try:
         with os.scandir(path) as entries:

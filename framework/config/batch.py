@@ -10,8 +10,7 @@ from meshwright.errors import ConfigError
 
 
 def _product(factors: dict[str, int]) -> tuple[str, int]:
-    """Return text and value of a product: ``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8",
-    8)."""
+    """Return text and value: ``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
     value = 1
     for factor in factors.values():
         value *= factor

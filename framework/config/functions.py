@@ -44,7 +44,7 @@ def place(error: BaseException) -> str:
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
     outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    watching = str(PACKAGE)  # it traces the builder, and so is the innermost frame where a call fails
+    watching = str(PACKAGE)  # this package traces the builder: innermost frame where a call fails
     theirs = [f for f in outside if not f.filename.startswith(watching)] or outside
     return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 

@@ -48,8 +48,7 @@ class Source(NamedTuple):
 
 
 def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[Given]:
-    """Yield the keys of a document. A table at a key of the schema (``model.options``) is a value; others are
-    walked."""
+    """Yield the keys of a document. A table at a key of the schema (``model.options``) is one value."""
     for name, value in table.items():
         below = (*path, name)
         if not isinstance(value, dict) or below in KEYS:

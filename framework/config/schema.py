@@ -115,13 +115,12 @@ class Parallel(Section):
     """ZeRO stage. 0: gradient all-reduce, every replica updates all weights. 1: optimizer state and update sharded over
     dp. 2: gradients too. 3: weights too, all-gathered layer by layer."""
     shard_factor: Count | None = None
-    """Number of neighbouring replicas that optimizer state, gradients and weights are sharded over; it divides dp.
-    Default: dp. Smaller: less traffic between nodes, more memory (hybrid sharding), since each group holds a full
-    copy."""
+    """Number of neighbouring replicas that optimizer state, gradients and weights are sharded over; divides dp.
+    Default: dp. Smaller: less traffic between nodes, more memory (hybrid sharding)."""
     reduce: Literal["microbatch", "step"] | None = None
-    """Time of the gradient reduction over the replicas. ``"step"``: once; until then each rank keeps the whole
-    gradient. ``"microbatch"``: after each micro-batch; a rank keeps its shard. Default: ``"microbatch"`` from zero = 2
-    on."""
+    """Time of the gradient reduction over the replicas. ``"step"``: once; each rank keeps the whole gradient until
+    then. ``"microbatch"``: after each micro-batch; a rank keeps its shard. Default from zero = 2 on:
+    ``"microbatch"``."""
     offload: bool = False
     """CPU offload of the optimizer's step, its states and the float32 master weights; with zero = 3 of the shards of
     weights and gradients too."""
@@ -144,9 +143,9 @@ class Pipeline(Section):
     interleave: Count | None = None
     """Stages per pipeline rank. Default: 2 for the schedules that need several, otherwise 1."""
     balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
-    """Unit of the stage balance; or the number of layers of each stage, first to last."""
+    """Measure that balances the stages; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing (recompute): nothing, the modules that the model names (selective), or whole layers
+    """Activation checkpointing (recompute): none, the modules that the model lists (selective), or whole layers
     (full)."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
     """Name patterns of the layers to recompute, such as ``block1?``."""
@@ -168,7 +167,7 @@ class Optimizer(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: Steps = 0
     decay_steps: Steps = 0
-    """Number of last steps in which the learning rate falls; wsd only."""
+    """Number of final steps in which the learning rate falls; wsd only."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Betas of AdamW."""
     eps: PositiveFloat = 1e-8
@@ -205,7 +204,7 @@ class Checkpoint(Section):
     keep_every: Steps = 0
     """Checkpoints of steps that this number divides are never deleted; 0: only the newest are kept."""
     asynchronous: bool = True
-    """Continue training while a checkpoint is written. A step blocks only for the copy of this rank's shards to host
+    """Write checkpoints while training continues. A step blocks only for the copy of this rank's shards to host
     memory."""
     on_failure: Literal["warn", "fail"] = "warn"
     """Reaction to a checkpoint that cannot be written (a full disk): warn and continue, or end the run. A failure of

@@ -10,9 +10,9 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
                     cross-entropy of logits (..., classes) and labels (...)
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
-    impossible      {"tp" | "sequence": reason why the model does not support this axis}
+    impossible      {"tp" | "sequence": reason why the model does not support it}
 
-A model without any of these attributes trains with dp and pp. Its own ``reset_parameters`` initialise it.
+A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialise it.
 """
 
 from __future__ import annotations

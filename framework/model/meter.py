@@ -67,11 +67,11 @@ class Count(NamedTuple):
 
 
 PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
-"""Operations that gather from this argument -> its position. Bytes read equal bytes written."""
+"""Gather operations -> position of the argument gathered from. Its bytes read equal the bytes written."""
 NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
-"""Operations that do not read this argument, because it is overwritten or only its shape is used -> its position."""
+"""Operations -> position of an argument that is not read: it is overwritten, or only its shape is used."""
 SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-"""Operations that change only as many bytes of a tensor as they are given."""
+"""In-place operations that touch as many bytes of the changed tensor as they are given."""
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -136,8 +136,7 @@ class ConsoleSink:
         self._console.file.flush()
 
     def _left_s(self, record: StepRecord) -> float:
-        """Estimate the remaining seconds from a running mean of the step time, without the first step, which warms
-        up."""
+        """Estimate the remaining seconds from a running mean of the step time, without the first step (warm-up)."""
         self._num_steps += 1
         if self._num_steps <= 2:
             self._step_s = record.step_s

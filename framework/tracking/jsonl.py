@@ -113,7 +113,10 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resumed_step: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """Create the sink. ``is_ours`` returns True while the directory still belongs to this run."""
+        """Create the sink. ``is_ours`` returns True while the directory still belongs to this run.
+
+        It is called before the sink continues in another file at the path.
+        """
         self.path = path
         self.resumed_step = resumed_step
         self._is_ours = is_ours
@@ -178,8 +181,8 @@ class JsonlSink:
         self._pending.clear()
 
     def _follow(self) -> None:
-        """Follow the path if it is no longer the open file: continue in the file there, with all lines that it
-        lacks."""
+        """Follow the path if it is no longer the open file. Continue in the file there, with all lines missing in
+        it."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return

@@ -83,7 +83,7 @@ def base_url(environment: Mapping[str, str]) -> str:
 
 
 def has_key(server: str, environment: Mapping[str, str]) -> bool:
-    """Return True if wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. The key itself is not used."""
+    """Return True if wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. Only its presence is checked."""
     if environment.get("WANDB_API_KEY"):
         return True
     path = environment.get("NETRC")
@@ -189,8 +189,7 @@ class WandbSink:
             ) from error
 
     def close(self, failed: bool = False) -> None:
-        """Finish wandb and end the child, by a kill after ``finish_limit_s``. ``wandb sync`` can upload the rest
-        later."""
+        """Finish wandb and end the child, with a kill after ``finish_limit_s``. ``wandb sync`` can upload the rest."""
         child = self._child
         if child is None:
             return
