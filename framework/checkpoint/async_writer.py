@@ -120,8 +120,7 @@ class Behind:
         return self.problem is not None
 
     def settled(self) -> bool:
-        """Return True if this rank's share is written (on the first rank: the checkpoint is published) or has
-        failed."""
+        """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
         return self._thread is None or self._settled.is_set()
 
     def idle(self) -> bool:
@@ -209,8 +208,8 @@ class Behind:
 def check_finite(pieces: Iterable[Piece]) -> None:
     """Raise CheckpointError if a trained parameter or its optimizer state contains NaN/Inf.
 
-    A step with such values is never taken. They can only stem from a later memory fault, and must not replace the last
-    good checkpoint.
+    A step with such values is never taken, but a later memory fault may create them. Such a checkpoint must not be the
+    only one to resume from.
     """
     held = list(pieces)
     trained = {piece.info.name for piece in held if piece.kind is not Kind.WEIGHTS}

@@ -27,8 +27,7 @@ REFUSED = {
 """Configuration fields or sections that must not change in a resumed run -> consequence of a change."""
 
 FRESH = ("model.builder", "model.options")
-"""Only fields refused for a checkpoint of step 0 (an imported model): so far the run has used nothing but its
-weights."""
+"""Only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
 FREE = {"model.options.dropout"}
 """Exceptions to FRESH: they affect no weight and no logit."""
 

@@ -159,7 +159,7 @@ class Checkpoint:
             share: Slice of the files sorted by name, when several processes divide the work.
 
         Raises:
-            CheckpointError: Every file with other bytes than were written.
+            CheckpointError: Lists every file whose bytes differ from those written.
         """
         names = sorted(self.manifest.files)[share]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:

@@ -3,7 +3,7 @@
 Each process draws its parameters anew, by name. The source is the model's ``initialise``, or ``reset_parameters()`` of
 the module that owns them (``_reset_parameters()`` of torch's attention, for the biases of its projections too). Any
 other value that a builder writes would be lost. The operations applied to each parameter are therefore recorded, and
-must end with those of the reset. Values are never read: parameters are on meta.
+must end with those of the reset. The comparison needs no values, because parameters are on meta.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ class StepRecord:
     restarts: int = 0
     """Number of starts of the run before the present one."""
     save_s: float | None = None
-    """Seconds from the beginning of a save to its publication, for the checkpoint whose publication was seen in the
-    step before."""
+    """Duration of the save whose publication was seen in the step before, from its beginning until it was published."""
     straggler: str | None = None
     """Straggler since the last check; "": none; None: no check in this step."""
     straggler_rank: int | None = None
