@@ -68,8 +68,8 @@ def _line(given: Given, said: str) -> str:
 
 
 def _unknown(given: Given, path: Path, help_: Hint) -> str:
-    """Return the problem text for an unknown key, with the existing keys. ``path``: the key in its corrected
-    section."""
+    """Return the problem text for an unknown key, with the existing keys. ``path``: the key, corrected section
+    first."""
     section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
     if len(path) == 1:
         return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")

@@ -1,5 +1,4 @@
-"""Requirements on a user's model, checked at build time: it must be divisible into stages without changing its
-meaning."""
+"""Requirements on a user's model, checked at build time: stages must compute the same as the whole model."""
 
 from __future__ import annotations
 

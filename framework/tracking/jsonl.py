@@ -26,8 +26,7 @@ from meshwright.tracking.record import StepRecord, from_json, to_json
 
 FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 MOST_PENDING = 10_000
-"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest are dropped
-first."""
+"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest go first."""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
 """Seconds between the last attempts to write pending lines, at the end of a run."""
 
@@ -65,7 +64,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def keep_until(path: Path, step: int) -> None:
     """Keep the records whose step is at most ``step``; damaged lines are dropped. Atomic: the old file or the new one.
 
-    The other records are appended to ``metrics-again.jsonl`` if possible. A kill in between may write some of them
+    The other records are appended to ``metrics-again.jsonl`` if possible. A kill meanwhile may write some of them
     twice.
     """
     if not path.exists():
@@ -181,7 +180,7 @@ class JsonlSink:
         self._pending.clear()
 
     def _follow(self) -> None:
-        """Follow the path if it is no longer the open file. Continue in the file there, with all lines missing in
+        """Follow the path if it is no longer the open file: switch to the file there, and write the lines missing in
         it."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):

@@ -40,7 +40,7 @@ CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"
 CONNECT_LIMIT_S = 2.0
 OFFLINE_LIMIT_S = 60.0
-"""Seconds for an offline start, which depends on a slow disk only."""
+"""Time limit of an offline start in seconds; generous, for slow disks."""
 
 
 class WandbMode(StrEnum):
