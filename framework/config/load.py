@@ -68,8 +68,7 @@ def _line(given: Given, said: str) -> str:
 
 
 def _unknown(given: Given, path: Path, help_: Hint) -> str:
-    """Return the problem text for an unknown key, with the existing keys. ``path``: the key, corrected section
-    first."""
+    """Return the problem text for an unknown key, with the existing keys. ``path``: its path, section corrected."""
     section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
     if len(path) == 1:
         return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")

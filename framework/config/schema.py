@@ -249,7 +249,7 @@ class Launch(Section):
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0
-    """Longest time without progress on a rank. Beyond it the run ends as a hang, with a list of which rank waits for
+    """Longest time without progress on a rank; longer is a hang and ends the run with a report of which rank waits for
     which. Saving, a validation batch and a first step that compiles count as well."""
     cluster: str = ""
     """TOML file of the cluster's expected performance, in the form of a run's links.toml. `meshwright doctor` compares

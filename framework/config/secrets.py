@@ -1,4 +1,4 @@
-"""Detection of options that look like secrets. Options are written to many places, none of which may contain a secret.
+"""Detection of options that look like secrets. Options are written to many places, where secrets must not appear.
 
     api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
     key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     no secret
