@@ -105,7 +105,7 @@ def publish(temporary: Path, final: Path, head: Head) -> Manifest:
     One rank calls it, after all shards are written.
 
     Raises:
-        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, or it exists already.
+        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, or ``final`` exists.
             Nothing is published.
     """
     manifest = merge(head, read_reports(temporary))
