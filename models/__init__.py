@@ -14,21 +14,21 @@ A model is a function that returns an ``nn.Sequential`` of named elements; a pip
         model.sharding_plan = {"embedding": "vocab", "block*.up": "column", "block*.down": "row", "head": "vocab"}
         return model
 
-That is all: without a plan everything is replicated over tp, and dp and pp work. Between the elements may go a tensor,
-or a tuple or dict of tensors, some of them without gradient: a mask that skips a few elements goes along.
+Without a plan everything is replicated over tp, and dp and pp work. The elements may pass on a tensor,
+or a tuple or dict of tensors. Some may need no gradient: a mask for a later element travels with the activations.
 
-What the Sequential may carry (plain attributes, all optional)
---------------------------------------------------------------
+Attributes of the Sequential (plain and optional)
+-------------------------------------------------
 ``sharding_plan``: fnmatch pattern of module names -> how tensor parallelism splits the module
 
     column     nn.Linear, by output rows            row       nn.Linear, by input columns; bias added after the sum
                nn.Embedding, by features            heads     acts on activations split over dim 1 (attention dropout)
     vocab      nn.Embedding or nn.Linear, by token  features  a dropout on activations split over the last dim
-    column_whole, row_whole   nn.Linear, as column and row, for what lies between them and cannot be cut: the output put
-               together, a part taken of a whole input
-    uncut      what has weights between these two (a norm over all heads)
-    gather     under sequence parallelism the module's first input is gathered before it, and not by its columns: for a
-               forward that takes the length of the sequence from what it is handed
+    column_whole, row_whole   nn.Linear, as column and row, around operations that cannot be split: the output is
+               all-gathered, and a slice is taken of a whole input
+    uncut      a module with weights between these two (a norm over all heads)
+    gather     under sequence parallelism the module's first input is all-gathered before it, not by its columns: for a
+               forward that takes the length of the sequence from its input
     sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
@@ -37,12 +37,12 @@ What the Sequential may carry (plain attributes, all optional)
 ``initialise(name, tensor)``: fills the whole tensor of that parameter from torch's default generator. Without it the
     module's own ``reset_parameters`` is used.
 
-What a splittable module keeps to
----------------------------------
+Requirements on a splittable module
+-----------------------------------
 * A fused projection is laid out so that a contiguous run of rows is whole: ``[q k v]`` per head, not all q first.
 * Local head counts come from tensor shapes (``rearrange("b s (h d) -> b h s d", d=head_dim)``), never from the config.
-* Dropout is an ``nn.Dropout`` module: only so can its mask be the same in every layout.
+* Dropout is an ``nn.Dropout`` module. Only then is its mask the same in every layout.
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
-``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` are such builders; ``models/blocks.py`` is what they share.
+``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders. ``models/blocks.py`` is shared code.
 """

@@ -1,12 +1,12 @@
-"""What the models share: embedding, attention over fused projections, the residual block, the initial weights.
+"""Building blocks of the models: embedding, attention over fused projections, residual block, initial weights.
 
-Of several documents in one sample the first element takes {"tokens": (B, S), "starts": (B, S) bool, where a document
-begins}; what goes on between the elements is then (x, starts), and each document is on its own: nobody attends to
-another, and positions count from its beginning. The last norm hands on x alone.
+Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True where a document
+begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its beginning.
+The last norm returns x alone.
 
 Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
-Under tensor parallelism a module may hold a contiguous part of its rows; H and G are then the local counts, and follow
-from the shapes of the tensors alone.
+Under tensor parallelism a module may hold a contiguous part of its rows. H and G are then local counts (H/tp, G/tp) and
+follow from tensor shapes alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
-"""The projections that end a residual branch: 2 per block."""
+"""Projections that end a residual branch, 2 per block."""
 
 
 def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02) -> None:
-    """Fill one whole parameter in place, drawing from torch's default generator; a function of its name and shape only.
+    """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
 
-    Matrices: N(0, std), those that end a residual branch N(0, std / sqrt(2 L)), so that the sum over 2 L branches keeps
-    the variance of one (GPT-2 paper, section 2.3). Biases 0; norm weights, the only other vectors, 1.
+    Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that the sum over 2 L
+    branches keeps the variance of one (GPT-2 paper, section 2.3). Biases 0; norm weights, the only other vectors, 1.
     """
     if name.endswith(".bias"):
         nn.init.zeros_(tensor)
@@ -50,7 +50,7 @@ def assemble(
     tied_weights: list[tuple[str, ...]],
     selective_recompute: Sequence[str] = (),
 ) -> nn.Sequential:
-    """The Sequential with all that the contract in ``models/__init__.py`` lets it carry, ties made, weights drawn."""
+    """Build the Sequential with the attributes of ``models/__init__.py``, tie its weights and initialise them."""
     model = nn.Sequential(OrderedDict(layers))
     for canonical, *others in tied_weights:
         for other in others:
@@ -67,14 +67,14 @@ def assemble(
 
 
 def check_positive(**options: float) -> None:
-    """Raise ValueError for the sizes that are not positive, all in one message."""
+    """Raise ValueError for sizes that are not positive, all in one message."""
     wrong = [f"{name}={value}" for name, value in options.items() if value <= 0]
     if wrong:
         raise ValueError(f"model options must be positive: {', '.join(wrong)}")
 
 
 def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
-    """Raise ValueError with the nearest counts that work when the heads do not divide what they have to."""
+    """Raise ValueError with the nearest valid counts when hidden size, heads and key-value heads are not divisible."""
     if head_dim is None and hidden_size % num_heads:
         near = _nearest_divisors(hidden_size, num_heads)
         raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} heads: use num_heads = {near}")
@@ -84,29 +84,29 @@ def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def _nearest_divisors(number: int, near: int) -> str:
-    """The divisors just below and just above ``near``: "8 or 12"."""
+    """Return the divisors just below and just above ``near`` as text: "8 or 12"."""
     below = max((i for i in range(1, near) if number % i == 0), default=1)
     above = min((i for i in range(near + 1, number + 1) if number % i == 0), default=number)
     return " or ".join(str(i) for i in sorted({below, above}))
 
 
 Value = Tensor | tuple[Tensor, Tensor]
-"""x (B, S, D), or x with the ``starts`` of its documents (B, S)."""
+"""Activations x (B, S, D), or (x, starts) with the document starts (B, S) bool."""
 
 
 def documents_of(starts: Tensor) -> Tensor:
-    """(B, S) bool, where documents begin -> (B, S) int64, the number of each token's document in its sample."""
+    """Return each token's document number in its sample, (B, S) int64. starts: (B, S) bool, True at document starts."""
     return starts.cumsum(-1)
 
 
 def positions_of(starts: Tensor) -> Tensor:
-    """(B, S) bool -> (B, S) int64: each token's place in its document, from 0."""
+    """Return the position of each token in its document from 0, (B, S) int64. starts: (B, S) bool."""
     places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return places - places.masked_fill(~starts, 0).cummax(-1).values
 
 
 class Embedding(nn.Module):
-    """Token ids (B, S) int64 -> (B, S, D): token vectors, learned positions if the model has them, dropout.
+    """Token embedding, learned positions if the model has them, dropout: token ids (B, S) int64 -> (B, S, D).
 
     {"tokens": ids, "starts": (B, S) bool} -> (x, starts).
     """
@@ -121,7 +121,11 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor | dict[str, Tensor]) -> Value:
-        """Raises ValueError for more than ``max_sequence_length`` tokens."""
+        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts).
+
+        Raises:
+            ValueError: There are more than ``max_sequence_length`` tokens.
+        """
         starts = None
         if isinstance(ids, dict):
             ids, starts = ids["tokens"], ids["starts"]
@@ -142,14 +146,15 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention, (B, S, D) -> (B, S, D), with R query heads to each key-value head.
 
-    The rows of ``qkv`` go group by group, so that any contiguous run of groups is a smaller attention of its own::
+    The rows of ``qkv`` are ordered by group, so that any contiguous run of groups is a smaller attention of its own::
 
         group 0                group 1
         | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
 
     With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
-    ``head_dim=None`` is hidden_size / num_heads, ``out_bias=None`` as ``bias``. ``qk_norm_eps``: queries and keys go
-    through an RMSNorm over head_dim first, one weight for all heads. ``window``: see :class:`AttentionCore`.
+    ``head_dim=None`` means hidden_size / num_heads, ``out_bias=None`` the value of ``bias``. With ``qk_norm_eps``
+    queries and keys first pass an RMSNorm over head_dim, one weight for all heads. ``window``: see
+    :class:`AttentionCore`.
     """
 
     def __init__(
@@ -179,13 +184,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""
         groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
         q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
-            of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has a dim more than k
+            of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has one more dim than k
             q, k = rotate(q, *of_q), rotate(k, cos, sin)
         dropout = self.dropout if self.training and self.drops else None
         mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout, starts)  # (B, H, S, d)
@@ -193,11 +199,11 @@ class Attention(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """Scores, probabilities and their mixture: what is cheap to compute again and dear to keep.
+    """Attention scores, probabilities and weighted sum: cheap to recompute and expensive to store.
 
-    A module of its own so that ``selective_recompute`` can name it. It has no parameters, and the dropout of the
-    probabilities is handed to it: its masks go by the name that it has where it belongs.
-    ``window``: each token sees so many, itself and those just before it; None: all that came before.
+    A separate module, so that ``selective_recompute`` can name it. It has no parameters. The parent passes in the
+    dropout of the probabilities, whose masks are seeded by its module name in the parent. ``window``: number of tokens
+    that each token attends to, itself and those just before it. None: all before it.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -207,16 +213,16 @@ class AttentionCore(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None, starts: Tensor | None = None
     ) -> Tensor:
-        """(B, H, S, d), (B, G, S, d), (B, G, S, d) -> (B, H, S, d).
+        """Attend: q (B, H, S, d), k and v (B, G, S, d), starts (B, S) bool or None -> (B, H, S, d). H, G: local heads.
 
-        The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
+        Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
         sees_all = starts is None and (self.window is None or self.window >= length)
         if dropout is None and sees_all:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
-        if dropout is None:  # keys of each head their own: no kernel that takes a mask shares them on a GPU
+        if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts))
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
         scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
@@ -224,7 +230,7 @@ class AttentionCore(nn.Module):
         return dropout(probabilities) @ v  # type: ignore[no-any-return]
 
     def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
-        """(S, S) bool, or (B, 1, S, S) of several documents: whether query i sees key j."""
+        """Return the attention mask, True where query i sees key j: (S, S) bool, or (B, 1, S, S) with starts (B, S)."""
         before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         if self.window is not None:
             before = before.triu(1 - self.window)
@@ -235,11 +241,10 @@ class AttentionCore(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of (..., S, d) by the angles whose cos and sin are (..., S, d/2); keeps the dtype of
-    x.
+    """Rotate the pairs (i, i + d/2) of x (..., S, d) by angles given as cos and sin (..., S, d/2). Keeps x's dtype.
 
-    The two of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's own pair neighbours, which is the
-    same model with the rows of q and k in another order.
+    The two elements of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's checkpoints pair
+    neighbours. That is the same model with the rows of q and k permuted.
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -269,6 +274,7 @@ class Block(nn.Module):
         self.after_mlp = nn.Dropout(dropout)
 
     def forward(self, value: Value) -> Value:
+        """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool. Return the same type."""
         x, starts = value if isinstance(value, tuple) else (value, None)
         x = x + self.after_attention(self.attention(self.attention_norm(x), starts))
         x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
@@ -276,14 +282,16 @@ class Block(nn.Module):
 
 
 class LastLayerNorm(nn.LayerNorm):
-    """Behind the blocks: x or (x, starts) -> x. What comes then looks at each token by itself."""
+    """LayerNorm after the last block: x (B, S, D) or (x, starts) -> x. Later layers treat each token separately."""
 
     def forward(self, value: Value) -> Tensor:
+        """Normalise x (B, S, D) and drop ``starts``."""
         return super().forward(value[0] if isinstance(value, tuple) else value)
 
 
 class LastRMSNorm(nn.RMSNorm):
-    """The same, an RMSNorm."""
+    """RMSNorm after the last block: x (B, S, D) or (x, starts) -> x."""
 
     def forward(self, value: Value) -> Tensor:
+        """Normalise x (B, S, D) and drop ``starts``."""
         return super().forward(value[0] if isinstance(value, tuple) else value)

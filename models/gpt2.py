@@ -38,7 +38,7 @@ SHARDING_PLAN = {
 
 
 class Mlp(nn.Module):
-    """down(gelu(up(x))), (B, S, D) -> (B, S, D), with the tanh approximation of GELU that GPT-2 was trained with."""
+    """Feed-forward down(gelu(up(x))), (B, S, D) -> (B, S, D), with the tanh approximation of GELU, as in GPT-2."""
 
     def __init__(self, hidden_size: int, ffn_size: int) -> None:
         super().__init__()
@@ -60,13 +60,15 @@ def build(
     ffn_size: int | None = None,
     norm_eps: float = 1e-5,
 ) -> nn.Sequential:
-    """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    Also {"tokens": ids, "starts": (B, S) bool}: each document of a sample on its own, see ``models/blocks.py``.
+    Also takes {"tokens": ids, "starts": (B, S) bool}: attention within each document, see ``models/blocks.py``.
 
     ``dropout`` is one probability for all three places: embedding, attention probabilities, end of a branch. With
-    ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` is 4 x hidden_size. Raises ValueError for
-    sizes that do not fit each other.
+    ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` means 4 x hidden_size.
+
+    Raises:
+        ValueError: The sizes do not fit each other.
     """
     ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
     check_positive(

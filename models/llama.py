@@ -7,7 +7,7 @@ Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 
     70B    80   8192  28672   64  8 ->  70,553,706,496
     405B  126  16384  53248  128  8 -> 405,853,388,800
 
-Its relatives are the same with options: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
+Related models are options of this one: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
 (``qk_norm``, ``head_dim``).
 """
 
@@ -46,7 +46,7 @@ SHARDING_PLAN = {
 
 
 class RopeScaling(NamedTuple):
-    """How Llama 3.1 stretches the positions of a model trained on ``original_length`` tokens."""
+    """RoPE scaling of Llama 3.1, for a model pre-trained on ``original_length`` tokens."""
 
     factor: float
     low_freq_factor: float
@@ -55,10 +55,11 @@ class RopeScaling(NamedTuple):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> list[float]:
-    """Radians per token of each of the head_dim / 2 pairs: theta^(-2 i / head_dim), fastest first (Su et al. 2021).
+    """Return radians per token for the head_dim / 2 pairs: theta^(-2 i / head_dim), fastest first (Su et al. 2021).
 
-    Llama 3.1's scaling leaves alone what turns at least ``high_freq_factor`` times within the original length, slows by
-    ``factor`` what turns at most ``low_freq_factor`` times, and blends linearly in the number of turns between.
+    Llama 3.1's scaling depends on a pair's turns within the original length. Pairs with at least ``high_freq_factor``
+    turns stay unchanged. Pairs with at most ``low_freq_factor`` turns are slowed by ``factor``. Between the two it
+    interpolates linearly in the number of turns.
     """
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
@@ -73,13 +74,13 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 
 
 class Rotary(nn.Module):
-    """The cos and sin of the rotary angles, each (S, head_dim / 2), for activations (..., S, head_dim).
+    """Rotary position embedding: cos and sin of the angles, each (S, head_dim / 2), for activations (..., S, head_dim).
 
-    Each (B, 1, S, head_dim / 2) where positions (B, S) are given.
+    With positions (B, S) each is (B, 1, S, head_dim / 2).
 
-    The frequencies are float64 and stay so when the model is cast: in bfloat16 some pairs would be whole turns off
-    within 8,192 tokens. A table of all positions would be 134 MB a layer at 131,072 tokens; making the angles is cheap
-    beside the attention.
+    The frequencies stay float64 when the model is cast. In bfloat16 some pairs would be off by whole turns within 8,192
+    tokens. A table of all positions would take 134 MB per layer at 131,072 tokens. Computing the angles is cheap
+    compared with the attention.
     """
 
     frequencies: Tensor
@@ -90,7 +91,7 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """In the dtype of x, float32 at least."""
+        """Return cos and sin in the dtype of x, float32 at least. x: (..., S, head_dim); positions: (B, S) or None."""
         frequencies = self.frequencies.to(x.device)
         if positions is None:
             angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64, device=x.device), frequencies)
@@ -103,20 +104,21 @@ class Rotary(nn.Module):
         return torch.tensor(self.values, dtype=torch.float64, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """Follow the module to its device, but not to its dtype; also come back from the meta device."""
+        """Move with the module between devices, the meta device included, but ignore dtype casts."""
         super()._apply(fn, recurse)
         self.frequencies = self._on(self.frequencies.device)
         return self
 
 
 class SwiGlu(nn.Module):
-    """down(silu(gate(x)) * up(x)), (B, S, D) -> (B, S, D) (Shazeer 2020), gate and up in one projection.
+    """SwiGLU feed-forward down(silu(gate(x)) * up(x)), (B, S, D) -> (B, S, D) (Shazeer 2020).
 
-    Its rows are laid out in blocks, so that a contiguous run of blocks holds each gate row with its up row::
+    Gate and up are one projection. Its rows are ordered in blocks, so that a contiguous run of blocks contains each
+    gate row with its up row::
 
         | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = block_size
 
-    Blocks and not single pairs: elements that are neighbours in memory, for the sake of vector units.
+    Blocks instead of single pairs keep elements contiguous in memory for vector units.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int, *, bias: bool = False) -> None:
@@ -153,15 +155,25 @@ def build(
     qk_norm: bool = False,
     sliding_window: int | None = None,
 ) -> nn.Sequential:
-    """``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    Also {"tokens": ids, "starts": (B, S) bool}: each document of a sample on its own, see ``models/blocks.py``.
+    Also takes {"tokens": ids, "starts": (B, S) bool}: attention within each document, see ``models/blocks.py``. tp must
+    divide ``num_kv_heads``.
 
-    ``rope_scaling_factor=1`` is Llama 3 as pre-trained on 8,192 tokens; Llama 3.1's long context is factor 8 with the
-    other three as they stand. ``head_dim=None`` is hidden_size / num_heads. ``qkv_bias``, ``out_bias``, ``mlp_bias``:
-    of the projections into attention, out of it, and of the feed-forward. ``qk_norm``: an RMSNorm over each head's
-    queries and keys. ``sliding_window``: how many tokens each sees, itself included; None: all before it. tp has to
-    divide ``num_kv_heads``. Raises ValueError for sizes that do not fit each other.
+    Args:
+        rope_scaling_factor: 1 is Llama 3 as pre-trained on 8,192 tokens. 8, with the defaults of the other three
+            ``rope_`` options, is the long context of Llama 3.1.
+        tied: Use the token embedding's weight in the head.
+        dropout: One probability for embedding, attention probabilities and end of a branch.
+        head_dim: None means hidden_size / num_heads.
+        qkv_bias: Add a bias to the query, key and value projection.
+        out_bias: Add a bias to the attention's output projection.
+        mlp_bias: Add biases to the feed-forward projections.
+        qk_norm: Apply an RMSNorm to the queries and keys of each head.
+        sliding_window: Number of tokens that each token attends to, itself included; None: all before it.
+
+    Raises:
+        ValueError: The sizes do not fit each other.
     """
     check_positive(
         vocab_size=vocab_size,
@@ -189,7 +201,7 @@ def build(
         )
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
     frequencies = rope_frequencies(head_dim, rope_theta, scaling if rope_scaling_factor != 1 else None)
-    num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would serve nobody
+    num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would have no use
     layers: dict[str, nn.Module] = {
         "embedding": Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout)
     }

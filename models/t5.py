@@ -10,12 +10,12 @@ Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Te
     v1.1, gated GELU, own head      small   8   512    6 x 64    1024 ->     76,961,152
                                     base   12   768   12 x 64    2048 ->    247,577,856
 
-What the layers hand on, dicts, so that a cut between any two of them makes two stages:
+Values passed between the layers. They are dicts, so that a cut between any two layers gives two stages:
 
     samples             {encoder_ids (B, Se), decoder_ids (B, Sd)}                 int64
     encoder_embedding   {encoder (B, Se, D), encoder_seen (B, Se), decoder_ids}    seen: bool, False for padding
     encoder0 ..         the same
-    encoder_norm        the same; its encoder is what the decoder reads, the memory
+    encoder_norm        the same; its encoder is the memory of the cross-attention
     decoder_embedding   {decoder (B, Sd, D), encoder, encoder_seen}
     decoder0 ..         the same, the last only {decoder}
     decoder_norm        (B, Sd, D)
@@ -63,11 +63,11 @@ SHARDING_PLAN = {
 
 @torch.no_grad()
 def initialise(name: str, tensor: Tensor, *, hidden_size: int, head_dim: int) -> None:
-    """Fill one whole parameter in place, drawing from torch's default generator; a function of its name and shape only.
+    """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
 
-    Embeddings N(0, 1), linears N(0, 1 / sqrt(inputs)), the bias tables N(0, 1 / sqrt(D)), norms 1, as in
-    mesh-tensorflow. Queries are smaller by sqrt(d), which is why attention does not divide its scores by it. A head of
-    its own is a linear like any: logits start with variance 1, as those of a tied head do.
+    Embeddings N(0, 1), linears N(0, 1 / sqrt(inputs)), bias tables N(0, 1 / sqrt(D)), norms 1, as in mesh-tensorflow.
+    Queries are smaller by sqrt(d), which replaces the attention's division of scores. An untied head is initialised
+    like any linear: its logits start with variance 1, as those of a tied head do.
     """
     if tensor.dim() == 1:
         nn.init.ones_(tensor)
@@ -100,15 +100,22 @@ def build(
     norm_eps: float = 1e-6,
     scaled: bool | None = None,
 ) -> nn.Sequential:
-    """The layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
+    """Build the layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
 
-    ``gated=False, tied=True`` is T5 v1.0, ``gated=True, tied=False`` v1.1. The two embeddings are one weight in both,
-    and so is the relative bias of a stack; ``tied``: the head too. ``scaled``: the head's input is multiplied by
-    1 / sqrt(hidden_size); None: as ``tied``.
-    ``head_dim=None`` is hidden_size / num_heads, ``ffn_size=None`` 4 x hidden_size, ``num_decoder_layers=None``
-    num_layers. ``padding_id``: this token of the encoder is attended to by nobody; -1: none is.
-    ``dropout`` is one probability for all places: embeddings, attention probabilities, inside of the feed-forward, end
-    of a branch, final norms. Raises ValueError for sizes that do not fit each other.
+    ``gated=False, tied=True`` is T5 v1.0, ``gated=True, tied=False`` v1.1. In both the two embeddings are one weight,
+    and so is the relative bias of a stack.
+
+    Args:
+        head_dim: None means hidden_size / num_heads.
+        ffn_size: None means 4 x hidden_size.
+        num_decoder_layers: None means num_layers.
+        tied: Tie the head to the embeddings too.
+        dropout: One probability for embeddings, attention probabilities, feed-forward, ends of branches, final norms.
+        padding_id: Encoder token that receives no attention; -1: none.
+        scaled: Multiply the head's input by 1 / sqrt(hidden_size); None: the value of ``tied``.
+
+    Raises:
+        ValueError: The sizes do not fit each other.
     """
     ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers

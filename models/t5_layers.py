@@ -1,8 +1,8 @@
-"""The layers of T5: attention with a bias by distance, feed-forward, the blocks of both stacks.
+"""Layers of T5: attention with relative position bias, feed-forward, the blocks of both stacks.
 
-What goes from layer to layer is in ``t5.py``. Shapes: B samples, S tokens of either stack, Se and Sd of encoder and
-decoder, Sq and Sk of queries and keys, D hidden, H heads, d head_dim, F feed-forward. Under tensor parallelism H and F
-are the local counts, and follow from the shapes of the tensors alone.
+The values passed between layers are listed in ``t5.py``. Shapes: B samples, S tokens of either stack, Se and Sd of
+encoder and decoder, Sq and Sk of queries and keys, D hidden, H heads, d head_dim, F feed-forward. Under tensor
+parallelism H and F are local counts (H/tp, F/tp) and follow from tensor shapes alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ Value = dict[str, Tensor]
 
 
 def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
-    """For each distance 0 .. max_distance its bucket in [0, num_buckets); what is farther is in the last one's.
+    """Return the bucket in [0, num_buckets) of each distance 0 .. max_distance. Larger distances share the last one's.
 
-    The nearer half one by one, from there on to ``max_distance`` growing by a constant factor (section 2.1)::
+    The nearer half has one distance per bucket. The other buckets grow by a constant factor up to ``max_distance``
+    (section 2.1)::
 
         n = num_buckets / 2     bucket(r) = r  for r < n,  else  n + floor(n log(r / n) / log(max_distance / n))
 
     In whole numbers: r is in bucket n + k or higher when (r / n)^n >= (max_distance / n)^k. A floating-point logarithm
-    is rounded just where a bucket begins, on some machines up and on some down.
+    would be rounded differently on different machines exactly where a bucket begins.
     """
     near = num_buckets // 2
     far = num_buckets - near
@@ -40,15 +41,15 @@ def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
 
 
 def hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """To be added to scores: 0 where a key is seen, the lowest number where it is not.
+    """Return the additive mask for scores, shaped like ``seen`` (bool): 0 for visible keys, else the dtype's minimum.
 
-    Not minus infinity: a sample that is all padding would be 0/0. As it is, all its keys count alike.
+    Minus infinity would give 0/0 for a sample that is all padding. With the minimum all its keys weigh the same.
     """
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 class Embedding(nn.Module):
-    """Token ids (B, S) int64 -> (B, S, D): token vectors and dropout. Positions are the attention's."""
+    """Token embedding and dropout: token ids (B, S) int64 -> (B, S, D). Positions enter in the attention."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dropout: float) -> None:
         super().__init__()
@@ -56,17 +57,19 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def embed(self, ids: Tensor) -> Tensor:
+        """Embed token ids (B, S) int64 as (B, S, D)."""
         return self.dropout(self.tokens(ids))
 
 
 class EncoderEmbedding(Embedding):
-    """The samples -> the encoder's value. ``padding_id``: this token is seen by nobody; no id is -1."""
+    """Embedding of the encoder: samples -> the encoder's value. ``padding_id``: token without attention; -1: none."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dropout: float, padding_id: int) -> None:
         super().__init__(vocab_size, hidden_size, dropout)
         self.padding_id = padding_id
 
     def forward(self, samples: Value) -> Value:
+        """Embed encoder_ids (B, Se) int64 as (B, Se, D) and mark padding. decoder_ids (B, Sd) pass unchanged."""
         ids = samples["encoder_ids"]
         return {
             "encoder": self.embed(ids),
@@ -76,9 +79,10 @@ class EncoderEmbedding(Embedding):
 
 
 class DecoderEmbedding(Embedding):
-    """The encoder's value -> the decoder's: from here on ``encoder`` is the memory, which stays as it is."""
+    """Embedding of the decoder: the encoder's value -> the decoder's. ``encoder`` is the memory and stays unchanged."""
 
     def forward(self, value: Value) -> Value:
+        """Embed decoder_ids (B, Sd) int64 as (B, Sd, D)."""
         return {
             "decoder": self.embed(value["decoder_ids"]),
             "encoder": value["encoder"],
@@ -87,7 +91,7 @@ class DecoderEmbedding(Embedding):
 
 
 class Attention(nn.Module):
-    """What both kinds share: the core, its dropout (heads in dim 1), the way out."""
+    """Base of self- and cross-attention: the core, its dropout (heads in dim 1), the output projection."""
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
         super().__init__()
@@ -98,16 +102,16 @@ class Attention(nn.Module):
         self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, padding: Tensor | None) -> Tensor:
-        """(B, H, Sq, d), (B, H, Sk, d) twice; see the core for the others -> (B, Sq, D)."""
+        """Attend and project. q: (B, H, Sq, d); k, v: (B, H, Sk, d); bias, padding: see the core. Return (B, Sq, D)."""
         mixed = self.core(q, k, v, bias, padding, self.dropout if self.training and self.drops else None)
         return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
 
 
 class AttentionCore(nn.Module):
-    """Scores without scaling, probabilities and their mixture: what is cheap to compute again and dear to keep.
+    """Attention scores without scaling, probabilities and weighted sum: cheap to recompute and expensive to store.
 
-    A module of its own so that ``selective_recompute`` can name it. It has no parameters, and the dropout of the
-    probabilities is handed to it: its masks go by the name that it has where it belongs.
+    A separate module, so that ``selective_recompute`` can name it. It has no parameters. The parent passes in the
+    dropout of the probabilities, whose masks are seeded by its module name in the parent.
     """
 
     def forward(
@@ -119,10 +123,12 @@ class AttentionCore(nn.Module):
         padding: Tensor | None,
         dropout: nn.Module | None,
     ) -> Tensor:
-        """(B, H, Sq, d), (B, H, Sk, d) twice -> (B, H, Sq, d). Added to the scores: ``bias`` (1, H, Sq, Sk), the same
-        for all samples, and ``padding`` (B, 1, 1, Sk), for all heads and queries; apart, since their sum is large.
+        """Attend: q (B, H, Sq, d), k and v (B, H, Sk, d) -> (B, H, Sq, d).
 
-        The fused kernel, except when probabilities are dropped: it draws its own masks, which nobody can seed by name.
+        Two terms are added to the scores: ``bias`` (1, H, Sq, Sk), equal for all samples, and ``padding`` (B, 1, 1,
+        Sk), equal for all heads and queries. They are separate arguments because their sum is large.
+
+        Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
         """
         added = padding if bias is None else bias if padding is None else bias + padding
         if dropout is None:
@@ -133,10 +139,10 @@ class AttentionCore(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Over one's own sequence, (B, S, D) -> (B, S, D), with a learned number per head and distance added to the scores.
+    """Self-attention, (B, S, D) -> (B, S, D), with a learned relative position bias per head added to the scores.
 
-    Rows of ``qkv``: q, k and v of head 0, then of head 1, ... Columns of ``relative_bias``: the heads. Half of its rows
-    are for keys that come later; in a causal stack there are none, and all are for those that come before.
+    Rows of ``qkv``: q, k and v of head 0, then of head 1, ... Columns of ``relative_bias``: the heads. In the encoder
+    half of its rows are for later keys. A causal stack has no later keys, so all rows are for earlier ones.
     """
 
     bucket_of_distance: Tensor
@@ -161,7 +167,7 @@ class SelfAttention(Attention):
         self.register_buffer("bucket_of_distance", table, persistent=False)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """``seen`` (B, S) bool: the keys that are no padding; None: all are."""
+        """Attend over x (B, S, D) -> (B, S, D). ``seen``: (B, S) bool, False for padding; None: no padding."""
         q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim)
         bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
         if self.causal:
@@ -169,9 +175,9 @@ class SelfAttention(Attention):
         return self.attend(q, k, v, bias, None if seen is None else hidden(seen[:, None, None], q.dtype))
 
     def bias(self, length: int, device: torch.device) -> Tensor:
-        """(H, S, S): the number for query i and key j is that of j - i.
+        """Return the relative position bias (H, S, S); entry (i, j) of a head depends on j - i alone.
 
-        Looked up once for each of the 2 S - 1 differences, ``1 - S .. S - 1``; row i is a window over them::
+        It is looked up once for each of the 2 S - 1 differences, ``1 - S .. S - 1``. Row i is a window over them::
 
             differences   -2  -1   0   1   2         S = 3
             query 2        |---------|
@@ -188,7 +194,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """From the decoder into the memory: (B, Sd, D) and (B, Se, D) -> (B, Sd, D). Positions play no part.
+    """Cross-attention from the decoder to the memory: (B, Sd, D) and (B, Se, D) -> (B, Sd, D). No position bias.
 
     Rows of ``q``: head 0, head 1, ...; of ``kv``: k and v of head 0, then of head 1, ...
     """
@@ -199,15 +205,17 @@ class CrossAttention(Attention):
         self.kv = nn.Linear(hidden_size, 2 * num_heads * head_dim, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
+        """Attend from x (B, Sd, D) to memory (B, Se, D) -> (B, Sd, D). ``seen``: (B, Se) bool, False for padding."""
         q = rearrange(self.q(x), "b s (h d) -> b h s d", d=self.head_dim)
         k, v = rearrange(self.kv(memory), "b s (h two d) -> two b h s d", two=2, d=self.head_dim)
         return self.attend(q, k, v, None, hidden(seen[:, None, None], q.dtype))
 
 
 class Mlp(nn.Module):
-    """down(relu(up(x))), or with ``num_blocks`` down(gelu(gate(x)) * up(x)) (Shazeer 2020): (B, S, D) -> (B, S, D).
+    """Feed-forward down(relu(up(x))), or gated down(gelu(gate(x)) * up(x)) (Shazeer 2020): (B, S, D) -> (B, S, D).
 
-    Gate and up are then one projection, its rows in blocks, so that a contiguous run of blocks is whole::
+    With ``num_blocks`` it is gated, and gate and up are one projection. Its rows are ordered in blocks, so that a
+    contiguous run of blocks is whole::
 
         | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = ffn_size / num_blocks
     """
@@ -229,7 +237,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm residual block of either stack: self-attention, in the decoder cross-attention, feed-forward."""
+    """Pre-norm residual block of either stack: self-attention, cross-attention in the decoder, feed-forward."""
 
     def __init__(self, hidden_size: int, norm_eps: float, attention: SelfAttention, mlp: Mlp, dropout: float) -> None:
         super().__init__()
@@ -242,7 +250,7 @@ class Block(nn.Module):
 
 
 class EncoderBlock(Block):
-    """The encoder's value -> the same, ``encoder`` one block further."""
+    """Encoder block: updates ``encoder`` (B, Se, D) of the encoder's value and passes the rest unchanged."""
 
     def forward(self, value: Value) -> Value:
         x = value["encoder"]
@@ -252,7 +260,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """The decoder's value -> the same, ``decoder`` one block further; the last one hands on nothing else."""
+    """Decoder block: updates ``decoder`` (B, Sd, D) of the decoder's value. The last block returns only ``decoder``."""
 
     def __init__(
         self,
@@ -280,7 +288,7 @@ class DecoderBlock(Block):
 
 
 class EncoderNorm(nn.Module):
-    """The end of the encoder: norm and dropout; the encoder's value -> the same."""
+    """End of the encoder: norm and dropout of ``encoder`` (B, Se, D); the rest of the value is unchanged."""
 
     def __init__(self, hidden_size: int, norm_eps: float, dropout: float) -> None:
         super().__init__()
@@ -292,7 +300,7 @@ class EncoderNorm(nn.Module):
 
 
 class DecoderNorm(nn.Module):
-    """The end of the decoder: norm, dropout, ``scale``; the decoder's value -> (B, Sd, D) for the head."""
+    """End of the decoder: norm, dropout, ``scale``. Maps the decoder's value to (B, Sd, D) for the head."""
 
     def __init__(self, hidden_size: int, norm_eps: float, dropout: float, scale: float) -> None:
         super().__init__()

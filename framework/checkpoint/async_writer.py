@@ -1,12 +1,13 @@
-"""One rank's share of a save, written on a thread behind the training that goes on.
+"""Asynchronous writer of one rank's share of a checkpoint, on a thread, while training continues.
 
     main thread      copy to host | step | step | step | step ...        looks at `failed` in every step
     behind           .............| write_shard, report |
     behind, rank 0   .............| write_shard, report | all reports are there | publish | prune
 
-The ranks' threads meet in the temporary directory: a shard's report appears by one rename when its files are on the
-disk, and rank 0 publishes when it sees the reports of all. No thread talks to another rank. One that fails only notes
-it; the training loop tells all ranks, and then calls `abandon` on each: nothing of that attempt will be published.
+The threads of the ranks communicate through the temporary directory. A shard's report appears by one rename when its
+files are on the disk. Rank 0 publishes when all reports are there. No thread runs a collective. A thread that fails
+only records it. The training loop then shares the failure with all ranks, and each calls `abandon`: the attempt is
+never published.
 """
 
 from __future__ import annotations
@@ -27,34 +28,34 @@ from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, wr
 from meshwright.errors import CheckpointError
 
 POLL_S = 0.02, 0.5
-"""How often rank 0 looks for reports: at first, and at most."""
+"""Seconds between polls for reports on rank 0: first and maximal pause."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One save, as all ranks know it."""
+    """Parameters of one save attempt, equal on all ranks."""
 
     run_directory: Path
     head: Head
     name: str
-    """Tells this attempt from dead ones; agreed between the ranks."""
+    """Unique name of this attempt, agreed between the ranks; distinguishes it from dead attempts."""
     shard_names: frozenset[str]
-    """Of all ranks that write."""
+    """Shard names of all ranks that write."""
     max_file_bytes: int = MAX_FILE_BYTES
 
     @property
     def temporary(self) -> Path:
-        """Where its files are written."""
+        """Directory that the files are written to."""
         return temporary_directory(self.run_directory, self.head.step, self.name)
 
     @property
     def final(self) -> Path:
-        """Where they will be."""
+        """Directory of the published checkpoint."""
         return final_directory(self.run_directory, self.head.step)
 
 
 def to_host(pieces: Iterable[Piece]) -> list[Piece]:
-    """Copies that nobody else writes into. From a GPU by way of pinned memory, waited for once."""
+    """Copy pieces to host memory for the writer alone. GPU copies use pinned memory; blocks once for all of them."""
     copies, seen_gpu = [], False
     for piece in pieces:
         from_gpu = piece.tensor.is_cuda
@@ -67,18 +68,18 @@ def to_host(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class Behind:
-    """What one rank has under way: nothing, or its share of one save."""
+    """Asynchronous writer of one rank: idle, or with one save in progress."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._settled = threading.Event()
         self._abandoned = threading.Event()
         self.problem: str | None = None
-        """Why my share could not be written, or on the first rank not be published."""
+        """Reason why this rank's share could not be written, or on the first rank not be published."""
         self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
         self._begun_s = 0.0
         self.written_bytes = 0
-        """Of my share, on the disk so far: whether a slow disk moves at all."""
+        """Bytes of this rank's share written so far; progress indicator for a slow disk."""
 
     def start(
         self,
@@ -90,8 +91,16 @@ class Behind:
         beforehand: Callable[[], object] = lambda: None,
         afterwards: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin to write. ``shard_name``: None for a rank that writes nothing. ``beforehand``, ``afterwards``: called
-        on the first rank's thread before the checkpoint appears, and after. An earlier save must have been ended."""
+        """Start writing on a thread. An earlier save must have been ended.
+
+        Args:
+            attempt: The save, equal on all ranks.
+            shard_name: Name of this rank's shard; None for a rank that writes nothing.
+            pieces: Host copies of this rank's pieces; emptied when written.
+            is_first: True on the rank that publishes.
+            beforehand: Called on the first rank's thread before the checkpoint is published.
+            afterwards: Called on the first rank's thread after it.
+        """
         assert self._thread is None, "one save at a time"
         for event in (self._settled, self._abandoned):
             event.clear()
@@ -107,30 +116,30 @@ class Behind:
         self._thread.start()
 
     def failed(self) -> bool:
-        """Looked at in each step: there is a problem."""
+        """Return True if the save has failed. Checked in each step."""
         return self.problem is not None
 
     def settled(self) -> bool:
-        """My share is on the disk, on the first rank the checkpoint has appeared; or it has failed."""
+        """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
         return self._thread is None or self._settled.is_set()
 
     def idle(self) -> bool:
-        """Nothing is being done any more, `afterwards` included."""
+        """Return True if the thread has ended, `afterwards` included."""
         return self._thread is None or not self._thread.is_alive()
 
     def end(self) -> None:
-        """Block until the thread has ended. On the first rank after a failure: call `abandon` before."""
+        """Wait until the thread has ended. On the first rank call `abandon` first if the save has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.problem = None
 
     def abandon(self) -> None:
-        """Nothing of what is under way shall be published. Does not block for what is being written right now."""
+        """Give up the save in progress, so that it is never published. Does not block for writes in progress."""
         self._abandoned.set()
 
     def take_published(self) -> tuple[Path, float] | None:
-        """On the first rank: the checkpoint that has appeared since the last call, if one has; how long it took."""
+        """Return the checkpoint published since the last call and its duration in seconds, or None. First rank only."""
         try:
             return self._published.get_nowait()
         except Empty:
@@ -173,7 +182,7 @@ class Behind:
         finally:
             self._settled.set()
             if not done:
-                self._abandoned.wait()  # the others are told before what they write into goes
+                self._abandoned.wait()  # all ranks must see the failure before their directory is removed
                 remove_attempt(attempt)
         if is_first and done:
             afterwards()
@@ -182,11 +191,11 @@ class Behind:
         self.written_bytes += num_bytes
 
     def _fails(self, problem: str) -> None:
-        if not self._abandoned.is_set():  # otherwise an echo
+        if not self._abandoned.is_set():  # otherwise a consequence of abandoning
             self.problem = problem
 
     def _all_written(self, attempt: Attempt) -> bool:
-        """Wait for the reports of all; False when the attempt was abandoned."""
+        """Wait for the reports of all shards. Return False if the attempt was abandoned."""
         wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
         pause_s, longest_s = POLL_S
         while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
@@ -197,10 +206,10 @@ class Behind:
 
 
 def check_finite(pieces: Iterable[Piece]) -> None:
-    """Raise CheckpointError where a parameter that is trained, or its state, holds what is no number.
+    """Raise CheckpointError if a trained parameter or its optimizer state contains NaN/Inf.
 
-    A step that makes such numbers is not taken; what a fault of memory made afterwards must not be all there is to go
-    on from.
+    A step with such values is never taken, but a later memory fault may create them. Such a checkpoint must not be the
+    only one to resume from.
     """
     held = list(pieces)
     trained = {piece.info.name for piece in held if piece.kind is not Kind.WEIGHTS}
@@ -210,13 +219,13 @@ def check_finite(pieces: Iterable[Piece]) -> None:
 
 
 def remove_attempt(attempt: Attempt) -> None:
-    """Take away what was written. First by a rename: who still writes there can open no further file."""
+    """Remove the attempt's files. A rename comes first, so that a rank still writing can open no further file."""
     aside = attempt.temporary.with_name(f"{attempt.temporary.name}-given-up")
     try:
         attempt.temporary.rename(aside)
     except OSError:
         aside = attempt.temporary
-    for _ in range(3):  # a file may appear while its directory is emptied
+    for _ in range(3):  # a file may appear during the removal
         shutil.rmtree(aside, ignore_errors=True)
         if not aside.exists():
             return

@@ -1,4 +1,4 @@
-"""May this run go on from that checkpoint? What must not change is refused by name; what may is told."""
+"""Compatibility of a checkpoint with the present configuration: forbidden changes are refused, others are listed."""
 
 from __future__ import annotations
 
@@ -24,27 +24,35 @@ REFUSED = {
     "optimizer.name": "the checkpoint has the states of another optimizer",
     "train.dtype": "the numbers would be rounded otherwise than before",
 }
-"""Fields, or sections, that are the run itself; and what would be wrong with a change."""
+"""Configuration fields or sections that must not change in a resumed run -> consequence of a change."""
 
 FRESH = ("model.builder", "model.options")
-"""What is refused of a checkpoint of step 0, an imported model: nothing of the run has happened yet but its weights."""
+"""Only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
 FREE = {"model.options.dropout"}
-"""And what of these may change all the same: it decides no weight and no logit."""
+"""Exceptions to FRESH: they affect no weight and no logit."""
 
 SAMPLED = "sampled bytes"
-"""In the data fingerprint: a hash of a sample of the corpus's bytes. Checkpoints of older versions do not have it."""
+"""Prefix in the data fingerprint: a hash of a sample of the corpus's bytes. Older checkpoints do not have it."""
 
 ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
-"""Values between which such a field may change all the same: a checkpoint has the same of both."""
+"""Field -> values that may replace each other, because their checkpoints contain the same tensors."""
 
 
 def compatible(
     manifest: Manifest, config: Mapping[str, Any], data_fingerprint: Mapping[str, str], *, place: str = "the checkpoint"
 ) -> list[str]:
-    """The allowed changes between the saved run and this one (layout, learning rate, ...), a line each, to be printed.
+    """Return the allowed changes between the saved run and this one (layout, learning rate, ...), one line each.
 
-    ``config``: the resolved configuration as JSON, ``RunConfig.model_dump(mode="json")``. Raises CheckpointError naming
-    every field whose change is not allowed, with both values. Paths of the corpus may change: its fingerprint may not.
+    Paths of the corpus may change, its fingerprint may not.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        config: Resolved configuration as JSON, ``RunConfig.model_dump(mode="json")``.
+        data_fingerprint: Fingerprint of the present data, by name.
+        place: Name of the checkpoint for the error.
+
+    Raises:
+        CheckpointError: Changes that are not allowed: every such field, with both values.
     """
     saved, now = _flat(manifest.config), _flat(json.loads(json.dumps(config)))
     if isinstance(builder := saved.get("model.builder"), str):
@@ -92,7 +100,7 @@ _ABSENT = object()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists are values."""
+    """Flatten nested tables: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``. Lists are values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -103,7 +111,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _default(path: str) -> Any:
-    """Of a key that the run which saved did not know yet: it was as if it had said this."""
+    """Return the default of a key that an older checkpoint's configuration lacks. The saved run behaved like this."""
     field = KEYS.get((path.split(".")[0], path.split(".")[1])) if path.count(".") == 1 else None
     return (
         _ABSENT

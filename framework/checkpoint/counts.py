@@ -1,4 +1,4 @@
-"""Counts of a manifest that follow from each other: a changed one is named, with both values.
+"""Consistency of the counts in a manifest. A contradiction is reported with both values.
 
     samples_seen      = step x batch.global_batch (a run never changes its global batch; see `compatible`)
     optimizer_steps  <= step
@@ -6,7 +6,7 @@
     tokens_seen      <= samples_seen x data.sequence_length, for a causal corpus
     seed              = run.seed
 
-The configuration is the one that the manifest itself records. A key that it does not have is not compared.
+The configuration is the one in the manifest itself. Missing keys are not compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATE = ("tokens_seen", "optimizer_steps", "skipped_in_a_row")
 def contradictions(
     step: int, samples_seen: int, seed: int, config: Mapping[str, Any], state: Mapping[str, Any]
 ) -> list[str]:
-    """Return what contradicts what, a line each with both values."""
+    """Return the contradictions between the counts, one line each with both values."""
     problems = [
         f"state.{name} = {state[name]!r}, which must be a whole number from 0 up"
         for name in STATE

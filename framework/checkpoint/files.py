@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and bytes that are on the disk and not only on their way: write, fsync, hash, rename."""
+"""Paths of checkpoints, and durable file operations: write, fsync, hash, rename."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from meshwright.terminal.output import tell
 Warn = Callable[[str], None]
 Found = TypeVar("Found")
 READ_PAUSES_S = 0.1, 0.5, 2.0
-"""Between tries to read what the system refuses to."""
+"""Seconds between attempts to read after an OSError."""
 
 
 def to_stderr(message: str) -> None:
-    """Where warnings go when nobody else takes them."""
+    """Print a warning to stderr: the default for ``warn``."""
     tell(f"warning: {message}")
 
 
 def checkpoints_directory(run_directory: Path) -> Path:
-    """The place of checkpoints in a run directory."""
+    """Return the directory of the checkpoints of a run."""
     return run_directory / "checkpoints"
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a step's checkpoint."""
+    """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a CheckpointError that names the place and the errno."""
+    """Convert an OSError into a CheckpointError that names the path and the errno."""
     try:
         yield
     except OSError as error:
@@ -50,9 +50,9 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Make a new file of the chunks, fsync it, and return its size and the sha256 of what was *meant* to be written.
+    """Write the chunks to a new file and fsync it. Return its size and the sha256 of the *intended* bytes.
 
-    The hash is taken from memory on the way out, not by reading back, so that it can witness against the disk.
+    The hash is taken from memory while writing, not by reading back, so that it can detect errors of the disk.
     """
     digest = hashlib.sha256()
     size = 0
@@ -66,7 +66,7 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of a file as it lies on the disk now. Raises UnreadableError."""
+    """Hash a file as it is on the disk now. Raises UnreadableError."""
 
     def read() -> str:
         with path.open("rb") as file:
@@ -76,10 +76,10 @@ def sha256_of(path: Path) -> str:
 
 
 def retried(read: Callable[[], Found], path: Path) -> Found:
-    """Read, and try again a few times when the system refuses: a network file system may recover.
+    """Read, with retries after an OSError: a network file system may recover.
 
     Raises:
-        UnreadableError: it refused each time; with the errno of the last.
+        UnreadableError: Every attempt failed; contains the last errno.
     """
     for pause_s in (*READ_PAUSES_S, None):
         try:
@@ -96,8 +96,11 @@ def retried(read: Callable[[], Found], path: Path) -> Found:
 
 
 def regular_size(path: Path) -> int | None:
-    """Size in bytes of a regular file; None when there is none or it is something else, a symlink above all. Raises
-    UnreadableError."""
+    """Return the size in bytes of a regular file; None if it is missing or something else, such as a symlink.
+
+    Raises:
+        UnreadableError: The file system cannot be read.
+    """
 
     def look() -> os.stat_result | None:
         try:
@@ -112,7 +115,7 @@ def regular_size(path: Path) -> int | None:
 
 
 def delete(path: Path) -> None:
-    """A directory with all that is in it; of a symbolic link the link, and never what it leads to."""
+    """Delete a file, or a directory with its contents. Of a symbolic link only the link is deleted."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -120,7 +123,7 @@ def delete(path: Path) -> None:
 
 
 def remove_directory(path: Path, aside: Path) -> None:
-    """Delete a directory so that no reader ever meets a half of it: first away by one rename, then file by file."""
+    """Delete a directory so that readers never see half of it: rename it to ``aside``, then remove file by file."""
     path.rename(aside)
     sync_directory(aside.parent)
     delete(aside)

@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint says of itself, how it is written down, and what is refused when it is read back.
+"""Manifest of a checkpoint: its fields, its text, and the checks when it is read back.
 
-Everything here works on text and numbers; no tensor is touched. A manifest may come from anywhere, so reading is
-strict: unknown or duplicate keys, numbers that are not whole and non-negative, file names that are more than a plain
-name, tensors that are not covered exactly once by their pieces: all refused before a shard is opened.
+This module works on text and numbers and touches no tensor. A manifest may come from anywhere, so reading is strict. It
+refuses unknown or duplicate keys, numbers that are not whole and non-negative, file names with a path, and tensors that
+their pieces do not cover exactly once. All of this happens before a shard is opened.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 
 MAX_DIMS: Final = 64
-"""Of a tensor in a manifest."""
+"""Bound on the number of dims of a tensor in a manifest."""
 MAX_CUT_DIMS: Final = 6
 MAX_ELEMENTS: Final = 2**60
 MOST_BOXES, MOST_COMPARED = 8, 500_000
 
 Count = Annotated[int, Field(ge=0, lt=2**60)]
-"""Of elements and bytes."""
+"""A number of elements or bytes."""
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
-"""Not below any bound of the configuration: see [bounds of whole numbers] in framework/config/schema.py."""
+"""A whole number; the bound is at least any bound of the configuration, see [bounds of whole numbers] in
+framework/config/schema.py."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
-"""A plain name: no separator, no leading dot, so that no piece can lie outside its checkpoint."""
+"""A plain file name: no separator and no leading dot, so that no piece lies outside its checkpoint."""
 
 
 class Kind(StrEnum):
-    """What a tensor is to its parameter. The value is the first part of the tensor's name."""
+    """Role of a tensor for its parameter. The value is the first part of the tensor's name."""
 
     WEIGHTS = "weights"
     MASTER = "master"
@@ -52,12 +53,12 @@ class Kind(StrEnum):
     MOMENTUM = "momentum"
 
     def of(self, parameter: str) -> str:
-        """Name of the tensor in manifest and shards."""
+        """Return the name of the tensor in manifest and shards."""
         return f"{self}/{parameter}"
 
 
 class Dtype(StrEnum):
-    """Element types, under the names that safetensors gives them."""
+    """Element types, with the names used by safetensors."""
 
     F64 = "F64"
     F32 = "F32"
@@ -69,27 +70,27 @@ class Dtype(StrEnum):
 
 
 class Head(NamedTuple):
-    """What the run knows of a checkpoint besides its tensors. All of it plain JSON."""
+    """Metadata of a checkpoint besides its tensors; all of it plain JSON."""
 
     step: int
     samples_seen: int
     seed: int
     config: Mapping[str, Any]
-    """The resolved configuration: ``RunConfig.model_dump(mode="json")``."""
+    """Resolved configuration: ``RunConfig.model_dump(mode="json")``."""
     data_fingerprint: Mapping[str, str]
-    """What must not change under a resumed run, by name: ``{"train": "...", "tokenizer": "..."}``."""
+    """Fingerprints that must not change in a resumed run, by name: ``{"train": "...", "tokenizer": "..."}``."""
     state: Mapping[str, Any]
     """Scalar state, such as the optimizer's step count."""
 
 
 class Strict(BaseModel):
-    """A frozen part of the JSON: no unknown keys, no number out of text."""
+    """Base of the frozen parts of the JSON: no unknown keys, no numbers given as text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Part(Strict):
-    """One piece of a tensor: the box ``[offset, offset + shape)`` of it, and where its numbers are."""
+    """One piece of a tensor: the box ``[offset, offset + shape)``, and the file and key of its values."""
 
     file: FileName
     key: str
@@ -106,7 +107,7 @@ class Entry(Strict):
 
 
 class File(Strict):
-    """One shard on disk."""
+    """One file of a shard."""
 
     size: Count
     """Bytes."""
@@ -114,7 +115,7 @@ class File(Strict):
 
 
 class Manifest(Strict):
-    """The whole manifest. ``version`` rises when an older reader could misunderstand a newer checkpoint."""
+    """The whole manifest. ``version`` increases when an older reader could misinterpret a newer checkpoint."""
 
     format: Literal["meshwright-checkpoint"]
     version: Literal[1]
@@ -130,7 +131,7 @@ class Manifest(Strict):
 
 
 def render(manifest: Manifest) -> bytes:
-    """JSON with a line per tensor and per file, so that two manifests can be compared with ``diff``."""
+    """Render the manifest as JSON with a line per tensor and per file, suited for ``diff``."""
     data = manifest.model_dump(mode="json")
     lines = []
     for key, value in data.items():
@@ -143,14 +144,18 @@ def render(manifest: Manifest) -> bytes:
 
 
 def render_sums(manifest_sha256: str, files: Mapping[str, File]) -> bytes:
-    """The text of SHA256SUMS, in the form that ``sha256sum -c`` reads. The manifest stands first: it names the rest."""
+    """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first, because it lists the others."""
     lines = [f"{manifest_sha256}  {MANIFEST}\n"]
     lines += [f"{file.sha256}  {name}\n" for name, file in sorted(files.items())]
     return "".join(lines).encode()
 
 
 def parse(text: bytes, place: str) -> Manifest:
-    """The manifest in ``text``; ``place`` is its path, for messages. Raises CheckpointError with the problems found."""
+    """Parse and check a manifest. ``place`` is its path, for messages.
+
+    Raises:
+        CheckpointError: The problems found.
+    """
     try:
         raw = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
     except ValueError as error:
@@ -177,8 +182,10 @@ def parse(text: bytes, place: str) -> Manifest:
 
 
 def check(manifest: Manifest) -> list[str]:
-    """What is wrong between the parts of a well-formed manifest: counts, names, files, and each tensor covered exactly
-    once."""
+    """Check the parts of a well-formed manifest against each other: counts, names, files, exact cover of each tensor.
+
+    Return the problems.
+    """
     problems = contradictions(manifest.step, manifest.samples_seen, manifest.seed, manifest.config, manifest.state)
     kinds = {str(kind) for kind in Kind}
     used: set[tuple[str, str]] = set()
@@ -199,9 +206,9 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def coverage(entry: Entry) -> str | None:
-    """None when every element of the tensor lies in exactly one piece; otherwise what is wrong.
+    """Check that every element of the tensor lies in exactly one piece. Return the problem, or None.
 
-    The time grows with the number of pieces, not with its square (see :func:`_is_exact`).
+    The time is linear in the number of pieces (see :func:`_is_exact`).
     """
     rank = len(entry.shape)
     if rank > MAX_DIMS or _numel(entry.shape) >= MAX_ELEMENTS:
@@ -231,11 +238,11 @@ def coverage(entry: Entry) -> str | None:
 
 
 def _is_exact(entry: Entry) -> bool:
-    """Check an exact cover by signed corners, in time linear in the pieces.
+    """Check an exact cover by signed corners, in time linear in the number of pieces.
 
-    The mixed difference along all dims of a box's indicator is +1 or -1 at its corners and 0 elsewhere. Functions that
-    are 0 far away are equal when their mixed differences are. So the pieces add up to 1 everywhere in the tensor when
-    their signed corners add up to the tensor's own.
+    The mixed difference along all dims of a box's indicator is +1 or -1 at its corners and 0 elsewhere. Two functions
+    with bounded support are equal if their mixed differences are equal. So the pieces add up to 1 everywhere in the
+    tensor if their signed corners add up to the tensor's own.
     """
     whole = Part(file="whole.safetensors", key="", offset=(0,) * len(entry.shape), shape=entry.shape)
     if 0 in entry.shape:
@@ -254,7 +261,7 @@ def _cut_dims(entry: Entry) -> list[int]:
 
 
 def _overlapping(pieces: Sequence[Part]) -> tuple[Part, Part] | None:
-    """Two pieces that overlap, for a message; None when none were found in MOST_COMPARED comparisons."""
+    """Find two overlapping pieces for a message; None if MOST_COMPARED comparisons find none."""
     compared = 0
     parts = sorted(pieces, key=lambda part: part.offset)
     for at, part in enumerate(parts):
@@ -270,7 +277,7 @@ def _overlapping(pieces: Sequence[Part]) -> tuple[Part, Part] | None:
 def intersection(
     offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    """``(start, stop)`` per dim of the common part of two boxes, in global coordinates; None when there is none."""
+    """Return ``(start, stop)`` per dim of the intersection of two boxes in global coordinates; None if it is empty."""
     common = []
     for o, n, other_o, other_n in zip(offset, shape, other_offset, other_shape, strict=True):
         start, stop = max(o, other_o), min(o + n, other_o + other_n)

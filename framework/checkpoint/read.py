@@ -1,4 +1,4 @@
-"""Find, check and read checkpoints: any layout's slices out of any other's."""
+"""Reader of checkpoints: find, check, and read slices for any layout from the shards of any other."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 
 
 class Candidate(NamedTuple):
-    """A directory that has the name of a checkpoint; whether it is a sound one is for ``open_checkpoint`` to say."""
+    """A directory with the name of a checkpoint. ``open_checkpoint`` decides if it is sound."""
 
     step: int
     path: Path
 
 
 def find(run_directory: Path) -> list[Candidate]:
-    """All published checkpoints of a run, newest first, by name alone; temporary and set-aside ones never count."""
+    """Find all published checkpoints of a run by name, newest first. Temporary and set-aside ones are ignored."""
     directory = checkpoints_directory(run_directory)
     if not directory.is_dir():
         return []
@@ -52,9 +52,12 @@ def find(run_directory: Path) -> list[Candidate]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint whose manifest is sound and whose files are there with their sizes; the hashes are for ``verify``.
+    """Open a checkpoint after checking its manifest and the sizes of its files. ``verify`` checks the hashes.
 
-    Cheap: reads the manifest and looks at file sizes. Raises CheckpointError with every missing or truncated file.
+    Cheap: reads only the manifest and the file sizes.
+
+    Raises:
+        CheckpointError: Every missing or truncated file.
     """
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link, to {path.readlink()}: give the directory that it leads to")
@@ -82,11 +85,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint | None:
-    """The newest checkpoint that verifies, hashes and all; a warning names the bad file of each one passed over.
+    """Return the newest checkpoint that verifies, hashes included. For each one passed over, warn with the bad file.
 
-    None: the run has no checkpoint yet. Some, but none that verifies: CheckpointError, as a start from fresh weights
-    would throw the run away without a word. Reads every byte of a checkpoint: one rank calls it and tells the others
-    the step, who then use ``open_checkpoint`` and may compare ``digest``.
+    Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
+    the step. The other ranks then use ``open_checkpoint`` and may compare ``digest``.
+
+    Raises:
+        CheckpointError: Checkpoints exist, but none verifies. Fresh weights would silently discard the run.
     """
 
     def look(path: Path) -> Checkpoint:
@@ -101,12 +106,13 @@ Found = TypeVar("Found")
 
 
 def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path], Found], warn: Warn) -> Found | None:
-    """What ``look`` gives for the first of these checkpoints that it does not raise CheckpointError for; ``warn`` is
-    told of each before. None: there are none.
+    """Return ``look(path)`` of the first checkpoint without a CheckpointError, or None if there are no checkpoints.
+
+    ``warn`` is called for each checkpoint passed over.
 
     Raises:
-        UnreadableError: one cannot be read, and may well be sound.
-        CheckpointError: there are some, and none is sound.
+        UnreadableError: A checkpoint cannot be read, although it may be sound.
+        CheckpointError: Checkpoints exist, but none is sound.
     """
     failures = []
     for path in paths:
@@ -127,13 +133,13 @@ def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path
 
 
 class Checkpoint:
-    """A published checkpoint, open for reading. Holds its shards memory-mapped until ``close``."""
+    """A published checkpoint, open for reading. Its shards stay memory-mapped until ``close``."""
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
         self.path = path
         self.manifest = manifest
         self.digest = digest
-        """sha256 of the manifest, and so of everything: equal on two ranks, they read the same checkpoint."""
+        """sha256 of the manifest, and thereby of all files. Two ranks with equal digests read the same checkpoint."""
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -143,13 +149,17 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Let go of the shards."""
+        """Close the shards."""
         self._open.clear()
 
     def verify(self, share: slice = slice(None)) -> None:
-        """Hash every file. Raises CheckpointError naming each one whose bytes are not the ones that were written.
+        """Verify the sha256 of every file.
 
-        ``share``: of the files by name, where several processes divide the work.
+        Args:
+            share: Slice of the files sorted by name, when several processes divide the work.
+
+        Raises:
+            CheckpointError: Lists every file whose bytes differ from those written.
         """
         names = sorted(self.manifest.files)[share]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -170,20 +180,29 @@ class Checkpoint:
         return None
 
     def parameters(self, kind: Kind) -> list[str]:
-        """Names of the parameters that have a tensor of this kind here, sorted."""
+        """Return the sorted names of the parameters that have a tensor of this kind here."""
         prefix = kind.of("")
         return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
 
     def shape(self, kind: Kind, parameter: str) -> tuple[int, ...]:
-        """Global shape of a tensor that is here."""
+        """Return the global shape of a tensor in this checkpoint."""
         return self.manifest.tensors[kind.of(parameter)].shape
 
     def read(self, kind: Kind, info: ParameterInfo, dtype: torch.dtype | None = None) -> Tensor | None:
-        """What this layout holds of a tensor: ``info.local_shape``, padding zero, on the CPU; a copy.
+        """Read this rank's part of a tensor in the present layout: ``info.local_shape``, padding zero, a copy on CPU.
 
-        Only the intersecting slices are read from disk. ``dtype``: None is as stored. None is returned when the
-        checkpoint has no tensors of this kind at all (a float32 run keeps no master weights); a missing name among
-        others of its kind, or another global shape, is a CheckpointError.
+        Only the intersecting slices are read from disk.
+
+        Args:
+            kind: Role of the tensor, such as weights or exp_avg.
+            info: Parameter, with its global shape and this rank's slice.
+            dtype: Dtype of the result; None: as stored.
+
+        Returns:
+            The tensor; None if the checkpoint has no tensors of this kind (a float32 run keeps no master weights).
+
+        Raises:
+            CheckpointError: The name is missing among others of its kind, or the global shape differs.
         """
         name = kind.of(info.name)
         entry = self.manifest.tensors.get(name)
@@ -214,7 +233,7 @@ class Checkpoint:
         return local if dtype is None else local.to(dtype)
 
     def _numbers(self, part: Part, dtype: str, source: tuple[slice, ...]) -> Tensor:
-        """The box ``source`` (in the piece's own coordinates) of one piece."""
+        """Read the box ``source`` of one piece, in the piece's own coordinates."""
         place = f"{self.path / part.file}: tensor {part.key!r}"
         try:
             found = self._file(part.file).get_slice(part.key)

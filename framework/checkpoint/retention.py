@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention of checkpoints: deletion of old ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from meshwright.errors import CheckpointError
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = to_stderr) -> list[Candidate]:
-    """Delete all but the newest ``keep_last`` sound checkpoints and return what was deleted. One rank calls it.
+    """Delete all but the newest ``keep_last`` sound checkpoints. Return the deleted ones. Only one rank calls it.
 
-    Those of every ``keep_every``-th step stay for good; 0: none does. A damaged checkpoint never counts among the
-    newest; what is older than the last one kept goes, damaged or not. Before anything is deleted the newest is read
-    back and its hashes verified; when it fails, a warning says so and all stay.
+    A damaged checkpoint never counts as one of the newest. Everything older than the last kept checkpoint is deleted,
+    damaged or not. Before any deletion the newest checkpoint is read back and its hashes are verified. If that fails,
+    nothing is deleted and a warning is issued.
+
+    Args:
+        run_directory: Directory of the run.
+        keep_last: Number of checkpoints to keep.
+        keep_every: Checkpoints of steps that it divides are never deleted; 0: none is exempt.
+        warn: Receives the warnings.
     """
     assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
     sound: list[Candidate] = []

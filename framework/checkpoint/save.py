@@ -1,13 +1,13 @@
-"""From pieces to a published checkpoint.
+"""Publication of a checkpoint from the shards of all writers.
 
-    rank 0          begin            remove what dead attempts left, make .tmp-step-...
+    rank 0          begin            remove the files of dead attempts, make .tmp-step-...
     each writer     write_shard      its files and its report, synced
-    rank 0          publish          all reports are there: merge them, check the cover, manifest + SHA256SUMS synced,
+    rank 0          publish          when all reports exist: merge them, check the cover, sync manifest + SHA256SUMS,
                                      one rename
 
-Behind training, on a thread of each rank (`behind`).
+During training `write_shard` and `publish` run on a thread of each rank (`async_writer`).
 
-Killed at any moment, there is either no ``step-*`` directory of this step or a whole one.
+After a kill at any moment there is either no ``step-*`` directory of this step or a complete one.
 """
 
 from __future__ import annotations
@@ -50,21 +50,24 @@ from meshwright.system.versions import versions
 
 
 def final_directory(run_directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
+    """Return the directory of a step's published checkpoint."""
     return checkpoints_directory(run_directory) / step_name(step)
 
 
 def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
-    """Where an attempt writes: beside the final place, so that one rename on one file system publishes it."""
+    """Return the directory that an attempt writes to. It is beside the final one, so that one rename publishes it."""
     assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
     return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
 
 
 def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stderr) -> Path:
-    """Make the temporary directory of this attempt. One rank calls it, before the others write.
+    """Create the temporary directory of this attempt, and remove those of dead attempts.
 
-    Whatever dead attempts left behind is removed. A published checkpoint of this step is never touched: a sound one is
-    an error; a damaged one, which a resume has passed over, is renamed to ``broken-*`` so that the run can go on.
+    One rank calls it before the others write. A published checkpoint of this step is never modified. A damaged one,
+    which a resume has passed over, is renamed to ``broken-*`` so that the run can continue.
+
+    Raises:
+        CheckpointError: A sound checkpoint of this step exists.
     """
     directory = checkpoints_directory(run_directory)
     with explained(directory):
@@ -89,7 +92,7 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
     for leftover in directory.glob(".tmp-*"):
         try:
             delete(leftover)
-        except OSError as error:  # no reason not to save: another's file, or one that a client of NFS still has open
+        except OSError as error:  # no reason not to save: another user's file, or one still open on NFS
             warn(f"what a dead save left cannot be removed: {error.filename or leftover}: {error.strerror}")
     with explained(temporary):
         temporary.mkdir()
@@ -97,10 +100,13 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
 
 
 def publish(temporary: Path, final: Path, head: Head) -> Manifest:
-    """Merge the shards' reports, write the manifest and make the checkpoint appear under its name.
+    """Merge the shards' reports, write the manifest and publish the checkpoint by one rename.
 
-    One rank calls it, after all shards are written. Raises CheckpointError, and publishes nothing, when a tensor is not
-    covered exactly once.
+    One rank calls it, after all shards are written.
+
+    Raises:
+        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, or ``final`` exists.
+            Nothing is published.
     """
     manifest = merge(head, read_reports(temporary))
     problems = check(manifest)
@@ -128,13 +134,17 @@ def publish(temporary: Path, final: Path, head: Head) -> Manifest:
 
 
 def read_reports(temporary: Path) -> list[ShardReport]:
-    """The reports of all shards, by name."""
+    """Read the reports of all shards, sorted by name."""
     paths = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
     return [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in paths]
 
 
 def merge(head: Head, reports: Sequence[ShardReport]) -> Manifest:
-    """One manifest out of all shards. Raises CheckpointError when two shards tell different things of one tensor."""
+    """Merge the reports of all shards into one manifest.
+
+    Raises:
+        CheckpointError: Two shards disagree on a tensor's global shape or dtype.
+    """
     pieces: dict[str, list[Part]] = {}
     entries: dict[str, Entry] = {}
     files: dict[str, File] = {}

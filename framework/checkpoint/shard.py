@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint: an iterator of pieces -> safetensors files and a small report.
+"""Writer of one rank's shard: an iterator of pieces becomes safetensors files and a small report.
 
-Memory stays bounded: pieces are copied to the host as they come and written out when they fill a file, so that no more
-than one file's bytes are held besides the piece in hand. The copy is also what allows the iterator to reuse its buffer.
+Memory stays bounded. Pieces are copied to the host one by one and written when they fill a file, so that at most one
+file's bytes are buffered besides the current piece. The copy also allows the iterator to reuse its buffer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
+    """One rank's part of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
 
     kind: Kind
     info: ParameterInfo
@@ -47,14 +47,14 @@ class Piece(NamedTuple):
 
 
 class ShardReport(Strict):
-    """What one rank wrote: its part of the manifest."""
+    """Report of one shard: its part of the manifest."""
 
     tensors: dict[str, Entry]
     files: dict[str, File]
 
 
 def held_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``(offset, shape)`` of what this rank holds of the global tensor, padding left out."""
+    """Return ``(offset, shape)`` of this rank's slice of the global tensor, without padding."""
     offset, shape = [0] * len(info.global_shape), list(info.global_shape)
     if info.slice is not None:
         offset[info.slice.dim] = info.slice.start
@@ -71,12 +71,21 @@ def write_shard(
     copied: bool = False,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> ShardReport:
-    """Write the pieces as ``<shard_name>-00000.safetensors``, ... and the report beside them; all of it is fsynced.
+    """Write the pieces as ``<shard_name>-00000.safetensors``, ... and a report beside them, and fsync all of it.
 
-    Each element of the model must be given by one rank only: a tensor that tp replicates by one of its tp ranks, a tied
-    weight under its canonical name, everything by one of the data-parallel replicas. ``publish`` checks it.
-    ``copied``: the tensors are contiguous, on the host, and nobody writes into them; otherwise they are copied.
-    ``on_bytes``: told of what has been written, as it goes on.
+    Exactly one rank must provide each element of the model: one tp rank for a tensor that tp replicates, the canonical
+    name for a tied weight, one data-parallel replica for everything. ``publish`` checks it.
+
+    Args:
+        temporary: Directory of the attempt.
+        shard_name: Prefix of the file names.
+        pieces: This rank's pieces.
+        max_file_bytes: Size at which a new file is started.
+        copied: True if the tensors are contiguous host copies that nothing else writes to. Otherwise they are copied.
+        on_bytes: Called with the number of bytes after each write.
+
+    Raises:
+        CheckpointError: A tensor occurs twice, or its dtype is not supported.
     """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
     tensors: dict[str, Entry] = {}
@@ -120,26 +129,26 @@ def write_shard(
     write_synced(unnamed, [report.model_dump_json().encode()])
     with explained(temporary):
         sync_directory(temporary)
-        # Whoever sees a report sees a whole one, and the last thing of this shard: the directory may be published next,
-        # under another name. Who publishes syncs it.
+        # A visible report is complete and the last file of its shard: the directory may be renamed right after.
+        # The publisher syncs it.
         unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")
     return report
 
 
 def file_name(shard_name: str, index: int) -> str:
-    """Name of the ``index``-th file of a shard."""
+    """Return the name of the ``index``-th file of a shard."""
     return f"{shard_name}-{index:05d}.safetensors"
 
 
 def write_safetensors(
     path: Path, tensors: dict[str, Tensor], on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[int, str]:
-    """Write contiguous host tensors as one safetensors file -> (size in bytes, sha256). Blocks until it is on the disk.
+    """Write contiguous host tensors as one safetensors file. Return (bytes, sha256). Blocks until it is on the disk.
 
         | u64: length of the header | JSON header, padded with spaces to 8 bytes | bytes of the tensors, end to end |
 
-    Written here, and not by ``safetensors.save_file``, so that the bytes are hashed on their way out and synced. Wide
-    elements come first, as the library does it: every tensor is then aligned to its own element size.
+    This replaces ``safetensors.save_file``, so that the bytes are hashed while writing and fsynced. Tensors with wide
+    elements come first, as in the library. Every tensor is then aligned to its own element size.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -1,13 +1,13 @@
-"""Whether checkpoints will fit on the disk: told before any rank starts, and not when the first one is written.
+"""Disk space of checkpoints, checked before any rank starts instead of at the first save.
 
     bfloat16   weights 2 + master 4 + exp_avg 4 + exp_avg_sq 4 = 14 bytes for each parameter
     float32    weights 4            + exp_avg 4 + exp_avg_sq 4 = 12
     float64    weights 8            + exp_avg 8 + exp_avg_sq 8 = 24
     with SGD   momentum in place of the two moments
-    frozen     weights alone; so for buffers that forward changes
+    frozen     weights alone; the same for buffers that forward changes
 
-The headers of the files and the manifest come on top, about a kilobyte for each tensor. What the file system says is
-believed: a quota is not seen, nor what others will write meanwhile.
+File headers and the manifest add about a kilobyte per tensor. The free space is as reported by the file system. It
+does not include quotas or later writes of other programs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshwright.checkpoint.read import find
 from meshwright.errors import ConfigError
 
 BYTES_PER_TENSOR = 512
-"""Of header and manifest, for one tensor of one kind."""
+"""Bytes of header and manifest for one tensor of one kind."""
 
 
 class Weight(NamedTuple):
-    """One tensor of the model, whole."""
+    """Global shape and dtype of one tensor of the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Weight(NamedTuple):
 
 
 def checkpoint_bytes(weights: Iterable[Weight], num_states: int) -> int:
-    """What one checkpoint of them takes, on any layout. ``num_states``: what the optimizer keeps of each element."""
+    """Return the bytes of one checkpoint, in any layout. ``num_states``: optimizer states per trained element."""
     total = 0
     for shape, dtype, trained in weights:
         numel, itemsize, tensors = math.prod(shape), dtype.itemsize, 1
@@ -51,18 +51,25 @@ def checkpoint_bytes(weights: Iterable[Weight], num_states: int) -> int:
 
 
 def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, warn: Warn = to_stderr) -> None:
-    """Refuse a run whose next checkpoint, of ``one`` bytes, does not fit; warn when those it is to keep do not.
+    """Refuse a run whose next checkpoint does not fit on the disk. Warn if the checkpoints to keep do not fit.
 
-    While one is written the ``keep_last`` before it are still there. A run that has taken its ``steps`` saves none.
+    During a save the ``keep_last`` earlier checkpoints still exist. A finished run needs no space.
+
+    Args:
+        run_directory: Directory of the run.
+        one: Bytes of one checkpoint.
+        keep_last: Number of checkpoints to keep.
+        steps: Last step of the run.
+        warn: Receives the warning.
 
     Raises:
-        ConfigError: with the bytes that are needed, those that are free, and where.
+        ConfigError: The required bytes, the free bytes and the directory.
     """
     kept = find(run_directory)[:keep_last]
     if kept and kept[0].step >= steps:
         return
     disk = shutil.disk_usage(run_directory)
-    if disk.total == 0:  # a file system that does not tell
+    if disk.total == 0:  # the file system reports no size
         return
     directory = checkpoints_directory(run_directory)
     dead = sum(size_of_directory(path) for path in directory.glob(".tmp-*"))  # the next save removes them
@@ -83,7 +90,7 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
 
 
 def size_of_directory(path: Path) -> int:
-    """Bytes of the files right below; one that goes meanwhile counts no more."""
+    """Return the total bytes of the files directly in a directory. Counting stops if a file disappears meanwhile."""
     total = 0
     try:
         with os.scandir(path) as entries:

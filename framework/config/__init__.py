@@ -1,4 +1,5 @@
-"""The configuration of a run: TOML + dotted overrides -> a frozen, typed RunConfig; all problems reported at once."""
+"""Configuration of a run: TOML plus dotted overrides become a frozen, typed RunConfig; all problems are reported at
+once."""
 
 from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
 from meshwright.config.load import change, dump, explain, load, parse, read_resolved

@@ -1,9 +1,9 @@
-"""Names that people bring along from Megatron-LM, torchtitan, nanotron and DeepSpeed, and what they are called here.
+"""Configuration names of Megatron-LM, torchtitan, nanotron and DeepSpeed, and their counterparts here.
 
-Only ever used in the error for an unknown key: nothing is accepted under a second name, but for FSDP's four words of
-what is sharded. Case, dashes and underscores do not count, so one line serves ``--tensor-model-parallel-size`` and
-``tensor_model_parallel_size``. A name with dots is looked up whole first, then without its leading sections, so
-``model.hidden_size`` is found under ``hidden_size``.
+The error for an unknown key is the only user. No key is accepted under a second name; only FSDP's four sharding
+strategies are accepted as values. Case, dashes and underscores are ignored, so one line covers
+``--tensor-model-parallel-size`` and ``tensor_model_parallel_size``. A dotted name is looked up whole first, then
+without its leading sections. ``model.hidden_size`` is therefore found under ``hidden_size``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 _OPTIONS = "model.options, where the arguments of the model's builder go"
 _BF16 = 'train.dtype = "bfloat16"'
 NOTHING = "nothing yet"
-"""For what other frameworks have and this one has not."""
+"""Placeholder for features of other frameworks that do not exist here."""
 
 _NAMES = {
     # the axes
@@ -210,23 +210,24 @@ _VALUES = {
 
 
 SHARDING = MappingProxyType({"noshard": 0, "shardgradop": 2, "fullshard": 3, "hybridshard": 3})
-"""FSDP's names, folded, for ``parallel.zero``: the one place where another's words are taken, and it is told."""
+"""FSDP's sharding strategies, folded -> ``parallel.zero``. The only foreign values accepted; a note is printed for
+each."""
 
 
 def fold(name: str) -> str:
-    """What is compared of a name: without case, dashes and underscores. Dots count."""
+    """Return a name in lower case without dashes and underscores, for comparison. Dots are kept."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 FAMILIAR = MappingProxyType({fold(name): here for name, here in _NAMES.items()})
-"""Folded name elsewhere -> what it is here; the first word is a key of ours, or else the whole is a sentence."""
+"""Folded foreign name -> text for the error message. Most texts begin with a key of this schema; some are sentences."""
 
 FAMILIAR_VALUES = MappingProxyType(_VALUES)
-"""Folded value elsewhere -> the value here."""
+"""Folded foreign value -> value in this schema."""
 
 
 def here(path: Sequence[str]) -> str | None:
-    """What a key from elsewhere is called here, e.g. ``("parallelism", "tensor_parallel_degree")`` -> "parallel.tp"."""
+    """Return the counterpart of a foreign key, e.g. ``("parallelism", "tensor_parallel_degree")`` -> "parallel.tp"."""
     for start in range(len(path)):
         found = FAMILIAR.get(fold(".".join(path[start:])))
         if found is not None:

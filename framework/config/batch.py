@@ -1,6 +1,6 @@
-"""The batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: any two of the first three give the third.
+"""Batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: any two of the first three give the third.
 
-Pure: it is asked once when the file is read (dp may still be open then) and once when the number of ranks is known.
+Pure functions. They run once when the file is read, where dp may still be open, and once with the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 
 
 def _product(factors: dict[str, int]) -> tuple[str, int]:
-    """``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
+    """Return text and value: ``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
     value = 1
     for factor in factors.values():
         value *= factor
@@ -24,7 +24,7 @@ def _divisors(value: int) -> list[int]:
 
 
 def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> str:
-    """The sentence for a global_batch that its factors do not divide, with the nearest numbers that work."""
+    """Return the error text for a global_batch that its factors do not divide, with the nearest values that work."""
     assert batch.global_batch is not None
     text, unit = _product(factors)
     whole = batch.global_batch // unit
@@ -46,7 +46,10 @@ def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> st
 
 
 def problem(batch: Batch, dp: int | None) -> str | None:
-    """What is wrong with the batch numbers, or None. ``dp`` None: not known yet, so only what is wrong for every dp."""
+    """Check the batch numbers. Return the error text, or None.
+
+    ``dp`` is None while it is unknown; then only errors that hold for every dp are found.
+    """
     given = {name: value for name, value in batch.model_dump().items() if value is not None}
     if len(given) < 2:
         found = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
@@ -71,7 +74,11 @@ def problem(batch: Batch, dp: int | None) -> str | None:
 
 
 def derive(batch: Batch, dp: int) -> Batch:
-    """All three numbers, for a known dp. :class:`ConfigError` with the arithmetic when they do not hold together."""
+    """Return all three batch numbers for a known dp.
+
+    Raises:
+        ConfigError: The numbers contradict each other; the text contains the arithmetic.
+    """
     wrong = problem(batch, dp)
     if wrong is not None:
         raise ConfigError(wrong)
@@ -89,7 +96,11 @@ def derive(batch: Batch, dp: int) -> Batch:
 
 
 def _check_bounds(micro_batch_size: int, chunks: int, global_batch: int) -> None:
-    """Refuse a derived number that the file could not have named itself. Raises :class:`ConfigError`."""
+    """Refuse a derived number above the bound of its key.
+
+    Raises:
+        ConfigError: A number is too large.
+    """
     for name, value, most in (
         ("micro_batch_size", micro_batch_size, 10**6),
         ("chunks", chunks, 10**6),

@@ -1,4 +1,4 @@
-"""What follows from the number of ranks: dp, the batch numbers, how many processes to start."""
+"""Values derived from the number of ranks: dp, the batch numbers, the number of processes to start."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ def _no_whole_replicas(pp: int, tp: int, world_size: int) -> str:
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
-    """The configuration with nothing left open: dp, the three batch numbers and ``launch.processes`` are whole numbers.
+    """Return the configuration with dp, the three batch numbers and ``launch.processes`` as whole numbers.
 
-    ``world_size``: the ranks that were started, by whichever launcher. Resolving a second time changes nothing.
-    Raises :class:`ConfigError` with the arithmetic when the degrees do not make up the world, or the batch numbers do
-    not hold together for this dp.
+    Resolving a second time changes nothing.
+
+    Args:
+        config: The configuration as loaded.
+        world_size: Number of ranks that were started, by any launcher.
+
+    Raises:
+        ConfigError: The product of the degrees is not ``world_size``, or the batch numbers do not fit this dp. The text
+            contains the arithmetic.
     """
     assert world_size >= 1, world_size
     pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
@@ -69,29 +75,36 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def shard_factor(config: RunConfig) -> int:
-    """Into how many shards the optimizer's state is cut; 1: each replica has all of it. ``config``: resolved."""
+    """Return the number of shards of the optimizer state; 1: each replica has all of it. ``config``: resolved."""
     dp = known_dp(config)
     assert dp is not None
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
 
 def bucket_bytes(config: RunConfig) -> int:
-    """Of gradients that are summed in one message. ``config``: resolved."""
+    """Return the size of a gradient bucket, the bytes reduced in one message. ``config``: resolved."""
     dp = known_dp(config)
     assert dp is not None
     return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
 
 
 def reduces_each(config: RunConfig) -> bool:
-    """Whether gradients are summed over the replicas after each micro-batch, not once in a step."""
+    """Return True when gradients are reduced over the replicas after each micro-batch, not once in a step."""
     return config.parallel.zero >= 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
 
 
 def default_world_size(config: RunConfig, num_devices: int) -> int:
-    """How many ranks to start here. ``num_devices``: the accelerators that this run may use; 0 on CPU.
+    """Return the number of local ranks to start.
 
-    ``launch.processes`` when it is a number; else dp x pp x tp; else, with dp = "auto", as many whole replicas as there
-    are devices for (on CPU: one). Raises :class:`ConfigError` when the ranks are more than the devices.
+    ``launch.processes`` when it is a number; else dp x pp x tp. With dp = "auto": as many whole replicas as fit on the
+    devices (on CPU: one).
+
+    Args:
+        config: The configuration as loaded.
+        num_devices: Number of accelerators that this run may use; 0 on CPU.
+
+    Raises:
+        ConfigError: There are more ranks than devices.
     """
     pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
     if config.launch.processes != "auto":

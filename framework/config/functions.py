@@ -1,7 +1,8 @@
-"""Functions that a configuration names: ``package.module:function``, and where in a user's code an error was raised.
+"""Functions that a configuration names as ``package.module:function``, and the origin of errors in user code.
 
-NOTE [import order]: installed packages come first, the working directory last, and only once a function of the user's
-is imported. ``meshwright.models`` is found beside this package, so that no folder of the user's hides ours.
+NOTE [import order]: installed packages are searched first and the working directory last. The working directory enters
+the search path only when a user's function is imported. ``meshwright.models`` is found beside this package, so that no
+folder of the user hides it.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ from meshwright.errors import UserError
 PACKAGE = Path(__file__).resolve().parents[1]
 OWN_PACKAGE = "meshwright"
 OWN_BUILDERS = ("meshwright.models.gpt2:build", "meshwright.models.llama:build", "meshwright.models.t5:build")
-"""The builders of meshwright itself, which any file may name."""
+"""Builders of meshwright itself, which any file may name."""
 FORMER_BUILDERS = {path.removeprefix("meshwright."): path for path in OWN_BUILDERS}
-"""Names from before the models were a part of the package ``meshwright`` -> the names that they have now."""
+"""Names from before the models were part of the package ``meshwright`` -> their present names."""
 SCHEMES = {
     "hf": (
         "meshwright.tools.interop.huggingface.restructure.layers:builder",
         "meshwright.tools.interop.huggingface.restructure.directory:vocabulary",
     )
 }
-"""``SCHEME:PATH`` as a builder -> the functions of PATH that give it, and the size of its vocabulary. Named, and not
-imported, as a user's own is. They run no code of PATH, so any file may name them too."""
+"""Builder scheme -> the functions that turn the PATH of ``SCHEME:PATH`` into a builder, and into a vocabulary size.
+
+They are named and not imported, like a user's function. They run no code of PATH, so any file may name them too.
+"""
 
 
 def place(error: BaseException) -> str:
-    """ " at FILE:LINE", the innermost place in the user's code where an error was raised."""
+    """Return " at FILE:LINE", the innermost place in the user's code where an error was raised."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
     outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    watching = str(PACKAGE)  # records what a builder does, and so is the innermost where a call fails
+    watching = str(PACKAGE)  # this package traces the builder: innermost frame where a call fails
     theirs = [f for f in outside if not f.filename.startswith(watching)] or outside
     return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 def current_name(path: str) -> str:
-    """Return the present name of a builder: ``models.gpt2:build`` is ``meshwright.models.gpt2:build`` now.
+    """Return the present name of a builder: ``models.gpt2:build`` becomes ``meshwright.models.gpt2:build``.
 
-    A module ``models.gpt2`` of the user's own keeps its name, and is imported as theirs.
+    A module ``models.gpt2`` of the user keeps its name, and the user's module is imported.
     """
     if path not in FORMER_BUILDERS:
         return path
@@ -63,10 +66,18 @@ def is_own_builder(path: str) -> bool:
 
 
 def find_function(path: str, key: str, wanted: str, error_type: type[UserError]) -> Callable[..., Any]:
-    """``package.module:function`` -> the function. The working directory is searched last (see NOTE [import order]).
+    """Import ``package.module:function`` and return the function.
 
-    Raises ``error_type`` for no such module or function; an import inside the module that fails is told with its
-    reason. ``key`` is the configuration's, ``wanted`` says what the function should be.
+    The working directory is searched last (NOTE [import order]).
+
+    Args:
+        path: The function's name.
+        key: Configuration key that contains it, for the error.
+        wanted: Description of the function that is needed, for the error.
+        error_type: Type of the error.
+
+    Raises:
+        error_type: The module or function does not exist, or the module's import fails; the text contains the reason.
     """
     module_name, _, function_name = path.partition(":")
     package = module_name.partition(".")[0]
@@ -91,9 +102,9 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
 
 
 def find_source(path: str) -> str | None:
-    """Return the file that ``package.module:function`` would be imported from; None: no such module is found.
+    """Return the file that ``package.module:function`` would be imported from, or None when no such module is found.
 
-    Searches as :func:`find_function` imports, and executes nothing: not even the packages around a module.
+    The search order is that of :func:`find_function`. Nothing is executed, not even the packages around a module.
     """
     parts = path.partition(":")[0].split(".")
     if parts[0] == OWN_PACKAGE:
@@ -107,7 +118,7 @@ def find_source(path: str) -> str | None:
         if spec is not None:
             spec.name = ".".join(parts[: at + 1])
     loaded = sys.modules.get(".".join(parts))
-    if spec is None:  # os.path: a module that another one has put there
+    if spec is None:  # such as os.path, which another module put into sys.modules
         return getattr(loaded, "__file__", None)
     if spec.has_location:
         return spec.origin
@@ -117,8 +128,8 @@ def find_source(path: str) -> str | None:
 
 
 def _find_top(package: str) -> ModuleSpec | None:
-    """Find a package or module that lies in no other one. For such a name Python's finders execute nothing."""
-    with suppress(ImportError, ValueError):  # ValueError: of a module without a spec, such as __main__
+    """Find a top-level package or module. For such a name Python's finders execute nothing."""
+    with suppress(ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
         found = importlib.util.find_spec(package)
         if found is not None:
             return found
@@ -126,13 +137,13 @@ def _find_top(package: str) -> ModuleSpec | None:
 
 
 def _folders(spec: ModuleSpec) -> list[str]:
-    """The folders of a package. Those of a namespace package inside another one are known without importing that."""
+    """Return the folders of a package. A namespace package's parent is not imported."""
     locations: Any = spec.submodule_search_locations
     return list(getattr(locations, "_path", locations))
 
 
 def _find_own(module: str) -> str | None:
-    """Return the file of a module of meshwright: finding it imports the packages around it, which are ours."""
+    """Return the file of a module of meshwright. Finding it imports meshwright's packages around it."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:
@@ -145,7 +156,7 @@ def _same_file(one: str, other: str | None) -> bool:
 
 
 def _working_directory() -> list[Path]:
-    """The working directory; nothing where it has been deleted."""
+    """Return the working directory in a list; empty when it has been deleted."""
     try:
         return [Path.cwd()]
     except OSError:
@@ -157,7 +168,7 @@ def _append_working_directory() -> None:
 
 
 def _hidden(package: str) -> str | None:
-    """The next move where the working directory holds a module of this name that Python does not reach."""
+    """Return advice for a module in the working directory that an installed package hides, or None."""
     source = find_source(f"{package}:")
     for folder in _working_directory():
         mine = [path for path in (folder / package, folder / f"{package}.py") if path.exists()]

@@ -1,6 +1,6 @@
-"""What the schema says, told to people: the keys there are, what each allows, and what was probably meant.
+"""Keys of the schema for error messages: existing keys, allowed values, likely intended keys.
 
-Read off :mod:`meshwright.config.schema`, so that no second list of keys can fall behind it.
+Derived from :mod:`meshwright.config.schema`, so that no second list of keys can become outdated.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, here
 from meshwright.config.schema import RunConfig, Section
 
 Path = tuple[str, ...]
-"""A key, taken apart at its dots."""
+"""A key, split at its dots."""
 
 
 def split(dotted: str) -> Path:
-    """``"parallel.tp"`` -> ``("parallel", "tp")``."""
+    """Split a dotted key: ``"parallel.tp"`` -> ``("parallel", "tp")``."""
     return tuple(dotted.split("."))
 
 
@@ -42,11 +42,11 @@ def _keys() -> dict[Path, FieldInfo]:
 
 
 KEYS = MappingProxyType(_keys())
-"""(section, key) -> pydantic's field: the whole tree, which is two levels deep."""
+"""(section, key) -> pydantic's field. The whole tree, which is two levels deep."""
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The alternatives of a union, without ``Annotated`` around them: ``PositiveInt | None`` -> ``[int, NoneType]``."""
+    """Return the alternatives of a union without their ``Annotated``: ``PositiveInt | None`` -> ``[int, NoneType]``."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _kinds(get_args(annotation)[0])
@@ -56,13 +56,13 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def takes(key: Path, kind: type) -> bool:
-    """Whether a key accepts values of a plain type, such as ``bool``, ``str``, ``dict`` or ``NoneType``."""
+    """Return True when a key accepts values of a plain type, such as ``bool``, ``str``, ``dict`` or ``NoneType``."""
     kinds = _kinds(KEYS[key].annotation)
     return any((get_origin(k) or k) is kind for k in kinds)
 
 
 def choices(key: Path) -> list[str]:
-    """The words a key accepts by name; empty when it has none."""
+    """Return the literal words that a key accepts; empty when it accepts none."""
     kinds = _kinds(KEYS[key].annotation)
     words = [word for k in kinds if get_origin(k) is Literal for word in get_args(k) if isinstance(word, str)]
     return [*words, "true", "false"] if bool in kinds else words
@@ -72,7 +72,7 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
     parts: list[str] = []
     for constraint in metadata:
         if isinstance(constraint, Gt):
-            # Whole numbers above 0 are the numbers of at least 1; said so because it reads better.
+            # For whole numbers "greater than 0" is "at least 1", which reads better.
             parts.append("at least 1" if whole and constraint.gt == 0 else f"greater than {constraint.gt}")
         elif isinstance(constraint, Ge):
             parts.append(f"at least {constraint.ge}")
@@ -109,13 +109,13 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def allowed(key: Path) -> str:
-    """What a key allows, as the end of a sentence: ``("parallel", "pp")`` -> "a whole number, at least 1"."""
+    """Describe the allowed values of a key: ``("parallel", "pp")`` -> "a whole number, at least 1"."""
     field = KEYS[key]
     return field.description or _describe(field.annotation, field.metadata)
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it in the file, cut when it is long."""
+    """Format a value as in a TOML file, cut to 80 characters."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
@@ -130,7 +130,7 @@ def shown(value: Any) -> str:
 
 
 def nearest_value(key: Path, value: Any) -> str | None:
-    """The allowed word that was probably meant, or None."""
+    """Return the allowed word closest to a value, or None."""
     words = choices(key)
     text = str(value).lower()
     familiar = FAMILIAR_VALUES.get(fold(text))
@@ -141,7 +141,7 @@ def nearest_value(key: Path, value: Any) -> str | None:
 
 
 def nearest_section(name: str) -> str | None:
-    """The section that was probably meant, or None."""
+    """Return the section closest to a name, or None."""
     close = get_close_matches(fold(name), list(SECTIONS), n=1, cutoff=0.75)
     return close[0] if close else None
 
@@ -151,10 +151,10 @@ def _similar(one: str, other: str) -> float:
 
 
 def nearest_keys(path: Path) -> list[str]:
-    """The keys that were probably meant, dotted, best first; mostly one, or none.
+    """Return the dotted keys closest to an unknown one, best first; mostly one or none.
 
-    In this order: the same key spelled with other case or dashes; the same last word in another section; a similar word
-    in the same section; a similar word anywhere.
+    In this order: the same key with other case or dashes; the same last word in another section; a similar word in the
+    same section; a similar word anywhere.
     """
     dotted = {".".join(key): key for key in KEYS}
     exact = [name for name in dotted if fold(name) == fold(".".join(path))]
@@ -174,15 +174,15 @@ class Hint(NamedTuple):
     """Help for an unknown key."""
 
     text: str
-    """The end of the sentence, or nothing."""
+    """End of the error sentence, or ""."""
     meant: tuple[Path, ...]
-    """The keys it points to: what follows from their absence is no news."""
+    """Suggested keys. Errors that follow from their absence are not reported."""
     familiar: str | None
-    """What it is called here, for a name known from elsewhere."""
+    """Counterpart in this schema of a name from another framework, or None."""
 
 
 def hint(path: Path) -> Hint:
-    """What to say of a key that there is not."""
+    """Return the help for an unknown key."""
     familiar = here(path)
     if familiar == NOTHING:
         return Hint("; there is no such thing here yet", (), familiar)

@@ -1,4 +1,4 @@
-"""Where in a TOML file each key stands: tomllib reads the values and does not tell."""
+"""Line numbers of the keys in a TOML file, which tomllib does not provide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ ASSIGNED = re.compile(r"\s*([\w.\-\"]+)\s*=")
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """Dotted key -> line, from 1. A look-alike inside a long string costs a wrong line; an inline table has one."""
+    """Return dotted key -> line, from 1. A look-alike inside a long string gives a wrong line.
+
+    An inline table has one line.
+    """
     found: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -5,7 +5,7 @@
      --a.b=v -> overrides.py -+    unknown keys          types, bounds       between keys
                                (keys.py, aliases)    (schema.py)         (rules.py)
 
-Each stage goes on with what the one before left sound, and all add to one list of problems.
+Each stage continues with the valid keys of the stage before it. All stages append to one list of problems.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from meshwright.system.bounded import MIB, check_values, parse_json, read_text
 from meshwright.terminal.output import tell
 
 TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
-"""Sections of torchtitan's files that are none of ours."""
+"""Sections of torchtitan's files that do not exist here."""
 
 
 class _Arranged(NamedTuple):
-    """What was given, sorted into the schema's tree."""
+    """The given keys, sorted into the schema's tree."""
 
     tree: dict[str, dict[str, Any]]
-    """section -> key -> value: only what could be right, judged by nothing but the key."""
+    """section -> key -> value. Only values that passed :func:`_take`; pydantic checks types and bounds later."""
     where: dict[Path, Given]
-    """Key -> the last that gave it."""
+    """Key -> its last occurrence."""
     problems: list[str]
     notes: list[str]
-    """What was taken under another's name."""
+    """Notes on values accepted under the name of another framework."""
     given: dict[Path, Given]
-    """Key, or key inside a table -> the last that gave it."""
+    """Key, or key inside a table -> its last occurrence."""
     silent: set[Path]
-    """Keys of which nothing follows any more: their value cannot be used, or an unknown key meant them."""
+    """Keys excluded from further checks: their value is unusable, or an unknown key probably meant them."""
 
 
 def _line(given: Given, said: str) -> str:
@@ -68,7 +68,7 @@ def _line(given: Given, said: str) -> str:
 
 
 def _unknown(given: Given, path: Path, help_: Hint) -> str:
-    """The line for a key that there is not; ``path`` is where it was looked for. Lists what there is instead."""
+    """Return the problem text for an unknown key, with the existing keys. ``path``: its path, section corrected."""
     section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
     if len(path) == 1:
         return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")
@@ -79,7 +79,7 @@ def _unknown(given: Given, path: Path, help_: Hint) -> str:
 
 
 def _unusable(value: Any) -> str | None:
-    """Why a value could not be written down and read back again, or None. Looks into lists and tables."""
+    """Return the reason why a value cannot be written and read back, or None. Looks into lists and tables."""
     if isinstance(value, dict):
         return next(filter(None, map(_unusable, (*value.keys(), *value.values()))), None)
     if isinstance(value, list):
@@ -107,7 +107,7 @@ def _put(tree: dict[str, dict[str, Any]], path: Path, value: Any) -> None:
 
 
 def _misspelled(given: Given) -> Path | None:
-    """Where a key of a misspelled section belongs, so that it is judged as if the section were right; or None."""
+    """Return the path of a key with its misspelled section corrected, or None. Checks then use the corrected path."""
     path = given.path
     if path[0] in SECTIONS or len(path) == 1 or fold(given.key) in FAMILIAR:
         return None
@@ -120,7 +120,7 @@ def _misspelled(given: Given) -> Path | None:
 
 def _arrange(all_given: Sequence[Given]) -> _Arranged:
     to = _Arranged({section: {} for section in SECTIONS}, {}, [], [], {}, set())
-    known = to.given  # in the order of their taking effect
+    known = to.given  # in the order in which they take effect
     told: set[tuple[str, str]] = set()
     for given in all_given:
         corrected = _misspelled(given)
@@ -151,7 +151,7 @@ def _arrange(all_given: Sequence[Given]) -> _Arranged:
 
 
 def _take(to: _Arranged, path: Path, given: Given) -> None:
-    """Put one value at a known key into the tree, if it is one that could be right."""
+    """Put one value at an existing key into the tree, unless it is unusable."""
     key, value = path[:2], given.value
     to.where[key] = given
     found = list(secrets_in(value, path)) if key[1] == "options" else []
@@ -167,7 +167,7 @@ def _take(to: _Arranged, path: Path, given: Given) -> None:
     if value is Bare.FLAG:
         said = f" needs a value: {allowed(key)}"
     elif isinstance(value, bool) and len(path) == 2 and not takes(key, bool):
-        said = f" is not allowed: {allowed(key)}"  # to pydantic, true is as good as 1 where 1 is a choice
+        said = f" is not allowed: {allowed(key)}"  # pydantic accepts true for a literal 1
     elif (why := _unusable(value)) is not None:
         said = f" cannot be used ({why}): {allowed(key)}"
     else:
@@ -184,11 +184,11 @@ def _not_allowed(given: Given, key: Path) -> str:
 
 
 def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
-    """The typed tree. Adds to the problems and the silent keys; what is bad stands at its default in the result.
+    """Build the typed tree. Adds to the problems and the silent keys; a bad value is replaced by its default.
 
-    ``whole``: a key without a default must be there (not so when the file could not be read at all).
+    ``whole``: report missing keys that have no default. False when the file could not be read at all.
     """
-    # JSON, because strict pydantic then takes a list for a tuple and a whole number for a float, and nothing else.
+    # JSON, because strict pydantic then accepts a list for a tuple and a whole number for a float, and nothing else.
     try:
         return RunConfig.model_validate_json(json.dumps(arranged.tree))
     except ValidationError as error:
@@ -209,7 +209,7 @@ def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
 
 
 def _between_keys(config: RunConfig, arranged: _Arranged, place: str) -> list[str]:
-    """The broken rules among those whose keys are all sound."""
+    """Return the broken rules between keys, among those whose keys are all valid."""
     lines: list[str] = []
     for rule in RULES:
         said = None if arranged.silent.intersection(rule.keys) else rule.broken(config)
@@ -220,20 +220,23 @@ def _between_keys(config: RunConfig, arranged: _Arranged, place: str) -> list[st
 
 
 def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a TOML file, with the words of the command line on top.
+    """Load the configuration in a TOML file, with command-line overrides on top.
 
-    ``overrides``: ``--section.key=value``, ``--section.key value``, or ``--section.key`` alone for true. Values are
-    TOML; what is none is taken as text. ``none`` unsets what may be unset. Later words win, and win over the file.
+    Args:
+        path: The TOML file.
+        overrides: ``--section.key=value``, ``--section.key value``, or ``--section.key`` alone for true. Values are
+            TOML, otherwise text. ``none`` unsets a key that may be unset. Later words win, and win over the file.
 
-    Raises :class:`ConfigError` with every problem, a line each: place, key, value, what is allowed, what was meant.
+    Raises:
+        ConfigError: Every problem, one per line: place, key, value, allowed values, likely intended key.
     """
     return _put_together(read_file(File(path)), overrides, str(path))
 
 
 def explain(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Path, str]]:
-    """What :func:`load` gives, and where each key that was given comes from: the file, or the command line.
+    """Load a configuration and return the origin of each given key: the file, or the command line.
 
-    Of a table (``model.options``) each key inside has its own place, unless it was given as a whole.
+    In a table (``model.options``) each key has its own origin, unless the table was given as a whole.
     """
     file, words = read_file(File(path)), read_overrides(overrides)
     config = load(path, overrides)
@@ -241,9 +244,9 @@ def explain(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[R
 
 
 def change(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:
-    """A configuration that was written down as JSON, with the words of the command line on top; judged as a file is.
+    """Load a configuration that was saved as JSON, with command-line overrides on top. Every check for a file applies.
 
-    Raises :class:`ConfigError` as :func:`load` does; ``place`` names what was saved.
+    ``place`` names the saved configuration in errors. Raises :class:`ConfigError` as :func:`load` does.
     """
     return _put_together(Source(list(leaves(dict(saved), place)), []), overrides, place)
 
@@ -262,7 +265,7 @@ def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConf
 
 
 def _of_others(file: Source, place: str) -> list[str]:
-    """The next move for who gives another framework's file as it is."""
+    """Return advice for a user who gives another framework's file unchanged."""
     sections = {given.path[0] for given in file.given if len(given.path) > 1}
     if len(sections & TORCHTITAN) >= 2:
         return [f"{place}: this is a configuration of torchtitan: `meshwright config import {place}` makes one of ours"]
@@ -272,9 +275,9 @@ def _of_others(file: Source, place: str) -> list[str]:
 
 
 def parse(text: str, place: str = "resolved configuration") -> RunConfig:
-    """The configuration that :func:`dump` wrote. ``place`` names the text in errors.
+    """Parse the configuration that :func:`dump` wrote. ``place`` names the text in errors.
 
-    Judges each key, not what holds between them: a configuration made in code need not be one that a file may hold.
+    Checks each key by itself, not the rules between keys: a configuration made in code may break them.
     """
     try:
         document = parse_json(text)
@@ -294,7 +297,7 @@ def read_resolved(path: File) -> RunConfig:
     """Return the configuration in a run's ``resolved.json``.
 
     Raises:
-        ConfigError: the file cannot be read, or :func:`parse` cannot understand it.
+        ConfigError: The file cannot be read, or :func:`parse` refuses its text.
     """
     try:
         return parse(read_text(path, MIB), str(path))
@@ -305,5 +308,5 @@ def read_resolved(path: File) -> RunConfig:
 
 
 def dump(config: RunConfig) -> str:
-    """JSON, for ``resolved.json``: every key, defaults included. :func:`parse` gives back an equal object."""
+    """Return the JSON for ``resolved.json``: every key, defaults included. :func:`parse` returns an equal object."""
     return json.dumps(config.model_dump(), indent=2, allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""What the user wrote, in the file and on the command line, as one flat list: key, value, place.
+"""The user's keys, from the file and from the command line, as one flat list: key, value, place.
 
-Nothing is judged here except what cannot be read at all; a key that there is not, and a value that is not allowed, are
-found in ``load.py``, where both sources have become the same thing.
+Only syntax errors are reported here. Unknown keys and values that are not allowed are found in ``load.py``, where both
+sources have the same form.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ COMMAND_LINE = "command line"
 
 
 class Bare(Enum):
-    """The value of an override that has none: ``--train.compile``."""
+    """Value of an override without a value: ``--train.compile``."""
 
     FLAG = "flag"
 
 
 class Given(NamedTuple):
-    """One key as the user wrote it."""
+    """A key as the user wrote it."""
 
     path: Path
     value: Any
     place: str
-    """The file, or :data:`COMMAND_LINE`."""
+    """File name, or :data:`COMMAND_LINE`."""
 
     @property
     def key(self) -> str:
-        """Dotted, as written."""
+        """Dotted key, as written."""
         return ".".join(self.path)
 
 
 class Source(NamedTuple):
-    """What was read from one place, and what could not be."""
+    """Keys and problems of one source: the file or the command line."""
 
     given: list[Given]
     problems: list[str]
 
 
 def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[Given]:
-    """The keys of a document. A table at a known key (``model.options``) is its value; all other tables are walked."""
+    """Yield the keys of a document. A table at a key of the schema (``model.options``) is one value."""
     for name, value in table.items():
         below = (*path, name)
         if not isinstance(value, dict) or below in KEYS:
@@ -78,12 +78,12 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
     row = int(found[1]) if found else len(lines)
     line = shortened(lines[row - 1].strip()) if 0 < row <= len(lines) else ""
     if any(map(names_a_secret, re.findall(r"[\w-]+", line))):
-        line = ""  # it may hold one, and this goes into logs
+        line = ""  # the line may contain a secret, and this text goes into logs
     return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
 
 
 def read_file(path: File) -> Source:
-    """The keys of a TOML file; a file that cannot be read is a problem, with its next move."""
+    """Read the keys of a TOML file. For a file that cannot be read, return a problem that names the next move."""
     try:
         text = read_bytes(path, MAX_TOML_BYTES).decode()
         return Source(list(leaves(parse_toml(text), str(path))), [])
@@ -101,10 +101,10 @@ def read_file(path: File) -> Source:
 
 
 def read_value(path: Path, text: str) -> Any:
-    """The value of an override: TOML, and a bare string where it is none.
+    """Parse the value of an override as TOML, or else as bare text.
 
-    Two things a command line wants that TOML does not: a key that takes text takes ``2024`` as text, and ``none`` takes
-    back what the file set, where a key may be unset.
+    Two additions to TOML: a key that takes text takes ``2024`` as text, and ``none`` unsets a key of the file where the
+    key may be unset.
     """
     if path in KEYS and takes(path, type(None)) and text.lower() in ("none", "null"):
         return None
@@ -120,7 +120,7 @@ def read_value(path: Path, text: str) -> Any:
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
-    """``--a.b=v``, ``--a.b v`` and ``--a.b``, as (name, text); a bare str is a word that belongs to no key."""
+    """Parse ``--a.b=v``, ``--a.b v`` and ``--a.b`` as (name, text). A bare str is a word that belongs to no key."""
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
@@ -136,7 +136,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
 
 
 def read_overrides(words: Sequence[str]) -> Source:
-    """The keys of the command line, in order; later ones win."""
+    """Read the keys of the command line, in order; later ones win."""
     source = Source([], [])
     for word in _overrides(words):
         if isinstance(word, str):

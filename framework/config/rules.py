@@ -1,7 +1,7 @@
-"""What must hold between keys: each rule names the keys it reads, and says what is wrong and what to do.
+"""Rules between keys. Each rule lists the keys it reads, and its message contains the error and its remedy.
 
-A rule is asked only when all its keys are sound by themselves, so that one mistake is told once. An option that would
-have no effect is a mistake too: whoever wrote it expects one.
+A rule runs only when all its keys are valid by themselves, so that one mistake is reported once. An option without
+effect is an error too, because the user expects an effect.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from meshwright.config.schema import Data, Pipeline, RunConfig, Train, Watch
 
 MAX_RANKS = 2**20
 MAX_FORWARDS = 2**18
-"""pp x chunks x stages of a rank: a schedule writes each out."""
+"""Bound on pp x chunks x stages per rank: a schedule lists every forward."""
 MAX_LAYERS = 4096
 
 
 class Rule(NamedTuple):
-    """One thing that must hold; ``broken`` returns a sentence, or None when all is well."""
+    """A rule between keys. ``broken`` returns the error text, or None."""
 
     keys: tuple[Path, ...]
     broken: Callable[[RunConfig], str | None]
 
 
 def known_dp(config: RunConfig) -> int | None:
-    """dp, or None while it is left to the number of ranks."""
+    """Return dp, or None while it depends on the number of ranks."""
     dp = config.parallel.dp
     return None if dp == "auto" or dp == -1 else dp
 
@@ -73,7 +73,7 @@ def _decay(config: RunConfig) -> str | None:
             f'optimizer.schedule = "constant"'
         )
     together = optimizer.warmup_steps + optimizer.decay_steps
-    if optimizer.warmup_steps > steps or together <= steps:  # the first has a rule of its own
+    if optimizer.warmup_steps > steps or together <= steps:  # _warmup reports the first case
         return None
     return (
         f"optimizer.warmup_steps {optimizer.warmup_steps} + optimizer.decay_steps {optimizer.decay_steps} = "
@@ -297,7 +297,7 @@ def _ranks(config: RunConfig) -> str | None:
 
 
 def _forwards(config: RunConfig) -> str | None:
-    """The same bound as meshwright.schedule.build's, told before anything is built."""
+    """Check the bound of meshwright.schedule.build before anything is built."""
     pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
     if pp * chunks * interleave <= MAX_FORWARDS:
         return None

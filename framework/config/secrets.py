@@ -1,10 +1,10 @@
-"""Options that look like secrets: what is configured is written down in many places, and a secret must be in none.
+"""Detection of options that look like secrets. Options are written to many places, where secrets must not appear.
 
     api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
-    key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     none
+    key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     no secret
 
-A name is taken apart at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it,
-``key`` and ``token`` as its last word, and only where the value is text.
+A name is split at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it. ``key``
+and ``token`` count as its last word, and only if the value is text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 ANYWHERE = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "apikey"}
 AT_THE_END = {"key", "token"}
 MARKERS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "unk"}
-"""Words before ``token`` that make it one of a vocabulary."""
+"""Words before ``token`` that mark a token of the vocabulary."""
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether what stands under this name, if it is text, is likely not for others' eyes."""
+    """Return True when a text value under this name is likely a secret."""
     words = _words(name)
     if ANYWHERE & {*words}:
         return True
@@ -28,12 +28,12 @@ def names_a_secret(name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """``dbPassword``, ``DB-PASSWORD`` -> db, password."""
+    """Split a name into lower-case words: ``dbPassword``, ``DB-PASSWORD`` -> db, password."""
     return re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
 
 
 def secrets_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The keys, from ``path`` on, whose values look like secrets; into tables and lists."""
+    """Yield the keys from ``path`` on whose values look like secrets, inside tables and lists too."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from secrets_in(inner, (*path, name))
@@ -48,7 +48,7 @@ def secrets_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def said_of(path: tuple[str, ...]) -> str:
-    """The message for one, without its value."""
+    """Return the error text for a secret, without its value."""
     name = path[-1]
     variable = "_".join(_words(name)).upper()
     return (

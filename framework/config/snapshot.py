@@ -1,4 +1,4 @@
-"""The configuration as a run directory keeps it: ``resolved.json`` for programs, ``config.toml`` for people."""
+"""Configuration files of a run directory: ``resolved.json`` for programs, ``config.toml`` for people."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from meshwright.system.durable import replace_synced
 
 
 def keep(directory: Path, config: RunConfig) -> None:
-    """Write both files, each whole or not at all, and on the disk. ``config``: resolved."""
+    """Write both files atomically and flush them to disk. ``config``: resolved."""
     for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
         replace_synced(directory / name, text.encode())

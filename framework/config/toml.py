@@ -1,4 +1,4 @@
-"""A RunConfig as the TOML file that would give it: the standard library reads TOML and does not write it."""
+"""TOML writer for a RunConfig: the standard library reads TOML and does not write it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        # TOML's basic strings are JSON's, except that TOML wants DEL escaped.
+        # TOML's basic strings are JSON's, except that TOML requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_name(name)} = {_value(part)}" for name, part in value.items()) + "}"
@@ -28,14 +28,14 @@ def _name(name: str) -> str:
 
 
 def _is_table(value: Any) -> bool:
-    """Of which each key has a line of its own; an empty one needs no heading."""
+    """Return True for a table whose keys each get a line. An empty table needs no heading."""
     return isinstance(value, dict) and bool(value)
 
 
 def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
-    """The file that :func:`~meshwright.config.load` reads as ``config``.
+    """Return TOML text that :func:`~meshwright.config.load` reads back as ``config``.
 
-    ``defaults``: also the keys that stand at theirs. What is unset (None) has no form in TOML and is left out.
+    ``defaults``: include keys at their default. Unset keys (None) have no form in TOML and are left out.
     """
     parts: list[str] = []
     for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():

@@ -1,2 +1,1 @@
-"""The user's model: from its builder to parameters on the meta device, its requirements, and its initial values by
-name."""
+"""The user's model: builder, parameters on the meta device, requirements, and initial values by name."""

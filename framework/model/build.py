@@ -1,4 +1,4 @@
-"""From a builder's name to the plain model on the meta device, and what the framework may ask of it.
+"""Construction of the user's model on the meta device, and the attributes that the framework reads from it.
 
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
@@ -7,12 +7,12 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     tied_weights    [(canonical parameter name, other name, ...), ...]
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
-    loss            (output of the last layer, labels) -> loss of each label, zero where it is -100; without it the
-                    output is logits, (..., classes) for labels (...), and the loss their cross-entropy
-    selective_recompute  [pattern of submodule names]: cheap to compute and dear to keep
-    impossible      {"tp" | "sequence": why the model cannot be laid out so}
+    loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
+                    cross-entropy of logits (..., classes) and labels (...)
+    selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
+    impossible      {"tp" | "sequence": reason why the model does not support it}
 
-A model that carries nothing trains with dp and pp at once; its own ``reset_parameters`` initialise it.
+A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialise it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Initialise = Callable[[str, Tensor], None]
 
 @dataclass
 class PlainModel:
-    """The user's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
+    """User's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
 
     layers: nn.Sequential
     plan: dict[str, str] = field(default_factory=dict)
@@ -49,21 +49,21 @@ class PlainModel:
     loss: Callable[[Any, Tensor], Tensor] | None = None
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
-    """"tp", "sequence" -> why not."""
+    """"tp", "sequence" -> reason why the model does not support it."""
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
     owners: dict[str, Owner] = field(default_factory=dict)
-    """Parameter name -> who gives it its first value."""
+    """Parameter name -> module whose reset initialises it."""
 
     def canonical(self, name: str) -> str:
-        """The name under which a weight is stored, initialised and optimised: the first of its tied set."""
+        """Return the name that a weight is stored, initialised and optimised under: the first of its tied set."""
         for names in self.tied:
             if name in names:
                 return names[0]
         return name
 
     def initial(self, name: str) -> Tensor:
-        """The whole initial float32 tensor of a parameter on CPU: a pure function of (seed, canonical name)."""
+        """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed, canonical name)."""
         name = self.canonical(name)
         owner = self.owners[name]
         with seeded(self.seed, "initialise", name):
@@ -76,7 +76,7 @@ class PlainModel:
 
 
 def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter:
-    """Return the like of a parameter on meta, with notes on what that has lost."""
+    """Return an empty copy of a parameter on meta. Attributes record its hooks, its class and its value."""
     outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
     found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     if requirements.has_hooks(parameter):
@@ -90,9 +90,9 @@ def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter
 
 @contextmanager
 def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
-    """Within: each nn.Parameter that a module registers goes to the meta device at once; buffers stay real.
+    """Move each registered nn.Parameter to the meta device inside this context; buffers stay real.
 
-    ``record``: entered around the builder; tells whether a parameter had values already.
+    ``record``: a record entered around the builder; it detects whether a parameter already had values.
     """
     register = nn.Module.register_parameter
 
@@ -110,7 +110,7 @@ def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
 
 
 def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Raise :class:`ModelError` for options that the builder does not take, or lacks; all of them at once."""
+    """Raise :class:`ModelError` for options that the builder does not accept and for missing ones, all at once."""
     parameters = inspect.signature(builder).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -132,7 +132,7 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
 
 
 def find_builder(path: str) -> Callable[..., Any]:
-    """The function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
+    """Return the function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
     scheme, _, rest = path.partition(":")
     if scheme in SCHEMES:
         return find_function(SCHEMES[scheme][0], "model.builder", "a builder", ModelError)(rest)  # type: ignore[no-any-return]
@@ -140,7 +140,7 @@ def find_builder(path: str) -> Callable[..., Any]:
 
 
 def vocabulary(path: str, options: dict[str, Any]) -> int | None:
-    """How many token ids a model has rows for, as far as its options or its directory tell."""
+    """Return the vocabulary size, from the model's options or its directory; None if neither contains it."""
     scheme, _, rest = path.partition(":")
     found = options.get("vocab_size")
     if found is None and scheme in SCHEMES:
@@ -149,10 +149,10 @@ def vocabulary(path: str, options: dict[str, Any]) -> int | None:
 
 
 def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
-    """Build the user's model with its parameters on meta, check the contract, seed its dropouts by name.
+    """Build the user's model with its parameters on meta, check its requirements, seed its dropouts by name.
 
     Raises:
-        ModelError: whatever keeps the result from being cut into stages, with the builder's name.
+        ModelError: The model cannot be cut into stages, or its builder failed. The text contains the builder's name.
     """
     builder = find_builder(path)
     check_options(path, builder, options)

@@ -1,9 +1,9 @@
-"""First values of parameters: which function gives them, seen while the builder runs with its parameters on meta.
+"""First values of parameters: the function that sets each one, recorded while the builder runs on the meta device.
 
-Each process draws its parameters anew, by name: by the model's ``initialise``, or by ``reset_parameters()`` of the
-module that owns them (``_reset_parameters()`` of torch's attention, for its projections' biases too). What a builder
-writes otherwise would be lost. The operations that it applied to a parameter are therefore recorded, and must end with
-those that the reset applies. No value is looked at: parameters are on meta.
+Each process draws its parameters anew, by name. The source is the model's ``initialise``, or ``reset_parameters()`` of
+the module that owns them (``_reset_parameters()`` of torch's attention, for the biases of its projections too). Any
+other value that a builder writes would be lost. The operations applied to each parameter are therefore recorded, and
+must end with those of the reset. The comparison needs no values, because parameters are on meta.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import ModelError
 
 GIVEN = "_given_value"
-"""Set on a parameter that had values when it was registered: the number, if all elements are the same, or DRAWN."""
+"""Attribute of a parameter that had values when registered: the number if all elements are equal, or DRAWN."""
 DRAWN = "drawn"
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 Write = tuple[Any, ...]
-"""An operation's name and its plain arguments."""
+"""Name of an operation and its plain arguments."""
 
 
 class Owner(NamedTuple):
-    """Who gives a parameter its first value."""
+    """Module whose reset sets the first value of a parameter."""
 
     module: nn.Module
     path: str
-    """Of the parameter below the module."""
+    """Name of the parameter inside the module."""
 
 
 class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes to storages on the meta device, by whatever alias: a tensor's ``.data``, a view, itself.
+    """Record of writes to storages on the meta device, through any alias: the tensor, a view, its ``.data``.
 
-    Of tensors on the CPU it notes which have no values yet.
+    Also records which CPU tensors have no values yet.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        self._alive: list[Any] = []  # a storage that is gone could leave its address to another
+        self._alive: list[Any] = []  # keeps storages alive: a freed one's address could be reused
         self._empty: set[int] = set()
         self._patched: list[tuple[dict[str, Any], str]] = []
 
@@ -54,14 +54,14 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._writes.get(tensor.untyped_storage()._cdata, [])
 
     def value_of(self, tensor: Tensor) -> float | str | None:
-        """Return the value that fills a tensor, DRAWN where its elements differ, None where it has no values yet."""
+        """Return the value that fills a tensor, DRAWN if its elements differ, None if it has no values yet."""
         if tensor.is_meta or tensor.untyped_storage()._cdata in self._empty or not tensor.numel():
             return None
         flat = tensor.detach().flatten()
         return float(flat[0]) if flat.is_floating_point() and bool((flat == flat[0]).all()) else DRAWN
 
     def __enter__(self) -> WriteRecord:
-        """``orthogonal_`` does nothing on meta, which no dispatch mode sees: it is replaced by one that is recorded."""
+        """Replace ``orthogonal_`` by a recorded version. On meta it does nothing that a dispatch mode could see."""
         original = nn.init.orthogonal_
 
         def orthogonal_(tensor: Tensor, gain: float = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -113,7 +113,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def resetter(module: nn.Module) -> Callable[[], None] | None:
-    """Return the function that gives a module's parameters their first values: torch's attention has a private one."""
+    """Return the function that initialises a module's parameters, or None. In torch's attention it is a private one."""
     for name in ("reset_parameters", "_reset_parameters"):
         found = getattr(module, name, None)
         if callable(found):
@@ -122,13 +122,13 @@ def resetter(module: nn.Module) -> Callable[[], None] | None:
 
 
 def find_owners(layers: nn.Sequential) -> dict[str, Owner]:
-    """Return who gives each parameter its first value, by the parameter's name."""
+    """Return the owner of each parameter's first value, by parameter name."""
     owners: dict[str, Owner] = {}
     for module_name, module in layers.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         held = copy.deepcopy(module) if own else module
         owners |= {f"{module_name}.{name}".lstrip("."): Owner(held, name) for name in own}
-    for module_name, module in reversed(list(layers.named_modules())):  # the outermost is called last
+    for module_name, module in reversed(list(layers.named_modules())):  # the outermost module comes last and wins
         if not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None:
             held = copy.deepcopy(module)
             for path, writes in reset_writes(module).items():
@@ -138,7 +138,7 @@ def find_owners(layers: nn.Sequential) -> dict[str, Owner]:
 
 
 def reset_writes(module: nn.Module) -> dict[str, list[Write]]:
-    """Return what a module's resetter writes to each parameter at or below it."""
+    """Return the writes of a module's reset to each parameter at or below it."""
     again = copy.deepcopy(module)
     reset = resetter(again)
     with WriteRecord() as record:
@@ -148,7 +148,7 @@ def reset_writes(module: nn.Module) -> dict[str, list[Write]]:
 
 
 def first_value(owner: Owner) -> Tensor:
-    """Return a parameter as its owner's reset draws it from torch's generator; float32, on the CPU."""
+    """Return a parameter as its owner's reset draws it from torch's generator: full tensor, float32, on CPU."""
     real = copy.deepcopy(owner.module).float().to_empty(device="cpu")
     for name, buffer in owner.module.named_buffers():
         real.get_buffer(name).copy_(buffer)
@@ -161,15 +161,17 @@ def first_value(owner: Owner) -> Tensor:
 def check_first_values(
     path: str, layers: nn.Sequential, owners: dict[str, Owner], record: WriteRecord, copies: Collection[str]
 ) -> None:
-    """Refuse parameters whose value comes from elsewhere than their owner's reset.
+    """Refuse parameters whose value is not set by their owner's reset.
 
     Args:
-        path: of the builder, for the message.
-        record: of the builder's run.
-        copies: names of parameters that are tied to another one, whose value they have.
+        path: Name of the builder, for the message.
+        layers: The model, with parameters on meta.
+        owners: Owner of each parameter's first value.
+        record: Writes during the builder's run.
+        copies: Names of parameters that are tied to another one and share its value.
 
     Raises:
-        ModelError: a module without a reset, one that leaves a parameter out, or a value that the builder sets itself.
+        ModelError: A module has no reset, a reset leaves a parameter out, or the builder sets a value itself.
     """
     expected: dict[str, list[Write]] = {}
     for module_name, module in reversed(list(layers.named_modules())):
@@ -209,7 +211,7 @@ def _joined(module_name: str, name: str) -> str:
 
 
 def _is_reset_to(owner: Owner, given: float | str) -> bool:
-    """True where a reset fills the parameter with one number, the one that it was made with."""
+    """Return True if the reset fills the parameter with one number that equals ``given``."""
     if given == DRAWN:
         return False
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""From the model on meta to the real weights of one stage: a rank never holds another's."""
+"""Real weights of one stage from the model on meta. A rank never stores another rank's weights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def materialise(
     device: torch.device,
     local_of: Callable[[ParameterInfo], Tensor] | None = None,
 ) -> nn.Sequential:
-    """Give the layers of one stage their weights: this tp rank's slices, in the training dtype, on the device.
+    """Materialise the weights of one stage: this tp rank's slices, in the training dtype, on the device.
 
-    Tied parameters inside the stage stay one object.
+    Parameters tied inside the stage stay one object.
 
     Args:
-        layers: the stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
-        model: the whole model, which knows ties and initial values.
-        infos: canonical parameter name -> its global shape and this rank's slice.
-        local_of: returns what this rank holds of a parameter. None: the initial weights. Each full tensor is then drawn
-            in float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
+        layers: The stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
+        model: The whole model, with ties and initial values.
+        infos: Canonical parameter name -> its global shape and this rank's slice.
+        dtype: Dtype of the weights.
+        device: Device of the weights and buffers.
+        local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
+            float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
     """
 
     def drawn(info: ParameterInfo) -> Tensor:

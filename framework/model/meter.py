@@ -1,4 +1,4 @@
-"""Counting what runs: FLOPs, bytes and the time that a device would need for each operation. Knows tensors only.
+"""Counters of FLOPs, bytes and estimated time for each operation, measured on tensors alone.
 
 time of an operation = max(FLOPs / F, bytes / B)        F, B of a Reference; after Williams et al. 2009, "Roofline"
 """
@@ -21,30 +21,30 @@ aten = torch.ops.aten
 
 
 class Reference(NamedTuple):
-    """A device to tell times by: what it reaches, not what its data sheet says."""
+    """Reference device for time estimates: achieved rates, not those of its data sheet."""
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     fused: bool
-    """Whether its attention kernel also takes dropout, and a mask that needs a gradient (torch's on CPU does not)."""
+    """True if its attention kernel supports dropout and a mask that needs a gradient (torch's CPU kernel does not)."""
 
 
 MATMUL_SHARE, MEMORY_SHARE = 0.65, 0.85
-"""Of an H100's peaks: what large products and elementwise kernels are commonly seen to reach; not measured by us."""
+"""Shares of an H100's peaks that large matrix products and elementwise kernels commonly reach; not measured here."""
 H100_FLOPS = {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12}
-"""Dense, without TF32, as torch multiplies by default (H100 SXM data sheet; float64 on tensor cores)."""
+"""Dense peak FLOP/s without TF32, torch's default (H100 SXM data sheet; float64 on tensor cores)."""
 H100_BYTES_PER_S = 3.35e12
 CPU_FLOPS = {"bfloat16": 180e9, "float32": 80e9, "float64": 38e9}
 CPU_BYTES_PER_S = 20e9
-"""One thread on one core of a server, as measured: docs/balance.md."""
+"""Rates of one thread on one server core, as measured: docs/balance.md."""
 
 
 def reference(device: str, dtype: str) -> Reference:
-    """The device by which a run's layers are weighed, from ``train.device`` and ``train.dtype`` alone.
+    """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone.
 
-    Never from the machine: a laptop that plans, a launcher and a rank must find the same cut. ``auto`` therefore means
-    what the dtype is for: a GPU for bfloat16, else a CPU.
+    It never depends on the machine: a planning laptop, a launcher and a rank must find the same partition. ``auto``
+    therefore follows the dtype: a GPU for bfloat16, otherwise a CPU.
     """
     if device == "cuda" or (device == "auto" and dtype == "bfloat16"):
         return Reference(f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True)
@@ -52,30 +52,30 @@ def reference(device: str, dtype: str) -> Reference:
 
 
 class Count(NamedTuple):
-    """Of some operations."""
+    """Cost of a set of operations."""
 
     flops: float = 0.0
-    """Of matrix products, convolutions and attention (full, not causal), two per multiply-add."""
+    """FLOPs of matrix products, convolutions and attention (full, not causal); a multiply-add counts two."""
     bytes: float = 0.0
-    """Read and written, by each operation on its own: nothing is kept in a cache from one to the next."""
+    """Bytes read and written, summed over operations; no caching between them."""
     time_s: float = 0.0
-    """On the reference device."""
+    """Estimated seconds on the reference device."""
 
     def plus(self, flops: float, num_bytes: float, time_s: float) -> Count:
-        """One more operation."""
+        """Return the count with one more operation added."""
         return Count(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
 
 
 PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
-"""Of this argument only what is picked is read: as much as is written."""
+"""Gather operations -> position of the argument gathered from. Its bytes read equal the bytes written."""
 NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
-"""This argument gives its shape alone, or is overwritten."""
+"""Operations -> position of an argument that is not read: it is overwritten, or only its shape is used."""
 SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-"""Of what they change they touch as much as they are given."""
+"""In-place operations that touch as many bytes of the changed tensor as they are given."""
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within: operations are counted as they run. FLOPs by the formulas of torch's own FlopCounterMode."""
+    """Dispatch mode that counts operations as they run. FLOPs follow the formulas of torch's FlopCounterMode."""
 
     def __init__(self, by: Reference) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = Count()
 
     def add(self, flops: float, num_bytes: float, done_share: float = 1.0) -> None:
-        """Count one operation. ``done_share``: of the FLOPs that are really computed (half, in causal attention)."""
+        """Count one operation. ``done_share``: share of the FLOPs really computed (half, in causal attention)."""
         time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
         self.count = self.count.plus(flops, num_bytes, time_s)
 
@@ -97,7 +97,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def op_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    """Bytes that one operation reads and writes; 0 for views and for memory that is only set aside."""
+    """Return the bytes that one operation reads and writes; 0 for views and for allocations."""
     packet = func._overloadpacket
     name = packet.__name__
     read: dict[int, float] = {}
@@ -127,15 +127,15 @@ def op_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 
 
 def stored_bytes(tensor: Tensor) -> float:
-    """Of the elements that differ in memory: an expanded dim is there once."""
+    """Return the bytes of the distinct elements in memory: an expanded dim counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize)
 
 
 class Attention(TorchFunctionMode):
-    """Within: ``F.scaled_dot_product_attention`` is one operation, as on a real device.
+    """Function mode that treats ``F.scaled_dot_product_attention`` as one operation, as on a real device.
 
-    On meta torch would take it apart into products and a softmax over S x S scores that no fused kernel ever writes.
+    On meta torch would decompose it into products and a softmax over S x S scores that no fused kernel ever writes.
     """
 
     def __init__(self, by: Reference, forward: Meter, backward: Meter) -> None:
@@ -164,9 +164,9 @@ class Attention(TorchFunctionMode):
 
 
 class _Fused(torch.autograd.Function):
-    """Attention that nobody computes: two products in forward, five in backward, which makes the scores again.
+    """Cost of fused attention without its computation. Forward has two products; backward has five, as it recomputes.
 
-    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as torch's own formulas have it.
+    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas.
     """
 
     @staticmethod
@@ -179,7 +179,7 @@ class _Fused(torch.autograd.Function):
         num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
         done_share = 0.5 if is_causal else 1.0
         forward.add(flops, num_bytes, done_share)
-        ctx.save_for_backward(*tensors, output)  # as the kernel does: who recomputes it is asked for them
+        ctx.save_for_backward(*tensors, output)  # as the kernel does, so that recompute unpacks the same
         ctx.count = lambda: backward.add(2.5 * flops, 2 * num_bytes, done_share)
         return output
 

@@ -1,4 +1,4 @@
-"""What a user's model must keep to so that it can be cut into stages and mean the same: checked as it is built."""
+"""Requirements on a user's model, checked at build time: stages must compute the same as the whole model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.errors import ModelError
 
 
 def separate_repeated_layers(layers: nn.Sequential) -> None:
-    """Give each place of the Sequential a module of its own, in place: stages hold layers by their names.
+    """Give each position of the Sequential its own module, in place, because stages store layers by name.
 
-    A layer that stands there twice keeps its parameters in both places, which is then a tie like any other.
+    A layer that occurs twice keeps its parameters in both positions, which is then a tie like any other.
     """
     seen: set[int] = set()
     for name, layer in list(layers._modules.items()):
@@ -27,7 +27,7 @@ def separate_repeated_layers(layers: nn.Sequential) -> None:
 
 
 def check_sparse(layers: nn.Sequential) -> None:
-    """Gradients are summed in flat buckets: those of all elements."""
+    """Refuse sparse gradients: the flat gradient buckets are dense."""
     for name, module in layers.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ModelError(
@@ -37,19 +37,19 @@ def check_sparse(layers: nn.Sequential) -> None:
 
 
 HAS_HOOKS = "_had_hooks"
-"""Set on a parameter whose predecessor had hooks when it went to the meta device."""
+"""Attribute of a meta parameter whose original had hooks."""
 CLASS = "_was_class"
-"""Set on a parameter whose predecessor was of a class of its own: the name of that."""
+"""Attribute of a meta parameter whose original was of a subclass: the subclass's name."""
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """True when a function is registered on the parameter's gradient."""
+    """Return True when a hook is registered on the parameter's gradient."""
     hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(hooks) or hasattr(parameter, HAS_HOOKS)
 
 
 def check_parameters(path: str, layers: nn.Sequential) -> None:
-    """Parameters are plain, floating-point, of one dtype and a known shape, and have no hooks on their gradients."""
+    """Require parameters that are plain, floating-point, of one dtype and a known shape, without gradient hooks."""
     first: tuple[str, nn.Parameter] | None = None
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if isinstance(parameter, UninitializedParameter):
@@ -95,7 +95,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def check_computed(path: str, layers: nn.Sequential) -> None:
-    """Refuse weights that torch.nn.utils computes from others: the first values of those are unknown."""
+    """Refuse weights that torch.nn.utils computes from other parameters, whose first values would be unknown."""
     declared = getattr(layers, "initialise", None) is not None
     for name, module in layers.named_modules():
         computed = next(
@@ -118,7 +118,7 @@ def check_computed(path: str, layers: nn.Sequential) -> None:
 
 
 def weight_tool(error: BaseException) -> str | None:
-    """Return a message for an error of torch.nn.utils' parametrizations, which look at values; None for any other."""
+    """Return a message for an error inside torch.nn.utils' parametrizations, which read values; otherwise None."""
     frame = error.__traceback__
     while frame is not None:
         if f"torch{os.sep}nn{os.sep}utils{os.sep}" in frame.tb_frame.f_code.co_filename:
@@ -132,7 +132,7 @@ def weight_tool(error: BaseException) -> str | None:
 
 
 def check_attributes(path: str, layers: nn.Sequential) -> None:
-    """The types of what a model may carry."""
+    """Check the types of the attributes that a model may carry."""
     for attribute, wanted, example in (
         ("sharding_plan", dict, '{"block*.up": "column", "block*.down": "row"}'),
         ("divisible", dict, '{"block*.qkv": 8}'),
@@ -150,9 +150,9 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
 
 
 def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
-    """The declared ties, those that share a name joined, each with its canonical name first.
+    """Return the declared tied sets, merged if they share a name, each with its canonical name first.
 
-    A tie as declared keeps its order; joined ones have the model's.
+    A set as declared keeps its order. Merged sets follow the model's order.
     """
     shapes = {name: tuple(p.shape) for name, p in layers.named_parameters(remove_duplicate=False)}
     sets: list[tuple[str, ...]] = []
@@ -179,7 +179,7 @@ def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
 
 
 def check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str, ...]]) -> None:
-    """A weight shared between layers must be declared: in a pipeline each stage holds a copy, and must know of it."""
+    """Require a declaration for each weight shared between layers, because each pipeline stage holds its own copy."""
     seen: dict[int, str] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         first = seen.setdefault(id(parameter), name)
@@ -191,7 +191,7 @@ def check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str, 
 
 
 def check_buffers(path: str, layers: nn.Sequential) -> None:
-    """Buffers are real; one that was made out of a parameter is not, since parameters have no values yet."""
+    """Require real buffers. A buffer computed from a parameter is not, because parameters have no values yet."""
     for name, buffer in layers.named_buffers():
         if buffer.is_meta:
             raise ModelError(

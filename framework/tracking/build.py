@@ -1,4 +1,4 @@
-"""From what the configuration says to a tracker."""
+"""Construction of the tracker from the configuration."""
 
 from __future__ import annotations
 
@@ -31,11 +31,24 @@ def build_tracker(
     warn: Callable[[str], None] = warn_on_stderr,
     is_ours: Callable[[], bool] = lambda: True,
 ) -> Tracker:
-    """The tracker of one process. Only the one with ``is_writer`` (rank 0) tells anything; the others' does nothing.
+    """Build the tracker of one process. Only the one with ``is_writer`` (rank 0) writes; the others have no sinks.
 
-    ``config`` is what wandb shows as the run's configuration, JSON-able. ``resumed_step``: the step of the checkpoint
-    that was loaded; what ``metrics.jsonl`` holds beyond it is dropped. Build it after loading, therefore.
-    ``unit``: of what goes in. ``is_ours``: whether the directory is still this run's.
+    Call it after loading a checkpoint, because it drops the records after ``resumed_step``.
+
+    Args:
+        run_directory: Directory of the run.
+        is_writer: True on the rank that writes.
+        name: Name of the run in wandb.
+        config: Configuration that wandb shows, JSON-able.
+        total_steps: Last step of the run.
+        resumed_step: Step of the loaded checkpoint. Later records in ``metrics.jsonl`` are dropped.
+        log_every: Steps between console lines.
+        console: Show progress on the console.
+        unit: Unit of the inputs, for the console.
+        wandb: Mode of wandb.
+        project: Project in wandb.
+        warn: Receives warnings.
+        is_ours: Returns True while the directory still belongs to this run.
     """
     if not is_writer:
         return Tracker(warn=warn)

@@ -1,4 +1,4 @@
-"""What the eye follows: a live bar on a terminal, plain lines everywhere else (a log file, CI, srun)."""
+"""Console output: a live bar on a terminal, plain lines everywhere else (a log file, CI, srun)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.terminal.output import visible
 from meshwright.tracking.record import GIB, StepRecord, perplexity
 
 SMOOTHING = 0.9
-"""How much of the time per step, from which the time left is told, comes from the steps before."""
+"""Weight of earlier steps in the running mean of the step time, which gives the remaining time."""
 
 
 def count(value: float) -> str:
-    """Three digits and a letter: 12,345 -> ``12.3k``. Counts of tokens, so k is a thousand."""
+    """Format a count with three digits and a letter: 12,345 -> ``12.3k``. k is 1,000."""
     if not math.isfinite(value):
         return str(value)
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -27,7 +27,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``m:ss``, ``h:mm:ss``, or days in front."""
+    """Format seconds as ``m:ss``, ``h:mm:ss`` or ``Nd h:mm:ss``."""
     if not math.isfinite(seconds):
         return "-:--"
     minutes, second = divmod(round(seconds), 60)
@@ -39,12 +39,12 @@ def duration(seconds: float) -> str:
 
 
 def memory(num_bytes: int) -> str:
-    """In GiB, or MiB below one."""
+    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> str:
-    """The step in one plain line."""
+    """Format a step as one plain line. ``left_s``: estimated remaining seconds."""
     width = len(str(total_steps))
     return " | ".join(
         [f"step {record.step:>{width}}/{total_steps}", *_numbers(record, unit), f"{duration(left_s)} left"]
@@ -52,7 +52,7 @@ def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "
 
 
 def validation_line(record: StepRecord) -> str:
-    """The validation after the record's step. The record has one."""
+    """Format the validation of a record as one line. The record must have one."""
     loss = record.validation_loss
     assert loss is not None
     return f"validation at step {record.step}: loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
@@ -70,7 +70,7 @@ def _numbers(record: StepRecord, unit: str) -> list[str]:
 
 
 class _Bar(Progress):
-    """The bar, and the numbers on a line below: both fit into 80 columns."""
+    """Progress bar with the numbers on a line below; both fit into 80 columns."""
 
     def __init__(self, console: Console) -> None:
         self.numbers = ""
@@ -88,8 +88,10 @@ class _Bar(Progress):
 
 
 class ConsoleSink:
-    """A bar when the console is a terminal (validations stay above it), else a line every ``log_every`` steps, for the
-    first step of this process and for the last of the run."""
+    """Sink of the console: a bar on a terminal, with validations above it, otherwise plain lines.
+
+    Plain lines appear every ``log_every`` steps, for the first step of this process and for the last of the run.
+    """
 
     def __init__(
         self, total_steps: int, log_every: int = 1, console: Console | None = None, unit: str = "tokens"
@@ -104,7 +106,7 @@ class ConsoleSink:
         self._step_s = 0.0
 
     def open(self) -> None:
-        """Nothing is shown before the first record: until then the screen belongs to others."""
+        """Show nothing yet: until the first record other output uses the screen."""
 
     def write(self, record: StepRecord) -> None:
         left_s = self._left_s(record)
@@ -129,12 +131,12 @@ class ConsoleSink:
         self._bar.update(self._task, completed=record.step, left=duration(left_s))
 
     def _say(self, line: str) -> None:
-        """One whole line, never wrapped or coloured, and out at once."""
+        """Print one whole line, without wrapping or colour, and flush it."""
         self._console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
 
     def _left_s(self, record: StepRecord) -> float:
-        """From a running mean of the time per step, which forgets the first step here: that one also warms up."""
+        """Estimate the remaining seconds from a running mean of the step time, without the first step (warm-up)."""
         self._num_steps += 1
         if self._num_steps <= 2:
             self._step_s = record.step_s

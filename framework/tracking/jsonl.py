@@ -1,10 +1,10 @@
-"""``metrics.jsonl``: one strict JSON object per step, whole lines only. This file is the truth about a run.
+"""Sink and reader of ``metrics.jsonl``, the reference record of a run: one strict JSON object per step.
 
-Every line is handed to the operating system in one write as soon as its step is done, so killing the process at any
-moment loses at most the end of the last line. A torn last line is passed over by :func:`read_records` and cut off when
-the run resumes. Records of steps after the resumed one are moved into ``metrics-again.jsonl`` then, by rewriting the
-file aside and renaming it: those steps are about to be made again, and what they have cost is not forgotten. No fsync
-per line, but one before each checkpoint appears: after a power cut the lines up to it are there.
+Every line is passed to the operating system in one write when its step is done. A kill at any moment loses at most the
+end of the last line. :func:`read_records` skips a torn last line, and a resume cuts it off. A resume also moves the
+records after the resumed step to ``metrics-again.jsonl``, because those steps are repeated and their cost must stay on
+record. It rewrites the file aside and renames it. There is no fsync per line, but one before each checkpoint is
+published. After a power cut the lines up to that checkpoint are there.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from meshwright.tracking.record import StepRecord, from_json, to_json
 
 FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 MOST_PENDING = 10_000
-"""Lines kept in memory (about 5 MB) while the file cannot be written; then the oldest go."""
+"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest go first."""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
-"""Between the last tries to write what waits, at the end of a run."""
+"""Seconds between the last attempts to write pending lines, at the end of a run."""
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
-    """The records of a file, in its order. A last line that is not whole is passed over.
+    """Yield the records of a file in order. An incomplete last line is skipped.
 
-    Raises DataError for a missing file and for a damaged line that is not the last.
+    Raises:
+        DataError: The file is missing, or a line before the last is damaged.
     """
     torn: tuple[int, ValueError] | None = None
     try:
@@ -61,9 +62,10 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Keep the records whose step is at most ``step``; damaged lines go too. Atomic: the old file or the new one.
+    """Keep the records whose step is at most ``step``; damaged lines are dropped. Atomic: the old file or the new one.
 
-    The others are appended to ``metrics-again.jsonl``, if that can be; who is killed meanwhile may write some twice.
+    The other records are appended to ``metrics-again.jsonl`` if possible. A kill meanwhile may write some of them
+    twice.
     """
     if not path.exists():
         return
@@ -94,7 +96,7 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None: it is no record."""
+    """Return the step of a line, or None if it is no record."""
     try:
         return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -102,26 +104,29 @@ def _step_of(line: bytes) -> int | None:
 
 
 class JsonlSink:
-    """Appends to ``path``; ``resumed_step`` is the step of the checkpoint that the run goes on from (0: the start).
+    """Sink that appends to ``path``. ``resumed_step``: step of the checkpoint that the run resumes from; 0: a new run.
 
-    When a write fails (a full disk), the error is raised, the file is cut back to its last whole line, and the lines
-    that did not fit are kept in memory and written with the next record. When the file was deleted, or another one was
-    put in its place, the lines of the open file that are missing at the path are written there.
+    When a write fails (a full disk), the error is raised and the file is truncated to its last whole line. The
+    remaining lines stay in memory and are written with the next record. If the file was deleted or replaced, the lines
+    of the open file that are missing at the path are written there.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """``is_ours``: whether the directory is still this run's; called before a file is followed to a new one."""
+        """Create the sink. ``is_ours`` returns True while the directory still belongs to this run.
+
+        It is called before the sink continues in another file at the path.
+        """
         self.path = path
         self.resumed_step = resumed_step
         self._is_ours = is_ours
         self._descriptor = -1
         self._pending: deque[bytes] = deque()
         self.dropped = 0
-        """Lines that were kept in memory until there were too many."""
+        """Number of pending lines dropped because there were more than MOST_PENDING."""
 
     @property
     def waiting(self) -> int:
-        """Lines in memory that are not in the file."""
+        """Number of lines in memory that are not in the file."""
         return len(self._pending)
 
     def open(self) -> None:
@@ -139,7 +144,11 @@ class JsonlSink:
         self._flush()
 
     def close(self, failed: bool = False) -> None:
-        """Write what waits, in a few tries. Raises OSError, with the lines still waiting, when it cannot be."""
+        """Write the pending lines, with a few retries, and close the file.
+
+        Raises:
+            OSError: They cannot be written; they stay pending.
+        """
         try:
             for pause_s in (*CLOSE_PAUSES_S, None):
                 try:
@@ -171,7 +180,8 @@ class JsonlSink:
         self._pending.clear()
 
     def _follow(self) -> None:
-        """Where the path is no longer the open file: go on in the file at the path, with all lines that it misses."""
+        """Follow the path if it is no longer the open file: switch to the file there, and write the lines missing in
+        it."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return
@@ -201,12 +211,12 @@ class JsonlSink:
 
 
 def _open(path: Path) -> int:
-    """Open for reading too: a deleted file can be read as long as it is open."""
+    """Open for appending and reading: a deleted file stays readable while it is open."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _last_step(descriptor: int) -> int:
-    """Return the step of the last whole line of a file; 0: it has none."""
+    """Return the step of the last whole line of a file; 0 if there is none."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, 1 << 16, max(0, size - (1 << 16)))
     return next((step for line in reversed(tail.splitlines()) if (step := _step_of(line)) is not None), 0)

@@ -1,4 +1,4 @@
-"""The picture of a run: the loss curve, and small panels for what explains it."""
+"""Plot of a run: the loss curve, and small panels of learning rate, gradient norm and throughput."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ ORANGE = "#d9580d"
 GREEN = "#1e7d4f"
 GREY = "#6b7280"
 SMOOTHED_FROM = 150
-"""Number of steps from which the loss is also drawn as a running mean."""
+"""Number of records from which a running mean of the loss is drawn too."""
 
 
 def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = None) -> None:
-    """Draw ``metrics_jsonl`` into ``png`` (1200 x 800 pixels): training and validation loss; learning rate, gradient
-    norm and tokens/s below.
+    """Draw training and validation loss, with learning rate, gradient norm and tokens/s below, as a 1200 x 800 PNG.
 
-    ``unigram_entropy`` (nats per token) is the loss of a model that knows only how frequent each token is: the bar that
-    a model must pass to have learned anything about order. Non-finite values leave a gap.
+    NaN/Inf values leave a gap.
 
-    Raises UserError where matplotlib is missing or ``png`` cannot be written, DataError for a file without records.
+    Args:
+        metrics_jsonl: The metrics of a run.
+        png: The picture to write.
+        unigram_entropy: Unigram baseline in nats per token, the loss of a model that only uses token frequencies.
+
+    Raises:
+        UserError: matplotlib is missing, or ``png`` cannot be written.
+        DataError: The file has no records.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -45,7 +50,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
 
     figure = Figure(figsize=(12, 8), dpi=100, facecolor="white", layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]
-    FigureCanvasAgg(figure)  # pyplot would keep the figure in a global and look for a display
+    FigureCanvasAgg(figure)  # pyplot would keep the figure in a global and require a display
     axes = figure.subplot_mosaic([["loss"] * 3, ["lr", "norm", "speed"]], height_ratios=[2.6, 1])
     _loss_panel(axes["loss"], records, unigram_entropy)
     _small_panel(axes["lr"], records, [r.learning_rate for r in records], "learning rate", GREEN)
@@ -60,8 +65,10 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of the finite values at most ``reach`` places away, on either side alike: a falling curve is not drawn
-    late: near an end the reach is what is left there. NaN where there is none."""
+    """Return the centred mean of the finite values at most ``reach`` positions away; NaN where there are none.
+
+    The window is symmetric, so that a falling curve is not delayed. Near an end it shrinks to the positions left there.
+    """
     total, count = [0.0], [0]
     for value in values:
         finite = math.isfinite(value)

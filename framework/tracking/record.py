@@ -1,13 +1,13 @@
-"""What a step tells, and the names under which people know it.
+"""Record of one step, and the public names of its metrics.
 
-One table, :data:`METRICS`, joins the fields of :class:`StepRecord` to metric names; every sink goes through it, so
-``metrics.jsonl``, wandb and the plots speak the same words.
+One table, :data:`METRICS`, maps fields of :class:`StepRecord` to metric names. Every sink uses it, so
+``metrics.jsonl``, wandb and the plots have the same names.
 
-A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly: Python writes the shortest decimal that
-reads back as the same float, and ``train/loss_hex`` says the loss bit by bit for whoever compares runs with other
-tools. JSON knows no NaN or infinity: they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
-which ``float()`` in Python and ``Number()`` in JavaScript take back. ``null`` is not used: it could not tell a diverged
-loss from one that was never measured. What was not measured is left out.
+A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly. Python writes the shortest decimal that
+reads back as the same float. ``train/loss_hex`` contains the exact bits of the loss, for comparisons with other tools.
+JSON has no NaN/Inf: they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` in
+Python and ``Number()`` in JavaScript read back. ``null`` is not used, because it could mean a diverged loss or one
+never measured. Values that were not measured are left out.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step of the whole mesh, unless a field says "per device". ``None``: not measured."""
+    """Metrics of one optimizer step of the whole mesh, unless a field is "per device". ``None``: not measured."""
 
     step: int
-    """Steps done, this one included: the first record of a run says 1."""
+    """Number of steps done, this one included; the first record of a run has 1."""
     samples_seen: int
     tokens: int
     """Tokens trained on since the run began, over all replicas."""
     loss: float
-    """Mean over the tokens of the global batch, in nats."""
+    """Mean loss over the tokens of the global batch, in nats."""
     grad_norm: float
     """L2 norm of the whole model's gradient, before clipping."""
     learning_rate: float
     step_s: float
     """Wall time of the step, waiting for data included."""
     data_s: float
-    """The part of ``step_s`` spent waiting for data."""
+    """Part of ``step_s`` spent waiting for data."""
     tokens_per_s: float
-    """Over all devices."""
+    """Throughput over all devices."""
     num_devices: int
     memory_bytes: int
-    """Peak of the device (CUDA: allocated by torch; CPU: resident set of the process)."""
+    """Peak memory of the device (CUDA: allocated by torch; CPU: resident set of the process)."""
     tflops_per_device: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0..1: the model's own FLOPs over what the device could do."""
+    """Model FLOPs utilisation, 0..1: the model's FLOP/s over the device's peak."""
     bubble_share: float | None = None
-    """Share of the step, 0..1, in which the pipeline ranks waited."""
+    """Pipeline bubble: share of the step, 0..1, that pipeline ranks were idle."""
     validation_loss: float | None = None
-    """Mean over the validation tokens in nats, on the weights after this step."""
+    """Mean loss over the validation tokens in nats, with the weights after this step."""
     skipped: bool = False
-    """Loss or gradient were not finite, and the weights are as they were before the step."""
+    """True if loss or gradient contained NaN/Inf and the weights are unchanged by this step."""
     restarts: int = 0
-    """How often the run had been started before this start."""
+    """Number of starts of the run before the present one."""
     save_s: float | None = None
-    """Of the checkpoint that was seen to appear in the step before: from its beginning until it was there, whole."""
+    """Duration of the save whose publication was seen in the step before, from its beginning until it was published."""
     straggler: str | None = None
-    """Who made the others wait since the last look; empty: nobody worth a word; None: this step had no look."""
+    """Straggler since the last check; "": none; None: no check in this step."""
     straggler_rank: int | None = None
-    """Its rank; of a link: that sends."""
+    """Rank of the straggler; for a slow link its sender."""
     straggler_share: float | None = None
-    """For which share of a step, 0..1; 0 when nobody is named."""
+    """Share of a step, 0..1, that the straggler made other ranks wait; 0 without a straggler."""
 
 
 class Metric(NamedTuple):
-    """A number under the name that people know it by, its unit, and how it comes from a record."""
+    """A public metric: name, unit, and its value from a record."""
 
     name: str
     unit: str
@@ -78,7 +78,7 @@ class Metric(NamedTuple):
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``; infinite where a float cannot hold it."""
+    """Return ``exp(loss)``, or infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -111,13 +111,13 @@ METRICS: tuple[Metric, ...] = (
 
 
 def metrics(record: StepRecord) -> dict[str, Number]:
-    """The record under the names of :data:`METRICS`; what was not measured is left out. The step is not among them."""
+    """Return the measured values of a record under the names of :data:`METRICS`, without the step."""
     values = {metric.name: metric.value(record) for metric in METRICS}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def to_json(record: StepRecord) -> str:
-    """One line of ``metrics.jsonl``, without the newline."""
+    """Return one line of ``metrics.jsonl``, without the newline."""
     line: dict[str, Number | str] = {"step": record.step}
     for name, value in metrics(record).items():
         line[name] = _encode(value)
@@ -129,7 +129,7 @@ def to_json(record: StepRecord) -> str:
 
 
 def from_json(line: str) -> StepRecord:
-    """Inverse of :func:`to_json`: equal to the last bit. Raises ValueError for what is not such a line."""
+    """Parse a line of :func:`to_json`; the result is equal to the last bit. Raises ValueError for any other text."""
     found = parse_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"a line of metrics is a JSON object, not {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""What a sink is. Nothing else: sinks do not know the tracker, and the tracker does not know which sinks there are."""
+"""Protocol of a sink. Sinks do not depend on the tracker, and the tracker does not depend on concrete sinks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from meshwright.tracking.record import StepRecord
 
 
 class Sink(Protocol):
-    """Takes records. Behind the tracker all its methods run on one thread of its own, in the order written here; they
-    may block or raise, and only the sink suffers."""
+    """Consumer of records. Behind the tracker its methods run on one thread of its own, in the order written here.
+
+    They may block or raise; only this sink is affected.
+    """
 
     def open(self) -> None:
-        """Called once, before the first record: the place for what takes time."""
+        """Open the sink, once, before the first record. Slow work belongs here."""
 
     def write(self, record: StepRecord) -> None:
-        """One step. Steps rise."""
+        """Write the record of one step. Steps increase."""
 
     def close(self, failed: bool = False) -> None:
-        """Finish. ``failed``: the run ended by an error, or ``open`` or ``write`` of this sink raised."""
+        """Finish. ``failed``: the run ended with an error, or ``open`` or ``write`` of this sink raised."""

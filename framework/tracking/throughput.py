@@ -1,4 +1,4 @@
-"""What a device could do at best: the denominator of model-FLOPs utilisation."""
+"""Peak FLOP/s of devices: the denominator of model-FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BF16_PEAKS = {
     "B200": 2250e12,
     "GB200": 2450e12,
 }
-"""Dense bf16 floating-point operations per second, from the makers' data sheets; sparse figures are never used."""
+"""Dense bf16 floating-point operations per second from the vendors' data sheets; sparse figures are never used."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Dense peak of the device for the model-FLOPs utilisation; None where the comparison would mean nothing."""
+    """Return the dense peak FLOP/s of the device for MFU; None if it is no CUDA device in bfloat16, or unlisted."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

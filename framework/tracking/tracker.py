@@ -1,13 +1,12 @@
-"""Hands each record on: at once to ``metrics.jsonl``, and by a queue and a thread each to everything else.
+"""Tracker that passes each record to ``metrics.jsonl`` at once, and to other sinks through a queue and thread each.
 
-    write(record) --+--> truth.write            on the caller's thread: the truth is complete when the step is
+    write(record) --+--> truth.write            on the caller's thread: the file is complete when the step is
                     +--> [bounded queue] --> thread --> console
                     +--> [bounded queue] --> thread --> wandb
 
-A queue of its own for every sink, so that one which blocks does not hold up its neighbour. The threads are daemons:
-they cannot keep the process alive. A full queue drops the record and counts it; an exception ends that sink with a
-warning; closing has a time limit, after which what is still busy is left behind. Nothing that a sink does reaches the
-caller.
+Each sink has its own queue, so that a blocked sink does not delay the others. The threads are daemons: they cannot keep
+the process alive. A full queue drops the record and counts it. An exception ends that sink with a warning. Closing has
+a time limit, after which busy sinks are abandoned. No error of a sink reaches the caller.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ class _End(NamedTuple):
 
 
 def warn_on_stderr(message: str) -> None:
-    """Where warnings go unless the run says otherwise."""
+    """Print a warning to stderr: the default for ``warn``."""
     tell(f"tracking: {message}")
 
 
 def quietly(warn: Callable[[str], None], message: str) -> None:
-    """Warn; a warning that cannot be written (stderr is closed) is not worth a run either."""
+    """Warn, and ignore a warning that cannot be written (stderr is closed)."""
     with contextlib.suppress(Exception):
         warn(message)
 
 
 class Tracker:
-    """One per process; ranks that tell nothing have one without sinks. Use it as a context manager, or close it.
+    """Tracker of one process. Ranks that write nothing have one without sinks. Use as a context manager, or close it.
 
-    ``truth`` is opened at once and written on the caller's thread; ``sinks`` each behind a queue of ``queue_size``
-    records. ``write`` never raises and never waits for a sink in ``sinks``.
+    ``truth`` is opened at once and written on the caller's thread. Each of ``sinks`` has a queue of ``queue_size``
+    records. ``write`` never raises and never blocks on a sink in ``sinks``.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Tracker:
         self._truth = truth
         self._truth_failures = 0
         self.lost: str | None = None
-        """After ``close``: what of the truth was lost for good, in words."""
+        """Description of the records of ``truth`` lost for good; set by ``close``."""
         self._warn = warn
         self._close_limit_s = close_limit_s
         self._closed = False
@@ -68,7 +67,7 @@ class Tracker:
             self._guard_truth(truth.open)
 
     def write(self, record: StepRecord) -> None:
-        """Tell a step. Blocks for one small write to a local file, nothing else."""
+        """Write the record of one step. Blocks only for one small write to a local file."""
         assert not self._closed, "the tracker is closed"
         truth = self._truth
         if truth is not None:
@@ -77,7 +76,7 @@ class Tracker:
             lane.put(record)
 
     def close(self, failed: bool = False) -> None:
-        """Let the sinks finish, for at most ``close_limit_s`` in all. ``failed``: the run ended by an error."""
+        """Close the sinks, within ``close_limit_s`` in total. ``failed``: the run ended with an error."""
         if self._closed:
             return
         self._closed = True
@@ -97,8 +96,11 @@ class Tracker:
         self.close(failed=error is not None)
 
     def _guard_truth(self, action: Callable[[], None]) -> None:
-        """The truth is tried again with every record: what failed (a full disk) may pass. Warns of the first failure,
-        the tenth, the hundredth, and when all is written again."""
+        """Run an action on ``truth``, and warn instead of raising.
+
+        It is retried with every record, because the cause (a full disk) may pass. Warnings follow the first, tenth,
+        hundredth, ... failure, and the recovery.
+        """
         try:
             action()
         except Exception as error:
@@ -115,7 +117,7 @@ class Tracker:
             self._truth_failures = 0
 
     def _close_truth(self, failed: bool) -> None:
-        """The last try. What is lost for good is kept in ``lost``, and said."""
+        """Close ``truth`` with a last attempt to write. ``lost`` and a warning describe the records lost for good."""
         truth = self._truth
         if truth is None:
             return
@@ -134,7 +136,7 @@ class Tracker:
 
 
 WARN_AT = frozenset(10**power for power in range(12))
-"""Failures in a row that are warned of."""
+"""Numbers of consecutive failures that trigger a warning."""
 
 
 def _waiting(truth: Sink | None) -> int:
@@ -142,22 +144,22 @@ def _waiting(truth: Sink | None) -> int:
 
 
 def _place(truth: Sink | None) -> str:
-    """The path of the file, or the name of the sink."""
+    """Return the path of the file, or the name of the sink."""
     return str(getattr(truth, "path", type(truth).__name__))
 
 
 def _why(truth: Sink | None, error: Exception) -> str:
-    """Path, reason and errno."""
+    """Describe a failure: path, reason and errno."""
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or _place(truth)} cannot be written: {error.strerror} (errno {error.errno})"
     return f"{_place(truth)} cannot be written: {type(error).__name__}: {error}"
 
 
 class _Lane:
-    """A sink, its queue and its thread.
+    """A sink with its queue and its thread.
 
-    The queue itself is unbounded and ``put`` looks at its length first: with one writer that bounds it exactly, and the
-    end can be put at any time without waiting.
+    The queue is unbounded, and ``put`` checks its length first. With one writer this bounds it exactly, and the end
+    marker can be added at any time without blocking.
     """
 
     def __init__(self, sink: Sink, queue_size: int, warn: Callable[[str], None]) -> None:

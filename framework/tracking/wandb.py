@@ -1,13 +1,13 @@
-"""wandb, in a process of its own.
+"""Sink for wandb, which runs in a separate process.
 
-The run never imports wandb: its exit hooks, its wait for uploads and its network live in a child (``wandb_child.py``)
-that gets the records through a pipe and can be killed. So a dead network or a stuck service costs this process one
-thread that waits, and nothing at exit. wandb logs every run to disk first; what could not be uploaded in time is sent
+The run never imports wandb. Its exit hooks, uploads and network access are in a child process (``wandb_child.py``)
+that receives the records through a pipe and can be killed. A dead network or a stuck service costs this process one
+blocked thread, and nothing at exit. wandb logs every run to disk first. Data that was not uploaded in time is sent
 later with ``wandb sync <run directory>/wandb/<run>``.
 
     this process, the sink's thread                          the child
     hello: id, project, mode, directory, config   ------->   wandb.init, within a time limit
-                                      "ready"     <-------   (or "failed: why": it is started again, offline)
+                                      "ready"     <-------   (or the error: it is started again, offline)
     step and metrics, a JSON line each            ------->   run.log
     finish                                        ------->   run.finish; the pipe's end without it marks the run failed
 """
@@ -40,11 +40,11 @@ CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"
 CONNECT_LIMIT_S = 2.0
 OFFLINE_LIMIT_S = 60.0
-"""For a start without network: how long a slow disk may take."""
+"""Time limit of an offline start in seconds; generous, for slow disks."""
 
 
 class WandbMode(StrEnum):
-    """What the configuration says; auto becomes one of the others."""
+    """Mode of wandb from the configuration; auto is resolved to one of the others."""
 
     AUTO = "auto"
     ONLINE = "online"
@@ -53,10 +53,10 @@ class WandbMode(StrEnum):
 
 
 def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[WandbMode, str | None]:
-    """The mode to use, and why it is offline if nobody asked for that.
+    """Return the mode to use, and the reason if it is offline without having been requested.
 
-    auto: online with a key and a server that answers within two seconds, otherwise offline; ``WANDB_MODE`` may say
-    offline or disabled. online: offline only without a key. Nothing is ever asked on the terminal.
+    auto: online with a key and a server that answers within two seconds, otherwise offline; ``WANDB_MODE`` may request
+    offline or disabled. online: offline only without a key. It never prompts on the terminal.
     """
     if wanted in (WandbMode.OFF, WandbMode.OFFLINE):
         return wanted, None
@@ -72,7 +72,7 @@ def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[Wand
 
 
 def base_url(environment: Mapping[str, str]) -> str:
-    """The server: ``WANDB_BASE_URL``, else what `wandb login --host` has saved, else the public one."""
+    """Return the server: ``WANDB_BASE_URL``, else the one saved by `wandb login --host`, else the public one."""
     if url := environment.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     saved = configparser.ConfigParser()
@@ -83,7 +83,7 @@ def base_url(environment: Mapping[str, str]) -> str:
 
 
 def has_key(server: str, environment: Mapping[str, str]) -> bool:
-    """Whether wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. The key itself goes nowhere."""
+    """Return True if wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. Only its presence is checked."""
     if environment.get("WANDB_API_KEY"):
         return True
     path = environment.get("NETRC")
@@ -96,7 +96,7 @@ def has_key(server: str, environment: Mapping[str, str]) -> bool:
 
 
 def is_reachable(server: str, limit_s: float = CONNECT_LIMIT_S) -> bool:
-    """Whether something listens there, or at the proxy on the way. On a thread: looking up a name has no time limit."""
+    """Return True if the server, or the proxy before it, accepts a connection. A thread bounds the DNS look-up."""
     url = urlsplit(server)
     scheme = url.scheme or "https"
     proxy = urllib.request.getproxies().get(scheme)
@@ -116,7 +116,7 @@ def is_reachable(server: str, limit_s: float = CONNECT_LIMIT_S) -> bool:
 
 
 def run_id(run_directory: Path) -> str:
-    """The id kept in ``<run directory>/wandb_run_id``; made and written at the first call."""
+    """Return the id in ``<run directory>/wandb_run_id``; created by the first call."""
     path = run_directory / "wandb_run_id"
     with contextlib.suppress(FileNotFoundError):
         if kept := path.read_text(encoding="utf-8").strip():
@@ -130,10 +130,10 @@ def run_id(run_directory: Path) -> str:
 
 
 class WandbSink:
-    """Logs each record at its step, under the id kept with the run: a resumed run goes on under the same one.
+    """Sink that logs each record at its step. A resumed run continues under the same id, which is stored with the run.
 
-    ``config`` is uploaded as it is; no environment variable, command line, host name or code is. ``init_limit_s``
-    bounds the start online, after which it is tried offline; ``finish_limit_s`` bounds the end.
+    ``config`` is uploaded unchanged. No environment variable, command line, host name or code is uploaded.
+    ``init_limit_s`` bounds an online start, after which it starts offline. ``finish_limit_s`` bounds the end.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class WandbSink:
         return f"; `wandb sync {self.run_directory / 'wandb'}/offline-run-*` uploads it later"
 
     def open(self) -> None:
-        """Start the child and wait until wandb is ready. Raises UserError where even offline does not start."""
+        """Start the child and wait until wandb is ready. Raises UserError if an offline start fails too."""
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
             quietly(self._warn, f"wandb writes offline ({why}){self._later}")
@@ -178,7 +178,7 @@ class WandbSink:
             raise UserError(f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.')
 
     def write(self, record: StepRecord) -> None:
-        """Hand the record on; blocks while the child does not read. Raises UserError when the child has died."""
+        """Send the record to the child; blocks while the pipe is full. Raises UserError if the child has died."""
         if self._child is None:
             return
         try:
@@ -189,8 +189,7 @@ class WandbSink:
             ) from error
 
     def close(self, failed: bool = False) -> None:
-        """Let wandb finish, then see that the child is gone: after ``finish_limit_s`` it is killed. What it had not
-        uploaded stays on disk for ``wandb sync``."""
+        """Finish wandb and end the child, with a kill after ``finish_limit_s``. ``wandb sync`` can upload the rest."""
         child = self._child
         if child is None:
             return
@@ -204,7 +203,7 @@ class WandbSink:
             quietly(self._warn, f"{message} {self.run_directory / 'wandb'}/*run-*")
 
     def _start(self, mode: WandbMode) -> str | None:
-        """Start a child in this mode; what went wrong, or None when it is ready."""
+        """Start a child in this mode. Return the error, or None when it is ready."""
         self.run_directory.mkdir(parents=True, exist_ok=True)
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
         hello = {
@@ -224,7 +223,7 @@ class WandbSink:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_child_environment(self.run_directory),
-            start_new_session=True,  # Ctrl-C is for the run; the child ends with the pipe
+            start_new_session=True,  # Ctrl-C must reach the run only; the child ends with the pipe
         )
         assert child.stdout is not None
         with _killed_after(child, limit_s) as is_late:
@@ -237,13 +236,13 @@ class WandbSink:
         return f"no answer within {limit_s:g} s" if is_late() else answer or "its process ended"
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        """Blocks while the pipe is full. Raises BrokenPipeError when the child has died."""
+        """Send a message to the child. Blocks while the pipe is full. Raises BrokenPipeError if the child has died."""
         assert self._child is not None and self._child.stdin is not None
         self._child.stdin.write(json.dumps(message, default=str).encode() + b"\n")
         self._child.stdin.flush()
 
     def _stop(self) -> None:
-        """Kill and reap the child, if it still lives. wandb's service ends when the child is gone."""
+        """Kill and reap the child if it is still alive. wandb's service ends with it."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -257,8 +256,10 @@ class WandbSink:
 
 @contextlib.contextmanager
 def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Callable[[], bool]]:
-    """Whatever blocks on the child in here (a pipe, a wait) is set free by killing it; the yielded function says
-    whether that was needed."""
+    """Kill the child after ``limit_s``, which unblocks any pipe or wait inside this context.
+
+    Yields a function that returns True if the kill was needed.
+    """
     late = threading.Event()
 
     def kill() -> None:
@@ -275,8 +276,11 @@ def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Ca
 
 
 def _child_environment(run_directory: Path) -> dict[str, str]:
-    """Handed to the child, written nowhere: it needs the key and the proxies. A service started by somebody else is
-    left alone, and what wandb would put into the home directory goes into the run's."""
+    """Return the child's environment, which contains the key and proxies and is stored nowhere.
+
+    ``WANDB_SERVICE`` is dropped, so that a service of another process is not used. wandb's cache goes to the run
+    directory.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment.setdefault("WANDB_CACHE_DIR", str((run_directory / "wandb" / "cache").resolve()))
     environment.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -1,6 +1,6 @@
-"""The process that talks to wandb. Run as a file by ``wandb.py``, which tells the protocol; knows nothing but wandb.
+"""Child process that runs wandb. ``wandb.py`` starts it as a file and documents the protocol. It imports only wandb.
 
-Ends by itself when its parent is gone, however that died, and never outlives it by more than the time limit to finish.
+It ends by itself when its parent is gone, for any reason, and outlives it by at most the time limit to finish.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ QUIET: dict[str, Any] = {
     "disable_git": True,
     "disable_code": True,
     "x_disable_stats": True,
-    "x_disable_meta": True,  # would tell the host, the command line and the SLURM_* variables
+    "x_disable_meta": True,  # would send the host, the command line and the SLURM_* variables
     "x_disable_machine_info": True,
 }
 
 
 def main() -> None:
-    """Start wandb, say so, log until told to finish."""
+    """Start wandb, send "ready", and log until the finish message."""
     parent = os.getppid()
     commands, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
     _close_to_others()
@@ -41,7 +41,7 @@ def main() -> None:
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
         os._exit(1)
     answers.write(b"ready\n")
-    finish: dict[str, Any] = {"failed": True}  # unless told otherwise: the parent died
+    finish: dict[str, Any] = {"failed": True}  # without a finish message: the parent died
     for message in lines:
         if "finish" in message:
             finish = message["finish"]
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def start(hello: dict[str, Any]) -> Any:
-    """``wandb.init``, silent and without anything of the machine."""
+    """Call ``wandb.init`` silently and without information on the machine."""
     import wandb
 
     known = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
@@ -69,8 +69,10 @@ def start(hello: dict[str, Any]) -> Any:
 
 
 def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
-    """The messages, until the pipe ends. It does not end while somebody forked by the parent still holds it, so the
-    parent is looked for as well."""
+    """Yield the messages until the pipe ends or the parent is gone.
+
+    The pipe stays open while another child of the parent still has it, so the parent is checked as well.
+    """
     buffer = b""
     while True:
         if not select.select([commands], [], [], PARENT_CHECK_S)[0]:
@@ -86,7 +88,7 @@ def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
 
 
 def _close_to_others() -> None:
-    """What wandb and its service print or read goes nowhere: the pipes are ours alone."""
+    """Redirect stdin and stdout to /dev/null for wandb and its service; the pipes are used by this module alone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -94,14 +96,14 @@ def _close_to_others() -> None:
 
 
 def _leave_with(parent: int, limit_s: float) -> None:
-    """On a thread: when the parent is gone, leave even if wandb holds the main thread."""
+    """Exit when the parent is gone, even if wandb blocks the main thread. Runs on a thread."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     _leave_after(limit_s)
 
 
 def _leave_after(limit_s: float) -> None:
-    """From now on at most ``limit_s``, exit hooks included. The log on disk is complete without them."""
+    """Exit within ``limit_s``, exit hooks included. The log on disk is complete without them."""
     timer = threading.Timer(limit_s, os._exit, args=(1,))
     timer.daemon = True
     timer.start()
