@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
-from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import Source, data_fingerprint, open_sources
 from meshwright.data.span_corruption import SpanCorruptionSource
@@ -148,7 +148,7 @@ def build(
         mesh.device,
         on_microbatch=tell_draw(blueprint),
         begin_reducing=lambda stage, awaited, last: replicas[stage].begin_reducing(awaited, last=last),
-        end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each(config) else None,
+        end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each_microbatch(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
     fingerprint = data_fingerprint(training)

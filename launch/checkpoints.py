@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import Candidate, Checkpoint, find, open_checkpoint
 from meshwright.checkpoint.files import checkpoints_directory
-from meshwright.checkpoint.manifest import MANIFEST, Entry
+from meshwright.checkpoint.manifest import MANIFEST, TensorEntry
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError
 from meshwright.run.summary import columns, memory
@@ -150,11 +150,11 @@ def resharded(source: Path, written: ReshardResult, out: Path) -> str:
     )
 
 
-def _shape(entry: Entry) -> str:
+def _shape(entry: TensorEntry) -> str:
     return f"({', '.join(map(str, entry.shape))})"
 
 
-def size_of(entry: Entry) -> int:
+def size_of(entry: TensorEntry) -> int:
     """Return the bytes of a tensor's elements."""
     return math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
 

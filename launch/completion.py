@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
-from meshwright.config.keys import KEYS, SECTIONS, allowed, choices
+from meshwright.config.keys import KEYS, SECTIONS, choices, describe_allowed
 
 FILES, FOLDERS = "<files>", "<folders>"
 """Values that the shell itself can complete."""
@@ -86,10 +86,12 @@ def keys() -> list[Option]:
     for key, field in KEYS.items():
         numbers = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         words = " ".join(choices(key) or map(str, numbers))
-        is_path = re.search(r"path|folder|file", allowed(key) + key[1]) is not None
+        is_path = re.search(r"path|folder|file", describe_allowed(key) + key[1]) is not None
         name = f"--{'.'.join(key)}"
         found.append(
-            Option(name, _plain(allowed(key)), words or (FILES if is_path or key == ("run", "directory") else ""))
+            Option(
+                name, _plain(describe_allowed(key)), words or (FILES if is_path or key == ("run", "directory") else "")
+            )
         )
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, default_world_size, explain, resolve
-from meshwright.config.keys import shown
+from meshwright.config import RunConfig, default_world_size, load_with_origins, resolve
+from meshwright.config.keys import format_value
 from meshwright.config.line_numbers import toml_lines
 from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import draw_schedule
@@ -60,7 +60,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
     Raises:
         ConfigError: the values do not fit together.
     """
-    config, places = explain(path, overrides)
+    config, places = load_with_origins(path, overrides)
     lines_of = toml_lines(read_text(path, MAX_TOML_BYTES))
 
     def origin(*key: str) -> str:
@@ -75,7 +75,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
     for section, table in resolved.model_dump().items():
         before = as_given[section]
         rows = [
-            (f"{name} = {format_value(value)}", said)
+            (f"{name} = {format_whole(value)}", said)
             for name, value, said in _rows(section, table, before, origin)
             if everything or said != "default"
         ]
@@ -98,8 +98,8 @@ def _rows(
             yield name, value, "follows from the others" if derived else origin(section, name)
 
 
-def format_value(value: Any) -> str:
+def format_whole(value: Any) -> str:
     """Return a value as TOML, unabridged."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(format_value, value)) + "]"
-    return shown(value)
+        return "[" + ", ".join(map(format_whole, value)) + "]"
+    return format_value(value)

@@ -14,7 +14,7 @@ from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
 from meshwright.build import build
 from meshwright.checkpoint.files import to_stderr
 from meshwright.checkpoint.space import check_space, checkpoint_bytes
-from meshwright.config import RunConfig, keep, resolve
+from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources
 from meshwright.errors import Preempted, RunFilesError
 from meshwright.mesh.grid import Grid
@@ -93,7 +93,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     request = StopRequest()
     resume(parts, directory, say)
     if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
-        keep(directory, config)
+        write_snapshot(directory, config)
         if parts.state.step < config.train.steps:
             parts.restarts = note_start(
                 directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.source), say

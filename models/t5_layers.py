@@ -40,7 +40,7 @@ def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
     return table
 
 
-def hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask for scores, shaped like ``seen`` (bool): 0 for visible keys, else the dtype's minimum.
 
     Minus infinity would give 0/0 for a sample that is all padding. With the minimum all its keys weigh the same.
@@ -171,8 +171,10 @@ class SelfAttention(Attention):
         q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim)
         bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
         if self.causal:
-            bias = bias + hidden(torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril(), bias.dtype)
-        return self.attend(q, k, v, bias, None if seen is None else hidden(seen[:, None, None], q.dtype))
+            bias = bias + additive_mask(
+                torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril(), bias.dtype
+            )
+        return self.attend(q, k, v, bias, None if seen is None else additive_mask(seen[:, None, None], q.dtype))
 
     def bias(self, length: int, device: torch.device) -> Tensor:
         """Return the relative position bias (H, S, S); entry (i, j) of a head depends on j - i alone.
@@ -208,7 +210,7 @@ class CrossAttention(Attention):
         """Attend from x (B, Sd, D) to memory (B, Se, D) -> (B, Sd, D). ``seen``: (B, Se) bool, False for padding."""
         q = rearrange(self.q(x), "b s (h d) -> b h s d", d=self.head_dim)
         k, v = rearrange(self.kv(memory), "b s (h two d) -> two b h s d", two=2, d=self.head_dim)
-        return self.attend(q, k, v, None, hidden(seen[:, None, None], q.dtype))
+        return self.attend(q, k, v, None, additive_mask(seen[:, None, None], q.dtype))
 
 
 class Mlp(nn.Module):

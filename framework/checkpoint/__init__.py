@@ -28,26 +28,26 @@ A checkpoint is published by one rename of a directory whose every byte has been
 afterwards. There is no "latest" pointer that could dangle: the newest directory that verifies is the latest.
 """
 
-from meshwright.checkpoint.async_writer import Attempt, Behind, to_host
-from meshwright.checkpoint.compatible import compatible
-from meshwright.checkpoint.manifest import Head, Kind, Manifest
+from meshwright.checkpoint.async_writer import AsyncWriter, SaveAttempt, to_host
+from meshwright.checkpoint.compatible import check_compatible
+from meshwright.checkpoint.manifest import CheckpointMetadata, Manifest, TensorKind
 from meshwright.checkpoint.read import Candidate, Checkpoint, find, newest_valid, open_checkpoint
 from meshwright.checkpoint.retention import prune
 from meshwright.checkpoint.save import begin, publish
 from meshwright.checkpoint.shard import Piece, ShardReport, write_shard
 
 __all__ = [
-    "Attempt",
-    "Behind",
+    "AsyncWriter",
     "Candidate",
     "Checkpoint",
-    "Head",
-    "Kind",
+    "CheckpointMetadata",
     "Manifest",
     "Piece",
+    "SaveAttempt",
     "ShardReport",
+    "TensorKind",
     "begin",
-    "compatible",
+    "check_compatible",
     "find",
     "newest_valid",
     "open_checkpoint",

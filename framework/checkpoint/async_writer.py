@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from meshwright.checkpoint.manifest import Head, Kind
+from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
 from meshwright.checkpoint.save import final_directory, publish, temporary_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, write_shard
 from meshwright.errors import CheckpointError
@@ -32,11 +32,11 @@ POLL_S = 0.02, 0.5
 
 
 @dataclass(frozen=True)
-class Attempt:
+class SaveAttempt:
     """Parameters of one save attempt, equal on all ranks."""
 
     run_directory: Path
-    head: Head
+    head: CheckpointMetadata
     name: str
     """Unique name of this attempt, agreed between the ranks; distinguishes it from dead attempts."""
     shard_names: frozenset[str]
@@ -67,7 +67,7 @@ def to_host(pieces: Iterable[Piece]) -> list[Piece]:
     return copies
 
 
-class Behind:
+class AsyncWriter:
     """Asynchronous writer of one rank: idle, or with one save in progress."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Behind:
 
     def start(
         self,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         shard_name: str | None,
         pieces: list[Piece],
         *,
@@ -149,7 +149,7 @@ class Behind:
 
     def _work(
         self,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         shard_name: str | None,
         pieces: list[Piece],
         is_first: bool,
@@ -194,7 +194,7 @@ class Behind:
         if not self._abandoned.is_set():  # otherwise a consequence of abandoning
             self.problem = problem
 
-    def _all_written(self, attempt: Attempt) -> bool:
+    def _all_written(self, attempt: SaveAttempt) -> bool:
         """Wait for the reports of all shards. Return False if the attempt was abandoned."""
         wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
         pause_s, longest_s = POLL_S
@@ -212,13 +212,13 @@ def check_finite(pieces: Iterable[Piece]) -> None:
     only one to resume from.
     """
     held = list(pieces)
-    trained = {piece.info.name for piece in held if piece.kind is not Kind.WEIGHTS}
+    trained = {piece.info.name for piece in held if piece.kind is not TensorKind.WEIGHTS}
     for piece in held:
         if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
             raise CheckpointError(f"{piece.kind.of(piece.info.name)} holds numbers that are not finite: not saved")
 
 
-def remove_attempt(attempt: Attempt) -> None:
+def remove_attempt(attempt: SaveAttempt) -> None:
     """Remove the attempt's files. A rename comes first, so that a rank still writing can open no further file."""
     aside = attempt.temporary.with_name(f"{attempt.temporary.name}-given-up")
     try:

@@ -38,7 +38,7 @@ ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
 """Field -> values that may replace each other, because their checkpoints contain the same tensors."""
 
 
-def compatible(
+def check_compatible(
     manifest: Manifest, config: Mapping[str, Any], data_fingerprint: Mapping[str, str], *, place: str = "the checkpoint"
 ) -> list[str]:
     """Return the allowed changes between the saved run and this one (layout, learning rate, ...), one line each.

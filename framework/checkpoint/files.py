@@ -38,7 +38,7 @@ def step_name(step: int) -> str:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Convert an OSError into a CheckpointError that names the path and the errno."""
     try:
         yield
@@ -56,7 +56,7 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
     """
     digest = hashlib.sha256()
     size = 0
-    with explained(path), path.open("xb") as file:
+    with as_checkpoint_error(path), path.open("xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             size += file.write(chunk)

@@ -43,7 +43,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetenso
 """A plain file name: no separator and no leading dot, so that no piece lies outside its checkpoint."""
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """Role of a tensor for its parameter. The value is the first part of the tensor's name."""
 
     WEIGHTS = "weights"
@@ -69,7 +69,7 @@ class Dtype(StrEnum):
     U8 = "U8"
 
 
-class Head(NamedTuple):
+class CheckpointMetadata(NamedTuple):
     """Metadata of a checkpoint besides its tensors; all of it plain JSON."""
 
     step: int
@@ -83,13 +83,13 @@ class Head(NamedTuple):
     """Scalar state, such as the optimizer's step count."""
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base of the frozen parts of the JSON: no unknown keys, no numbers given as text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Part(Strict):
+class PieceEntry(StrictModel):
     """One piece of a tensor: the box ``[offset, offset + shape)``, and the file and key of its values."""
 
     file: FileName
@@ -98,15 +98,15 @@ class Part(Strict):
     shape: tuple[Count, ...]
 
 
-class Entry(Strict):
+class TensorEntry(StrictModel):
     """One tensor of the model: global shape (no padding), dtype, pieces."""
 
     shape: tuple[Count, ...]
     dtype: Dtype
-    pieces: tuple[Part, ...]
+    pieces: tuple[PieceEntry, ...]
 
 
-class File(Strict):
+class FileEntry(StrictModel):
     """One file of a shard."""
 
     size: Count
@@ -114,7 +114,7 @@ class File(Strict):
     sha256: Digest
 
 
-class Manifest(Strict):
+class Manifest(StrictModel):
     """The whole manifest. ``version`` increases when an older reader could misinterpret a newer checkpoint."""
 
     format: Literal["meshwright-checkpoint"]
@@ -126,8 +126,8 @@ class Manifest(Strict):
     data_fingerprint: dict[str, str]
     versions: dict[str, str]
     state: dict[str, Any]
-    tensors: dict[str, Entry]
-    files: dict[FileName, File]
+    tensors: dict[str, TensorEntry]
+    files: dict[FileName, FileEntry]
 
 
 def render(manifest: Manifest) -> bytes:
@@ -143,7 +143,7 @@ def render(manifest: Manifest) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def render_sums(manifest_sha256: str, files: Mapping[str, File]) -> bytes:
+def render_sums(manifest_sha256: str, files: Mapping[str, FileEntry]) -> bytes:
     """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first, because it lists the others."""
     lines = [f"{manifest_sha256}  {MANIFEST}\n"]
     lines += [f"{file.sha256}  {name}\n" for name, file in sorted(files.items())]
@@ -187,7 +187,7 @@ def check(manifest: Manifest) -> list[str]:
     Return the problems.
     """
     problems = contradictions(manifest.step, manifest.samples_seen, manifest.seed, manifest.config, manifest.state)
-    kinds = {str(kind) for kind in Kind}
+    kinds = {str(kind) for kind in TensorKind}
     used: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():
         kind, _, parameter = name.partition("/")
@@ -205,7 +205,7 @@ def check(manifest: Manifest) -> list[str]:
     return problems
 
 
-def coverage(entry: Entry) -> str | None:
+def coverage(entry: TensorEntry) -> str | None:
     """Check that every element of the tensor lies in exactly one piece. Return the problem, or None.
 
     The time is linear in the number of pieces (see :func:`_is_exact`).
@@ -237,14 +237,14 @@ def coverage(entry: Entry) -> str | None:
     )
 
 
-def _is_exact(entry: Entry) -> bool:
+def _is_exact(entry: TensorEntry) -> bool:
     """Check an exact cover by signed corners, in time linear in the number of pieces.
 
     The mixed difference along all dims of a box's indicator is +1 or -1 at its corners and 0 elsewhere. Two functions
     with bounded support are equal if their mixed differences are equal. So the pieces add up to 1 everywhere in the
     tensor if their signed corners add up to the tensor's own.
     """
-    whole = Part(file="whole.safetensors", key="", offset=(0,) * len(entry.shape), shape=entry.shape)
+    whole = PieceEntry(file="whole.safetensors", key="", offset=(0,) * len(entry.shape), shape=entry.shape)
     if 0 in entry.shape:
         return not entry.pieces
     dims = _cut_dims(entry)
@@ -256,11 +256,11 @@ def _is_exact(entry: Entry) -> bool:
     return not any(corners.values())
 
 
-def _cut_dims(entry: Entry) -> list[int]:
+def _cut_dims(entry: TensorEntry) -> list[int]:
     return [dim for dim, size in enumerate(entry.shape) if any(part.shape[dim] != size for part in entry.pieces)]
 
 
-def _overlapping(pieces: Sequence[Part]) -> tuple[Part, Part] | None:
+def _overlapping(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry] | None:
     """Find two overlapping pieces for a message; None if MOST_COMPARED comparisons find none."""
     compared = 0
     parts = sorted(pieces, key=lambda part: part.offset)
@@ -294,7 +294,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _box(part: Part) -> str:
+def _box(part: PieceEntry) -> str:
     ranges = ", ".join(f"{o}:{o + n}" for o, n in zip(part.offset, part.shape, strict=True))
     return f"[{ranges}] in {part.file}"
 

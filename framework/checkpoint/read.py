@@ -24,8 +24,17 @@ from meshwright.checkpoint.files import (
     step_name,
     to_stderr,
 )
-from meshwright.checkpoint.manifest import MANIFEST, SUMS, Kind, Manifest, Part, intersection, parse, render_sums
-from meshwright.checkpoint.shard import TORCH_DTYPES, held_box
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    SUMS,
+    Manifest,
+    PieceEntry,
+    TensorKind,
+    intersection,
+    parse,
+    render_sums,
+)
+from meshwright.checkpoint.shard import TORCH_DTYPES, local_box
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
@@ -179,16 +188,16 @@ class Checkpoint:
             return "its sha256 is not the one in the manifest: the file is damaged"
         return None
 
-    def parameters(self, kind: Kind) -> list[str]:
+    def parameters(self, kind: TensorKind) -> list[str]:
         """Return the sorted names of the parameters that have a tensor of this kind here."""
         prefix = kind.of("")
         return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
 
-    def shape(self, kind: Kind, parameter: str) -> tuple[int, ...]:
+    def shape(self, kind: TensorKind, parameter: str) -> tuple[int, ...]:
         """Return the global shape of a tensor in this checkpoint."""
         return self.manifest.tensors[kind.of(parameter)].shape
 
-    def read(self, kind: Kind, info: ParameterInfo, dtype: torch.dtype | None = None) -> Tensor | None:
+    def read(self, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype | None = None) -> Tensor | None:
         """Read this rank's part of a tensor in the present layout: ``info.local_shape``, padding zero, a copy on CPU.
 
         Only the intersecting slices are read from disk.
@@ -208,7 +217,7 @@ class Checkpoint:
         entry = self.manifest.tensors.get(name)
         if entry is None:
             known = self.parameters(kind)
-            if not known and kind is not Kind.WEIGHTS:
+            if not known and kind is not TensorKind.WEIGHTS:
                 return None
             raise CheckpointError(
                 f"{self.path}: has no tensor {name!r}, which this model needs with shape {list(info.global_shape)}; "
@@ -223,7 +232,7 @@ class Checkpoint:
             )
         local = torch.zeros(info.local_shape, dtype=TORCH_DTYPES[entry.dtype])
         inside = info.unpadded(local)
-        offset, shape = held_box(info)
+        offset, shape = local_box(info)
         for part in entry.pieces:
             common = intersection(offset, shape, part.offset, part.shape)
             if common is not None:
@@ -232,7 +241,7 @@ class Checkpoint:
                 inside[target].copy_(self._numbers(part, entry.dtype, source))
         return local if dtype is None else local.to(dtype)
 
-    def _numbers(self, part: Part, dtype: str, source: tuple[slice, ...]) -> Tensor:
+    def _numbers(self, part: PieceEntry, dtype: str, source: tuple[slice, ...]) -> Tensor:
         """Read the box ``source`` of one piece, in the piece's own coordinates."""
         place = f"{self.path / part.file}: tensor {part.key!r}"
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.checkpoint.files import Warn, explained, remove_directory, to_stderr
+from meshwright.checkpoint.files import Warn, as_checkpoint_error, remove_directory, to_stderr
 from meshwright.checkpoint.read import Candidate, find, open_checkpoint
 from meshwright.errors import CheckpointError
 
@@ -46,6 +46,6 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
         warn(f"older checkpoints are kept, as the newest does not verify: {error}")
         return []
     for candidate in doomed:
-        with explained(candidate.path):
+        with as_checkpoint_error(candidate.path):
             remove_directory(candidate.path, candidate.path.with_name(f".tmp-{candidate.path.name}-deleted"))
     return doomed

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from meshwright.checkpoint.files import (
     Warn,
+    as_checkpoint_error,
     checkpoints_directory,
     delete,
-    explained,
     regular_size,
     step_name,
     to_stderr,
@@ -32,11 +32,11 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     SUMS,
     VERSION,
-    Entry,
-    File,
-    Head,
+    CheckpointMetadata,
+    FileEntry,
     Manifest,
-    Part,
+    PieceEntry,
+    TensorEntry,
     check,
     render,
     render_sums,
@@ -70,7 +70,7 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
         CheckpointError: A sound checkpoint of this step exists.
     """
     directory = checkpoints_directory(run_directory)
-    with explained(directory):
+    with as_checkpoint_error(directory):
         directory.mkdir(parents=True, exist_ok=True)
         sync_directory(directory.parent)
     final, temporary = final_directory(run_directory, step), temporary_directory(run_directory, step, attempt)
@@ -94,12 +94,12 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
             delete(leftover)
         except OSError as error:  # no reason not to save: another user's file, or one still open on NFS
             warn(f"what a dead save left cannot be removed: {error.filename or leftover}: {error.strerror}")
-    with explained(temporary):
+    with as_checkpoint_error(temporary):
         temporary.mkdir()
     return temporary
 
 
-def publish(temporary: Path, final: Path, head: Head) -> Manifest:
+def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     """Merge the shards' reports, write the manifest and publish the checkpoint by one rename.
 
     One rank calls it, after all shards are written.
@@ -127,7 +127,7 @@ def publish(temporary: Path, final: Path, head: Head) -> Manifest:
     sync_directory(temporary)
     if final.exists():
         raise CheckpointError(f"{final} appeared during the save: does another job use this run directory?")
-    with explained(final):
+    with as_checkpoint_error(final):
         temporary.rename(final)
         sync_directory(final.parent)
     return manifest
@@ -139,15 +139,15 @@ def read_reports(temporary: Path) -> list[ShardReport]:
     return [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in paths]
 
 
-def merge(head: Head, reports: Sequence[ShardReport]) -> Manifest:
+def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
     """Merge the reports of all shards into one manifest.
 
     Raises:
         CheckpointError: Two shards disagree on a tensor's global shape or dtype.
     """
-    pieces: dict[str, list[Part]] = {}
-    entries: dict[str, Entry] = {}
-    files: dict[str, File] = {}
+    pieces: dict[str, list[PieceEntry]] = {}
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, FileEntry] = {}
     for report in reports:
         files.update(report.files)
         for name, entry in report.tensors.items():

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files import explained, write_synced
-from meshwright.checkpoint.manifest import Dtype, Entry, File, Kind, Part, Strict
+from meshwright.checkpoint.files import as_checkpoint_error, write_synced
+from meshwright.checkpoint.manifest import Dtype, FileEntry, PieceEntry, StrictModel, TensorEntry, TensorKind
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.durable import sync_directory
@@ -41,19 +41,19 @@ DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class Piece(NamedTuple):
     """One rank's part of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
 
-    kind: Kind
+    kind: TensorKind
     info: ParameterInfo
     tensor: Tensor
 
 
-class ShardReport(Strict):
+class ShardReport(StrictModel):
     """Report of one shard: its part of the manifest."""
 
-    tensors: dict[str, Entry]
-    files: dict[str, File]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
 
 
-def held_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return ``(offset, shape)`` of this rank's slice of the global tensor, without padding."""
     offset, shape = [0] * len(info.global_shape), list(info.global_shape)
     if info.slice is not None:
@@ -88,8 +88,8 @@ def write_shard(
         CheckpointError: A tensor occurs twice, or its dtype is not supported.
     """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
-    tensors: dict[str, Entry] = {}
-    files: dict[str, File] = {}
+    tensors: dict[str, TensorEntry] = {}
+    files: dict[str, FileEntry] = {}
     pending: dict[str, Tensor] = {}
     pending_bytes = 0
 
@@ -98,13 +98,13 @@ def write_shard(
         if pending:
             name = file_name(shard_name, len(files))
             size, sha256 = write_safetensors(temporary / name, pending, on_bytes)
-            files[name] = File(size=size, sha256=sha256)
+            files[name] = FileEntry(size=size, sha256=sha256)
             pending.clear()
             pending_bytes = 0
 
     for piece in pieces:
         name = piece.kind.of(piece.info.name)
-        offset, shape = held_box(piece.info)
+        offset, shape = local_box(piece.info)
         assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
         if name in tensors:
             raise CheckpointError(
@@ -116,18 +116,18 @@ def write_shard(
         num_bytes = piece.tensor.numel() * piece.tensor.element_size()
         if pending_bytes + num_bytes > max_file_bytes:
             flush()
-        parts: tuple[Part, ...] = ()
+        parts: tuple[PieceEntry, ...] = ()
         if num_bytes:
-            parts = (Part(file=file_name(shard_name, len(files)), key=name, offset=offset, shape=shape),)
+            parts = (PieceEntry(file=file_name(shard_name, len(files)), key=name, offset=offset, shape=shape),)
             found = piece.tensor.detach()
             pending[name] = found if copied else torch.empty(shape, dtype=found.dtype).copy_(found)
             pending_bytes += num_bytes
-        tensors[name] = Entry(shape=piece.info.global_shape, dtype=DTYPES[piece.tensor.dtype], pieces=parts)
+        tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=DTYPES[piece.tensor.dtype], pieces=parts)
     flush()
     report = ShardReport(tensors=tensors, files=files)
     unnamed = temporary / f"{shard_name}.part"
     write_synced(unnamed, [report.model_dump_json().encode()])
-    with explained(temporary):
+    with as_checkpoint_error(temporary):
         sync_directory(temporary)
         # A visible report is complete and the last file of its shard: the directory may be renamed right after.
         # The publisher syncs it.

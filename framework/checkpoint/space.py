@@ -29,7 +29,7 @@ BYTES_PER_TENSOR = 512
 """Bytes of header and manifest for one tensor of one kind."""
 
 
-class Weight(NamedTuple):
+class SavedTensor(NamedTuple):
     """Global shape and dtype of one tensor of the model."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     trained: bool
 
 
-def checkpoint_bytes(weights: Iterable[Weight], num_states: int) -> int:
+def checkpoint_bytes(weights: Iterable[SavedTensor], num_states: int) -> int:
     """Return the bytes of one checkpoint, in any layout. ``num_states``: optimizer states per trained element."""
     total = 0
     for shape, dtype, trained in weights:

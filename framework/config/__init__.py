@@ -1,8 +1,8 @@
 """Configuration of a run: TOML plus dotted overrides become a frozen, typed RunConfig; all problems are reported at
 once."""
 
-from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each, resolve, shard_factor
-from meshwright.config.load import change, dump, explain, load, parse, read_resolved
+from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each_microbatch, resolve, shard_factor
+from meshwright.config.load import dump, load, load_saved, load_with_origins, parse, read_resolved
 from meshwright.config.schema import (
     Batch,
     Checkpoint,
@@ -18,7 +18,7 @@ from meshwright.config.schema import (
     Tracking,
     Train,
 )
-from meshwright.config.snapshot import keep
+from meshwright.config.snapshot import write_snapshot
 from meshwright.config.toml import to_toml
 
 __all__ = [
@@ -36,16 +36,16 @@ __all__ = [
     "Tracking",
     "Train",
     "bucket_bytes",
-    "change",
     "default_world_size",
     "dump",
-    "explain",
-    "keep",
     "load",
+    "load_saved",
+    "load_with_origins",
     "parse",
     "read_resolved",
-    "reduces_each",
+    "reduces_each_microbatch",
     "resolve",
     "shard_factor",
     "to_toml",
+    "write_snapshot",
 ]

@@ -219,14 +219,14 @@ def fold(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-FAMILIAR = MappingProxyType({fold(name): here for name, here in _NAMES.items()})
+FAMILIAR = MappingProxyType({fold(name): own_name_of for name, own_name_of in _NAMES.items()})
 """Folded foreign name -> text for the error message. Most texts begin with a key of this schema; some are sentences."""
 
 FAMILIAR_VALUES = MappingProxyType(_VALUES)
 """Folded foreign value -> value in this schema."""
 
 
-def here(path: Sequence[str]) -> str | None:
+def own_name_of(path: Sequence[str]) -> str | None:
     """Return the counterpart of a foreign key, e.g. ``("parallelism", "tensor_parallel_degree")`` -> "parallel.tp"."""
     for start in range(len(path)):
         found = FAMILIAR.get(fold(".".join(path[start:])))

@@ -45,7 +45,7 @@ def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> st
     return f"{said}; the nearest that work: {', or '.join(moves)}"
 
 
-def problem(batch: Batch, dp: int | None) -> str | None:
+def find_problem(batch: Batch, dp: int | None) -> str | None:
     """Check the batch numbers. Return the error text, or None.
 
     ``dp`` is None while it is unknown; then only errors that hold for every dp are found.
@@ -79,7 +79,7 @@ def derive(batch: Batch, dp: int) -> Batch:
     Raises:
         ConfigError: The numbers contradict each other; the text contains the arithmetic.
     """
-    wrong = problem(batch, dp)
+    wrong = find_problem(batch, dp)
     if wrong is not None:
         raise ConfigError(wrong)
     micro_batch_size, chunks, global_batch = batch.micro_batch_size, batch.chunks, batch.global_batch

@@ -60,7 +60,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
         problems.append(
             f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of {', '.join(map(str, divisors))}"
         )
-    wrong = batch.problem(config.batch, dp)
+    wrong = batch.find_problem(config.batch, dp)
     if wrong is not None:
         problems.append(wrong)
     if problems:
@@ -88,7 +88,7 @@ def bucket_bytes(config: RunConfig) -> int:
     return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
 
 
-def reduces_each(config: RunConfig) -> bool:
+def reduces_each_microbatch(config: RunConfig) -> bool:
     """Return True when gradients are reduced over the replicas after each micro-batch, not once in a step."""
     return config.parallel.zero >= 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
 

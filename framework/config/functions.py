@@ -38,7 +38,7 @@ They are named and not imported, like a user's function. They run no code of PAT
 """
 
 
-def place(error: BaseException) -> str:
+def error_place(error: BaseException) -> str:
     """Return " at FILE:LINE", the innermost place in the user's code where an error was raised."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
@@ -90,7 +90,7 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
         raise error_type(f"{key} = {path!r}: cannot import {module_name} ({error}). {move}") from error
     except (Exception, SystemExit) as error:
         raise error_type(
-            f"{key} = {path!r}: importing {module_name} failed{place(error)}: {type(error).__name__}: {error}"
+            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {type(error).__name__}: {error}"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, here
+from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, own_name_of
 from meshwright.config.schema import RunConfig, Section
 
 Path = tuple[str, ...]
@@ -55,7 +55,7 @@ def _kinds(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def takes(key: Path, kind: type) -> bool:
+def accepts_type(key: Path, kind: type) -> bool:
     """Return True when a key accepts values of a plain type, such as ``bool``, ``str``, ``dict`` or ``NoneType``."""
     kinds = _kinds(KEYS[key].annotation)
     return any((get_origin(k) or k) is kind for k in kinds)
@@ -95,7 +95,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         told = [_describe(part, ()) for part in parts if part is not NoneType]
         return "; or ".join(told)
     if origin is Literal:
-        words = [shown(word) for word in parts]
+        words = [format_value(word) for word in parts]
         return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
     if origin is list:
         return f"a list, each {_describe(parts[0], ())}"
@@ -108,22 +108,22 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     return "a table"
 
 
-def allowed(key: Path) -> str:
+def describe_allowed(key: Path) -> str:
     """Describe the allowed values of a key: ``("parallel", "pp")`` -> "a whole number, at least 1"."""
     field = KEYS[key]
     return field.description or _describe(field.annotation, field.metadata)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as in a TOML file, cut to 80 characters."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
         text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
     elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(shown(part) for part in value) + "]"
+        text = "[" + ", ".join(format_value(part) for part in value) + "]"
     elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{name} = {shown(part)}" for name, part in value.items()) + "}"
+        text = "{" + ", ".join(f"{name} = {format_value(part)}" for name, part in value.items()) + "}"
     else:
         text = "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -183,7 +183,7 @@ class Hint(NamedTuple):
 
 def hint(path: Path) -> Hint:
     """Return the help for an unknown key."""
-    familiar = here(path)
+    familiar = own_name_of(path)
     if familiar == NOTHING:
         return Hint("; there is no such thing here yet", (), familiar)
     if familiar is not None:

@@ -20,24 +20,24 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from meshwright.config.aliases import FAMILIAR, SHARDING, fold, here
+from meshwright.config.aliases import FAMILIAR, SHARDING, fold, own_name_of
 from meshwright.config.keys import (
     KEYS,
     SECTIONS,
     Hint,
     Path,
-    allowed,
+    accepts_type,
     choices,
+    describe_allowed,
+    format_value,
     hint,
     nearest_section,
     nearest_value,
-    shown,
-    takes,
 )
-from meshwright.config.overrides import Bare, Given, Source, leaves, read_file, read_overrides
+from meshwright.config.overrides import GivenKey, KeySource, MissingValue, leaves, read_file, read_overrides
 from meshwright.config.rules import RULES
 from meshwright.config.schema import RunConfig
-from meshwright.config.secrets import names_a_secret, said_of, secrets_in
+from meshwright.config.secrets import find_secrets, is_secret_name, secret_message
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MIB, check_values, parse_json, read_text
 from meshwright.terminal.output import tell
@@ -51,29 +51,33 @@ class _Arranged(NamedTuple):
 
     tree: dict[str, dict[str, Any]]
     """section -> key -> value. Only values that passed :func:`_take`; pydantic checks types and bounds later."""
-    where: dict[Path, Given]
+    where: dict[Path, GivenKey]
     """Key -> its last occurrence."""
     problems: list[str]
     notes: list[str]
     """Notes on values accepted under the name of another framework."""
-    given: dict[Path, Given]
+    given: dict[Path, GivenKey]
     """Key, or key inside a table -> its last occurrence."""
     silent: set[Path]
     """Keys excluded from further checks: their value is unusable, or an unknown key probably meant them."""
 
 
-def _line(given: Given, said: str) -> str:
-    value = "" if given.value is Bare.FLAG or any(map(names_a_secret, given.path)) else f" = {shown(given.value)}"
+def _line(given: GivenKey, said: str) -> str:
+    value = (
+        ""
+        if given.value is MissingValue.FLAG or any(map(is_secret_name, given.path))
+        else f" = {format_value(given.value)}"
+    )
     return f"{given.place}: {given.key}{value}{said}"
 
 
-def _unknown(given: Given, path: Path, help_: Hint) -> str:
+def _unknown(given: GivenKey, path: Path, help_: Hint) -> str:
     """Return the problem text for an unknown key, with the existing keys. ``path``: its path, section corrected."""
     section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
     if len(path) == 1:
         return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")
     if section not in SECTIONS:
-        return _line(given, f": there is no section {shown(section)}{sections}{help_.text}")
+        return _line(given, f": there is no section {format_value(section)}{sections}{help_.text}")
     names = "" if help_.familiar else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
     return _line(given, f": there is no such key{names}{help_.text}")
 
@@ -106,7 +110,7 @@ def _put(tree: dict[str, dict[str, Any]], path: Path, value: Any) -> None:
     table[path[-1]] = value
 
 
-def _misspelled(given: Given) -> Path | None:
+def _misspelled(given: GivenKey) -> Path | None:
     """Return the path of a key with its misspelled section corrected, or None. Checks then use the corrected path."""
     path = given.path
     if path[0] in SECTIONS or len(path) == 1 or fold(given.key) in FAMILIAR:
@@ -115,10 +119,10 @@ def _misspelled(given: Given) -> Path | None:
     if section is None:
         return None
     corrected = (section, *path[1:])
-    return corrected if corrected[:2] in KEYS or here(path) is None else None
+    return corrected if corrected[:2] in KEYS or own_name_of(path) is None else None
 
 
-def _arrange(all_given: Sequence[Given]) -> _Arranged:
+def _arrange(all_given: Sequence[GivenKey]) -> _Arranged:
     to = _Arranged({section: {} for section in SECTIONS}, {}, [], [], {}, set())
     known = to.given  # in the order in which they take effect
     told: set[tuple[str, str]] = set()
@@ -136,8 +140,8 @@ def _arrange(all_given: Sequence[Given]) -> _Arranged:
             help_ = hint(path)
             to.problems.append(_unknown(given, path, help_))
             to.silent.update(help_.meant)
-        elif len(path) > 2 and not takes(key, dict):
-            to.problems.append(_line(given, f": {'.'.join(key)} has no keys below it; it is {allowed(key)}"))
+        elif len(path) > 2 and not accepts_type(key, dict):
+            to.problems.append(_line(given, f": {'.'.join(key)} has no keys below it; it is {describe_allowed(key)}"))
             to.silent.add(key)
         else:
             known.pop(path, None)
@@ -150,26 +154,26 @@ def _arrange(all_given: Sequence[Given]) -> _Arranged:
     return to
 
 
-def _take(to: _Arranged, path: Path, given: Given) -> None:
+def _take(to: _Arranged, path: Path, given: GivenKey) -> None:
     """Put one value at an existing key into the tree, unless it is unusable."""
     key, value = path[:2], given.value
     to.where[key] = given
-    found = list(secrets_in(value, path)) if key[1] == "options" else []
+    found = list(find_secrets(value, path)) if key[1] == "options" else []
     if found:
-        to.problems.extend(f"{given.place}: {said_of(secret)}" for secret in found)
+        to.problems.extend(f"{given.place}: {secret_message(secret)}" for secret in found)
         to.silent.add(key)
         return
-    if value is Bare.FLAG and takes(key, bool):
+    if value is MissingValue.FLAG and accepts_type(key, bool):
         value = True
     if key == ("parallel", "zero") and isinstance(value, str) and fold(value) in SHARDING:
         to.notes.append(_line(given, f" is zero = {SHARDING[fold(value)]} here"))
         value = SHARDING[fold(value)]
-    if value is Bare.FLAG:
-        said = f" needs a value: {allowed(key)}"
-    elif isinstance(value, bool) and len(path) == 2 and not takes(key, bool):
-        said = f" is not allowed: {allowed(key)}"  # pydantic accepts true for a literal 1
+    if value is MissingValue.FLAG:
+        said = f" needs a value: {describe_allowed(key)}"
+    elif isinstance(value, bool) and len(path) == 2 and not accepts_type(key, bool):
+        said = f" is not allowed: {describe_allowed(key)}"  # pydantic accepts true for a literal 1
     elif (why := _unusable(value)) is not None:
-        said = f" cannot be used ({why}): {allowed(key)}"
+        said = f" cannot be used ({why}): {describe_allowed(key)}"
     else:
         _put(to.tree, path, value)
         return
@@ -177,10 +181,10 @@ def _take(to: _Arranged, path: Path, given: Given) -> None:
     to.silent.add(key)
 
 
-def _not_allowed(given: Given, key: Path) -> str:
+def _not_allowed(given: GivenKey, key: Path) -> str:
     near = nearest_value(key, given.value) if choices(key) else None
-    meant = f"; did you mean {near if near in ('true', 'false') else shown(near)}?" if near else ""
-    return _line(given, f" is not allowed: {allowed(key)}{meant}")
+    meant = f"; did you mean {near if near in ('true', 'false') else format_value(near)}?" if near else ""
+    return _line(given, f" is not allowed: {describe_allowed(key)}{meant}")
 
 
 def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
@@ -199,11 +203,13 @@ def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
             del arranged.tree[key[0]][key[1]]
         elif whole and key not in arranged.silent:
             name = ".".join(key)
-            arranged.problems.append(f"{place}: {name} is missing: {allowed(key)}; or --{name}=... on the command line")
+            arranged.problems.append(
+                f"{place}: {name} is missing: {describe_allowed(key)}; or --{name}=... on the command line"
+            )
     arranged.silent.update(found)
     for key, field in KEYS.items():
         if field.is_required() and key[1] not in arranged.tree[key[0]]:
-            assert takes(key, str), key
+            assert accepts_type(key, str), key
             arranged.tree[key[0]][key[1]] = ""
     return RunConfig.model_validate_json(json.dumps(arranged.tree))
 
@@ -233,7 +239,7 @@ def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     return _put_together(read_file(File(path)), overrides, str(path))
 
 
-def explain(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Path, str]]:
+def load_with_origins(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Path, str]]:
     """Load a configuration and return the origin of each given key: the file, or the command line.
 
     In a table (``model.options``) each key has its own origin, unless the table was given as a whole.
@@ -243,15 +249,15 @@ def explain(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[R
     return config, {key: given.place for key, given in _arrange([*file.given, *words.given]).given.items()}
 
 
-def change(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:
+def load_saved(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:
     """Load a configuration that was saved as JSON, with command-line overrides on top. Every check for a file applies.
 
     ``place`` names the saved configuration in errors. Raises :class:`ConfigError` as :func:`load` does.
     """
-    return _put_together(Source(list(leaves(dict(saved), place)), []), overrides, place)
+    return _put_together(KeySource(list(leaves(dict(saved), place)), []), overrides, place)
 
 
-def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConfig:
+def _put_together(file: KeySource, overrides: Sequence[str], place: str) -> RunConfig:
     words = read_overrides(overrides)
     arranged = _arrange([*file.given, *words.given])
     config = _validate(arranged, place, whole=not file.problems)
@@ -264,7 +270,7 @@ def _put_together(file: Source, overrides: Sequence[str], place: str) -> RunConf
     return config
 
 
-def _of_others(file: Source, place: str) -> list[str]:
+def _of_others(file: KeySource, place: str) -> list[str]:
     """Return advice for a user who gives another framework's file unchanged."""
     sections = {given.path[0] for given in file.given if len(given.path) > 1}
     if len(sections & TORCHTITAN) >= 2:
@@ -285,7 +291,9 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     except ValueError as error:
         raise ConfigError(f"{place}: not valid JSON: {error}; write it again from its TOML file") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{place}: {shown(document)} is not a configuration: a JSON object of sections is needed")
+        raise ConfigError(
+            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed"
+        )
     arranged = _arrange(list(leaves(document, place)))
     config = _validate(arranged, place, whole=True)
     if arranged.problems:

@@ -13,20 +13,20 @@ from enum import Enum
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from meshwright.config.keys import KEYS, SECTIONS, Path, split, takes
-from meshwright.config.secrets import names_a_secret
+from meshwright.config.keys import KEYS, SECTIONS, Path, accepts_type, split
+from meshwright.config.secrets import is_secret_name
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 
 COMMAND_LINE = "command line"
 
 
-class Bare(Enum):
+class MissingValue(Enum):
     """Value of an override without a value: ``--train.compile``."""
 
     FLAG = "flag"
 
 
-class Given(NamedTuple):
+class GivenKey(NamedTuple):
     """A key as the user wrote it."""
 
     path: Path
@@ -40,23 +40,23 @@ class Given(NamedTuple):
         return ".".join(self.path)
 
 
-class Source(NamedTuple):
+class KeySource(NamedTuple):
     """Keys and problems of one source: the file or the command line."""
 
-    given: list[Given]
+    given: list[GivenKey]
     problems: list[str]
 
 
-def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[Given]:
+def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[GivenKey]:
     """Yield the keys of a document. A table at a key of the schema (``model.options``) is one value."""
     for name, value in table.items():
         below = (*path, name)
         if not isinstance(value, dict) or below in KEYS:
-            yield Given(below, value, place)
+            yield GivenKey(below, value, place)
         elif value:
             yield from leaves(value, place, below)
         elif name not in SECTIONS or path:  # [parallel] with nothing below it is fine
-            yield Given(below, value, place)
+            yield GivenKey(below, value, place)
 
 
 def _no_such_file(path: File) -> str:
@@ -77,16 +77,16 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
     lines = text.splitlines()
     row = int(found[1]) if found else len(lines)
     line = shortened(lines[row - 1].strip()) if 0 < row <= len(lines) else ""
-    if any(map(names_a_secret, re.findall(r"[\w-]+", line))):
+    if any(map(is_secret_name, re.findall(r"[\w-]+", line))):
         line = ""  # the line may contain a secret, and this text goes into logs
     return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
 
 
-def read_file(path: File) -> Source:
+def read_file(path: File) -> KeySource:
     """Read the keys of a TOML file. For a file that cannot be read, return a problem that names the next move."""
     try:
         text = read_bytes(path, MAX_TOML_BYTES).decode()
-        return Source(list(leaves(parse_toml(text), str(path))), [])
+        return KeySource(list(leaves(parse_toml(text), str(path))), [])
     except FileNotFoundError:
         problem = _no_such_file(path)
     except IsADirectoryError:
@@ -97,7 +97,7 @@ def read_file(path: File) -> Source:
         problem = _syntax(path, text, error)
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror or error}"
-    return Source([], [problem])
+    return KeySource([], [problem])
 
 
 def read_value(path: Path, text: str) -> Any:
@@ -106,14 +106,14 @@ def read_value(path: Path, text: str) -> Any:
     Two additions to TOML: a key that takes text takes ``2024`` as text, and ``none`` unsets a key of the file where the
     key may be unset.
     """
-    if path in KEYS and takes(path, type(None)) and text.lower() in ("none", "null"):
+    if path in KEYS and accepts_type(path, type(None)) and text.lower() in ("none", "null"):
         return None
     try:
         document = parse_toml(f"value = {text}")
     except ValueError:
         return text
     value = document["value"]
-    only_text = path in KEYS and takes(path, str) and not (takes(path, list) and isinstance(value, list))
+    only_text = path in KEYS and accepts_type(path, str) and not (accepts_type(path, list) and isinstance(value, list))
     if len(document) > 1 or (only_text and not isinstance(value, str)):
         return text
     return value
@@ -135,9 +135,9 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
             yield word[2:], None
 
 
-def read_overrides(words: Sequence[str]) -> Source:
+def read_overrides(words: Sequence[str]) -> KeySource:
     """Read the keys of the command line, in order; later ones win."""
-    source = Source([], [])
+    source = KeySource([], [])
     for word in _overrides(words):
         if isinstance(word, str):
             like = word.lstrip("-")
@@ -146,9 +146,9 @@ def read_overrides(words: Sequence[str]) -> Source:
             continue
         name, text = word
         path = split(name)
-        value = Bare.FLAG if text is None else read_value(path, text)
+        value = MissingValue.FLAG if text is None else read_value(path, text)
         if path in [(section,) for section in SECTIONS] and isinstance(value, dict):
             source.given.extend(leaves({name: value}, COMMAND_LINE))
         else:
-            source.given.append(Given(path, value, COMMAND_LINE))
+            source.given.append(GivenKey(path, value, COMMAND_LINE))
     return source

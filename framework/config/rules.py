@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.config import batch
-from meshwright.config.keys import Path, shown, split
+from meshwright.config.keys import Path, format_value, split
 from meshwright.config.schema import Data, Pipeline, RunConfig, Train, Watch
 
 MAX_RANKS = 2**20
@@ -64,7 +64,7 @@ def _decay(config: RunConfig) -> str | None:
             return None
         return (
             f"optimizer.decay_steps = {optimizer.decay_steps} has no effect with optimizer.schedule = "
-            f'{shown(optimizer.schedule)}: leave it out, or choose optimizer.schedule = "wsd"'
+            f'{format_value(optimizer.schedule)}: leave it out, or choose optimizer.schedule = "wsd"'
         )
     if optimizer.decay_steps == 0:
         return (
@@ -155,7 +155,7 @@ def _offload(config: RunConfig) -> str | None:
     if config.parallel.offload_directory is None or config.parallel.offload:
         return None
     return (
-        f"parallel.offload_directory = {shown(config.parallel.offload_directory)} has no effect without "
+        f"parallel.offload_directory = {format_value(config.parallel.offload_directory)} has no effect without "
         f"parallel.offload = true: set it, or leave the directory out"
     )
 
@@ -175,7 +175,7 @@ def _balance(config: RunConfig) -> str | None:
         return None
     stages = f"parallel.pp = {pp}" + (f" with pipeline.interleave = {interleave}" if interleave > 1 else "")
     return (
-        f"pipeline.balance = {shown(balance)} names the layers of {len(balance)} stages, but {stages}: give "
+        f"pipeline.balance = {format_value(balance)} names the layers of {len(balance)} stages, but {stages}: give "
         f'{pp * interleave} number{"s" * (pp * interleave > 1)}, or balance by "time", "parameters" or "layers"'
     )
 
@@ -208,7 +208,7 @@ def _corpus(config: RunConfig) -> str | None:
             )
         return None
     given = [
-        f"data.{name} = {shown(value)}"
+        f"data.{name} = {format_value(value)}"
         for name, value in (
             ("train", data.train or None),
             ("validation", data.validation),
@@ -230,8 +230,8 @@ def _recompute(config: RunConfig) -> str | None:
     pipeline = config.pipeline
     if pipeline.recompute == "none" and pipeline.recompute_layers != ["*"]:
         return (
-            f"pipeline.recompute_layers = {shown(pipeline.recompute_layers)} has no effect with pipeline.recompute = "
-            f'"none": choose "selective" or "full", or leave it out'
+            f"pipeline.recompute_layers = {format_value(pipeline.recompute_layers)} has no effect with "
+            f'pipeline.recompute = "none": choose "selective" or "full", or leave it out'
         )
     if pipeline.recompute == "selective" and config.train.compile:
         return (
@@ -247,8 +247,8 @@ def _schedule_file(config: RunConfig) -> str | None:
         return None
     useless = "schedule" if pipeline.schedule != Pipeline().schedule else "interleave"
     return (
-        f"pipeline.{useless} = {shown(getattr(pipeline, useless))} has no effect with pipeline.schedule_file, which "
-        f"says it all: leave one of them out"
+        f"pipeline.{useless} = {format_value(getattr(pipeline, useless))} has no effect with pipeline.schedule_file, "
+        f"which says it all: leave one of them out"
     )
 
 
@@ -276,17 +276,17 @@ def _processes(config: RunConfig) -> str | None:
 def _devices(config: RunConfig) -> str | None:
     devices = config.launch.devices.split(",") if config.launch.devices else []
     if config.train.device == "cpu" and devices:
-        return f'launch.devices = {shown(config.launch.devices)} names GPUs, and train.device is "cpu": leave one out'
+        named = format_value(config.launch.devices)
+        return f'launch.devices = {named} names GPUs, and train.device is "cpu": leave one out'
     twice = next((each for at, each in enumerate(devices) if each in devices[:at]), None)
     if twice is not None:
-        return (
-            f"launch.devices = {shown(config.launch.devices)} names device {twice} twice: each rank has one of its own"
-        )
+        named = format_value(config.launch.devices)
+        return f"launch.devices = {named} names device {twice} twice: each rank has one of its own"
     return None
 
 
 def _batch(config: RunConfig) -> str | None:
-    return batch.problem(config.batch, known_dp(config))
+    return batch.find_problem(config.batch, known_dp(config))
 
 
 def _ranks(config: RunConfig) -> str | None:
@@ -310,7 +310,7 @@ def _forwards(config: RunConfig) -> str | None:
 def _layers(config: RunConfig) -> str | None:
     for name, value in config.model.options.items():
         if "layer" in name.lower() and isinstance(value, int) and value > MAX_LAYERS:
-            return f"model.options.{name} = {shown(value)}: at most {MAX_LAYERS:,} layers are allowed"
+            return f"model.options.{name} = {format_value(value)}: at most {MAX_LAYERS:,} layers are allowed"
     return None
 
 

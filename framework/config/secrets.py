@@ -19,7 +19,7 @@ MARKERS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "un
 """Words before ``token`` that mark a token of the vocabulary."""
 
 
-def names_a_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return True when a text value under this name is likely a secret."""
     words = _words(name)
     if ANYWHERE & {*words}:
@@ -32,22 +32,22 @@ def _words(name: str) -> list[str]:
     return re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
 
 
-def secrets_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def find_secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the keys from ``path`` on whose values look like secrets, inside tables and lists too."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from secrets_in(inner, (*path, name))
+            yield from find_secrets(inner, (*path, name))
     elif isinstance(value, list):
-        found = {key for inner in value for key in secrets_in(inner, path)}
+        found = {key for inner in value for key in find_secrets(inner, path)}
         yield from sorted(found)
     elif value not in (None, "") and not isinstance(value, bool):
         for name in path[2:]:
-            if names_a_secret(name) and (isinstance(value, str) or ANYWHERE & {*_words(name)}):
+            if is_secret_name(name) and (isinstance(value, str) or ANYWHERE & {*_words(name)}):
                 yield path
                 return
 
 
-def said_of(path: tuple[str, ...]) -> str:
+def secret_message(path: tuple[str, ...]) -> str:
     """Return the error text for a secret, without its value."""
     name = path[-1]
     variable = "_".join(_words(name)).upper()

@@ -10,7 +10,7 @@ from meshwright.config.toml import to_toml
 from meshwright.system.durable import replace_synced
 
 
-def keep(directory: Path, config: RunConfig) -> None:
+def write_snapshot(directory: Path, config: RunConfig) -> None:
     """Write both files atomically and flush them to disk. ``config``: resolved."""
     for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
         replace_synced(directory / name, text.encode())

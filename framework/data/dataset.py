@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from meshwright.config import RunConfig
-from meshwright.config.functions import find_function, place
+from meshwright.config.functions import error_place, find_function
 from meshwright.data.corpus import IGNORE
 from meshwright.errors import DataError
 
@@ -54,7 +54,7 @@ class Samples(NamedTuple):
             found = self.dataset[number]
         except Exception as error:
             raise DataError(
-                f"{self.name}: sample {number} of {self.num_samples:,} failed{place(error)}: "
+                f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -133,7 +133,7 @@ def open_dataset(config: RunConfig, split: str) -> Samples | None:
         num_samples = len(dataset)
     except Exception as error:
         raise DataError(
-            f"data.builder {path}({split!r}) with data.options {config.data.options} failed{place(error)}: "
+            f"data.builder {path}({split!r}) with data.options {config.data.options} failed{error_place(error)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if num_samples < 1 or not hasattr(dataset, "__getitem__"):

@@ -17,7 +17,7 @@ from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder
 from meshwright.data.span_corruption import SpanCorruptionSource, open_corpus
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.errors import DataError
-from meshwright.model.build import vocabulary
+from meshwright.model.build import vocabulary_size
 from meshwright.seeding import derive
 
 
@@ -129,7 +129,10 @@ def _end_of_document_id(config: RunConfig) -> int | None:
     """Of ``data.tokenizer``, for corpora that do not say it themselves; None without one."""
     if config.data.tokenizer is None:
         return None
-    tokenizer, vocab_size = load(Path(config.data.tokenizer)), vocabulary(config.model.builder, config.model.options)
+    tokenizer, vocab_size = (
+        load(Path(config.data.tokenizer)),
+        vocabulary_size(config.model.builder, config.model.options),
+    )
     largest = max(tokenizer.get_vocab().values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(
@@ -163,7 +166,7 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None
 
 
 def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:
-    data, vocab_size = config.data, vocabulary(config.model.builder, config.model.options)
+    data, vocab_size = config.data, vocabulary_size(config.model.builder, config.model.options)
     if data.task == "span_corruption":
         return open_corpus(prefix, data.sequence_length, vocab_size)
     return Corpus(

@@ -28,10 +28,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from meshwright.config.functions import SCHEMES, find_function, place
+from meshwright.config.functions import SCHEMES, error_place, find_function
 from meshwright.errors import ModelError, UserError
 from meshwright.model import requirements
-from meshwright.model.first_values import GIVEN, Owner, WriteRecord, check_first_values, find_owners, first_value
+from meshwright.model.first_values import (
+    GIVEN,
+    ParameterOwner,
+    WriteRecord,
+    check_first_values,
+    find_owners,
+    first_value,
+)
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
@@ -52,7 +59,7 @@ class PlainModel:
     """"tp", "sequence" -> reason why the model does not support it."""
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
-    owners: dict[str, Owner] = field(default_factory=dict)
+    owners: dict[str, ParameterOwner] = field(default_factory=dict)
     """Parameter name -> module whose reset initialises it."""
 
     def canonical(self, name: str) -> str:
@@ -139,7 +146,7 @@ def find_builder(path: str) -> Callable[..., Any]:
     return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
 
 
-def vocabulary(path: str, options: dict[str, Any]) -> int | None:
+def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
     """Return the vocabulary size, from the model's options or its directory; None if neither contains it."""
     scheme, _, rest = path.partition(":")
     found = options.get("vocab_size")
@@ -162,10 +169,10 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if (tool := requirements.weight_tool(error)) is not None:
-            raise ModelError(f"{path} with model.options {options} failed{place(error)}: {tool}") from error
+        if (tool := requirements.parametrization_message(error)) is not None:
+            raise ModelError(f"{path} with model.options {options} failed{error_place(error)}: {tool}") from error
         raise ModelError(
-            f"{path} with model.options {options} failed{place(error)}: {type(error).__name__}: {error}"
+            f"{path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(layers, nn.Sequential):
         raise ModelError(

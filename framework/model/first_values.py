@@ -28,7 +28,7 @@ Write = tuple[Any, ...]
 """Name of an operation and its plain arguments."""
 
 
-class Owner(NamedTuple):
+class ParameterOwner(NamedTuple):
     """Module whose reset sets the first value of a parameter."""
 
     module: nn.Module
@@ -121,19 +121,19 @@ def resetter(module: nn.Module) -> Callable[[], None] | None:
     return None
 
 
-def find_owners(layers: nn.Sequential) -> dict[str, Owner]:
+def find_owners(layers: nn.Sequential) -> dict[str, ParameterOwner]:
     """Return the owner of each parameter's first value, by parameter name."""
-    owners: dict[str, Owner] = {}
+    owners: dict[str, ParameterOwner] = {}
     for module_name, module in layers.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         held = copy.deepcopy(module) if own else module
-        owners |= {f"{module_name}.{name}".lstrip("."): Owner(held, name) for name in own}
+        owners |= {f"{module_name}.{name}".lstrip("."): ParameterOwner(held, name) for name in own}
     for module_name, module in reversed(list(layers.named_modules())):  # the outermost module comes last and wins
         if not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None:
             held = copy.deepcopy(module)
             for path, writes in reset_writes(module).items():
                 if writes:
-                    owners[f"{module_name}.{path}".lstrip(".")] = Owner(held, path)
+                    owners[f"{module_name}.{path}".lstrip(".")] = ParameterOwner(held, path)
     return owners
 
 
@@ -147,7 +147,7 @@ def reset_writes(module: nn.Module) -> dict[str, list[Write]]:
     return {name: record.of(parameter) for name, parameter in again.named_parameters()}
 
 
-def first_value(owner: Owner) -> Tensor:
+def first_value(owner: ParameterOwner) -> Tensor:
     """Return a parameter as its owner's reset draws it from torch's generator: full tensor, float32, on CPU."""
     real = copy.deepcopy(owner.module).float().to_empty(device="cpu")
     for name, buffer in owner.module.named_buffers():
@@ -159,7 +159,7 @@ def first_value(owner: Owner) -> Tensor:
 
 
 def check_first_values(
-    path: str, layers: nn.Sequential, owners: dict[str, Owner], record: WriteRecord, copies: Collection[str]
+    path: str, layers: nn.Sequential, owners: dict[str, ParameterOwner], record: WriteRecord, copies: Collection[str]
 ) -> None:
     """Refuse parameters whose value is not set by their owner's reset.
 
@@ -210,7 +210,7 @@ def _joined(module_name: str, name: str) -> str:
     return f"{module_name}.{name}".lstrip(".")
 
 
-def _is_reset_to(owner: Owner, given: float | str) -> bool:
+def _is_reset_to(owner: ParameterOwner, given: float | str) -> bool:
     """Return True if the reset fills the parameter with one number that equals ``given``."""
     if given == DRAWN:
         return False

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 
-class Reference(NamedTuple):
+class ReferenceDevice(NamedTuple):
     """Reference device for time estimates: achieved rates, not those of its data sheet."""
 
     name: str
@@ -40,18 +40,20 @@ CPU_BYTES_PER_S = 20e9
 """Rates of one thread on one server core, as measured: docs/balance.md."""
 
 
-def reference(device: str, dtype: str) -> Reference:
+def reference(device: str, dtype: str) -> ReferenceDevice:
     """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone.
 
     It never depends on the machine: a planning laptop, a launcher and a rank must find the same partition. ``auto``
     therefore follows the dtype: a GPU for bfloat16, otherwise a CPU.
     """
     if device == "cuda" or (device == "auto" and dtype == "bfloat16"):
-        return Reference(f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True)
-    return Reference(f"a CPU core in {dtype}", CPU_FLOPS[dtype], CPU_BYTES_PER_S, False)
+        return ReferenceDevice(
+            f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True
+        )
+    return ReferenceDevice(f"a CPU core in {dtype}", CPU_FLOPS[dtype], CPU_BYTES_PER_S, False)
 
 
-class Count(NamedTuple):
+class OperationCost(NamedTuple):
     """Cost of a set of operations."""
 
     flops: float = 0.0
@@ -61,9 +63,9 @@ class Count(NamedTuple):
     time_s: float = 0.0
     """Estimated seconds on the reference device."""
 
-    def plus(self, flops: float, num_bytes: float, time_s: float) -> Count:
+    def plus(self, flops: float, num_bytes: float, time_s: float) -> OperationCost:
         """Return the count with one more operation added."""
-        return Count(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
+        return OperationCost(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
 
 
 PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
@@ -77,10 +79,10 @@ SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts operations as they run. FLOPs follow the formulas of torch's FlopCounterMode."""
 
-    def __init__(self, by: Reference) -> None:
+    def __init__(self, by: ReferenceDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by = by
-        self.count = Count()
+        self.count = OperationCost()
 
     def add(self, flops: float, num_bytes: float, done_share: float = 1.0) -> None:
         """Count one operation. ``done_share``: share of the FLOPs really computed (half, in causal attention)."""
@@ -132,13 +134,13 @@ def stored_bytes(tensor: Tensor) -> float:
     return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize)
 
 
-class Attention(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Function mode that treats ``F.scaled_dot_product_attention`` as one operation, as on a real device.
 
     On meta torch would decompose it into products and a softmax over S x S scores that no fused kernel ever writes.
     """
 
-    def __init__(self, by: Reference, forward: Meter, backward: Meter) -> None:
+    def __init__(self, by: ReferenceDevice, forward: Meter, backward: Meter) -> None:
         super().__init__()
         self.by, self.forward, self.backward = by, forward, backward
 

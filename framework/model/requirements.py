@@ -117,7 +117,7 @@ def check_computed(path: str, layers: nn.Sequential) -> None:
             )
 
 
-def weight_tool(error: BaseException) -> str | None:
+def parametrization_message(error: BaseException) -> str | None:
     """Return a message for an error inside torch.nn.utils' parametrizations, which read values; otherwise None."""
     frame = error.__traceback__
     while frame is not None:

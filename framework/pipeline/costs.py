@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
-from meshwright.model.meter import Attention, Count, Meter, Reference
+from meshwright.model.meter import FusedAttentionMode, Meter, OperationCost, ReferenceDevice
 from meshwright.pipeline.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import parts_of, recompute_parts
 from meshwright.pipeline.values import Loss, copy_module, cross_entropy
@@ -37,8 +37,8 @@ class LayerCost(NamedTuple):
     name: str
     num_parameters: int
     """A weight tied to another layer's counts in both: each stage holds it."""
-    forward: Count
-    backward: Count
+    forward: OperationCost
+    backward: OperationCost
     """Gradient accumulation included."""
 
     @property
@@ -58,7 +58,7 @@ def count_layers(
     layers: nn.Sequential,
     inputs: Any,
     labels: Tensor | None,
-    by: Reference,
+    by: ReferenceDevice,
     *,
     dtype: torch.dtype = torch.float32,
     loss: Loss = cross_entropy,
@@ -95,8 +95,8 @@ def count_layers(
         seen = of_this_call if passing else _COUNTED
         if key not in seen:
             layer, forward, backward = _copy(original, dtype, draw), Meter(by), Meter(by)
-            recompute_parts(name, layer, mine, partial(Attention, by, backward, backward))
-            seen[key] = _run(name, layer, value, Attention(by, forward, backward), ending)
+            recompute_parts(name, layer, mine, partial(FusedAttentionMode, by, backward, backward))
+            seen[key] = _run(name, layer, value, FusedAttentionMode(by, forward, backward), ending)
         cost, value = seen[key]
         costs.append(cost._replace(name=name))
     return costs
@@ -129,7 +129,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _run(
-    name: str, layer: nn.Module, value: Any, attention: Attention, ending: tuple[Loss, Tensor] | None
+    name: str, layer: nn.Module, value: Any, attention: FusedAttentionMode, ending: tuple[Loss, Tensor] | None
 ) -> tuple[LayerCost, Any]:
     """(what the layer costs, what it hands on). ``ending``: the loss and its labels, after the last layer."""
     forward, backward = attention.forward, attention.backward
@@ -152,7 +152,7 @@ def _run(
             with backward:
                 torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
         except Exception:  # an operation without a backward on meta: two products for each of forward's
-            backward.count = Count(*(2.0 * number for number in forward.count))
+            backward.count = OperationCost(*(2.0 * number for number in forward.count))
         for p in parameters:  # read, and added to the sum over micro-batches, which is in float32 at least
             backward.add(0.0, p.numel() * (p.itemsize + 2 * max(4, p.itemsize)))
     cost = LayerCost(name, sum(p.numel() for p in layer.parameters()), forward.count, backward.count)

@@ -31,7 +31,7 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         try:
             manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
-            found = (None, checkpoints.compatible(manifest, config, parts.data_fingerprint, place=str(path)))
+            found = (None, checkpoints.check_compatible(manifest, config, parts.data_fingerprint, place=str(path)))
         except CheckpointError as error:
             found = (str(error), [])
     problem, changes = mesh.world.gather_objects(found)[0]

@@ -20,9 +20,19 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.checkpoint import Attempt, Behind, Head, Kind, ShardReport, begin, find, prune, to_host
+from meshwright.checkpoint import (
+    AsyncWriter,
+    CheckpointMetadata,
+    SaveAttempt,
+    ShardReport,
+    TensorKind,
+    begin,
+    find,
+    prune,
+    to_host,
+)
 from meshwright.checkpoint.files import Warn, to_stderr
-from meshwright.checkpoint.manifest import Entry, File, Part, parse, render
+from meshwright.checkpoint.manifest import FileEntry, PieceEntry, TensorEntry, parse, render
 from meshwright.checkpoint.save import merge
 from meshwright.checkpoint.shard import DTYPES, file_name
 from meshwright.config import RunConfig
@@ -63,9 +73,9 @@ class Saver:
         self._files = files
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
-        self.writer = Behind()
+        self.writer = AsyncWriter()
         """Writes this rank's share; a failure on one rank reaches all of them as a flag of the next step."""
-        self._attempt: Attempt | None = None
+        self._attempt: SaveAttempt | None = None
         """Under way; the same on all ranks."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
@@ -92,7 +102,7 @@ class Saver:
             self._tell(head.step, [begun.problem])
             return
         grid = mesh.grid
-        self._attempt = Attempt(
+        self._attempt = SaveAttempt(
             self.directory,
             head,
             begun.attempt,
@@ -248,7 +258,7 @@ class Saver:
         found = mesh.world.gather_objects(self.writer.problem)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
 
-    def _give_up(self, attempt: Attempt, problems: list[str]) -> None:
+    def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:
         self._attempt = None
         self.writer.abandon()
         if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
@@ -290,9 +300,9 @@ class Saver:
             self._warn(f"older checkpoints could not be deleted: {error}")
 
 
-def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> Head:
+def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> CheckpointMetadata:
     """Return what a checkpoint of this state says besides its tensors."""
-    return Head(
+    return CheckpointMetadata(
         step=state.step,
         samples_seen=state.samples_seen,
         seed=config.run.seed,
@@ -325,10 +335,12 @@ def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) ->
         for name, weight in named_weights(blueprint):
             if weight.dtype not in DTYPES:
                 raise CheckpointError(f"tensor {name!r}: dtype {weight.dtype} has no place in a checkpoint")
-            key, offset = Kind.WEIGHTS.of(name), (0,) * len(weight.shape)
-            parts = (Part(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
-            tensors[key] = Entry(shape=weight.shape, dtype=DTYPES[weight.dtype], pieces=parts)
-        report = ShardReport(tensors=tensors, files={file: File(size=0, sha256="0" * 64)})
+            key, offset = TensorKind.WEIGHTS.of(name), (0,) * len(weight.shape)
+            parts = (
+                (PieceEntry(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
+            )
+            tensors[key] = TensorEntry(shape=weight.shape, dtype=DTYPES[weight.dtype], pieces=parts)
+        report = ShardReport(tensors=tensors, files={file: FileEntry(size=0, sha256="0" * 64)})
         manifest = merge(head_of(config, state, data_fingerprint), [report])
         is_same = parse(render(manifest), "manifest.json") == manifest
     except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError

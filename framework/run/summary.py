@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
-from meshwright.config import RunConfig, reduces_each, shard_factor
+from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
 from meshwright.mesh.view import draw
 from meshwright.optimizer.flat import state_bytes
 from meshwright.schedule.analysis.draw import text as schedule_text
@@ -114,7 +114,7 @@ def _gradient_bytes(config: RunConfig, whole: int) -> int:
     shards = shard_factor(config)
     if config.parallel.zero < 2 or shards == 1:
         return whole
-    return whole // shards + (0 if reduces_each(config) else whole)
+    return whole // shards + (0 if reduces_each_microbatch(config) else whole)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
@@ -186,7 +186,7 @@ def _price(blueprint: Blueprint) -> list[str]:
             f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
             f"{sent(gathered * dtype.itemsize)} in a step"
         )
-    if not reduces_each(config):
+    if not reduces_each_microbatch(config):
         return [*lines, f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank"]
     summed = f"{chunks} x {sent(whole)}"
     return [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import Checkpoint, Kind, Piece
-from meshwright.checkpoint.space import Weight
+from meshwright.checkpoint import Checkpoint, Piece, TensorKind
+from meshwright.checkpoint.space import SavedTensor
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import Member, Sharded, kind_of
 from meshwright.errors import CheckpointError
@@ -18,23 +18,23 @@ from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 
 
-def saved_weights(blueprint: Blueprint) -> Iterator[Weight]:
+def saved_weights(blueprint: Blueprint) -> Iterator[SavedTensor]:
     """The tensors of the model that are saved, each once, whole."""
     return (weight for _, weight in named_weights(blueprint))
 
 
-def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, Weight]]:
+def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
     """Return (name, tensor) of every weight and running buffer that a checkpoint holds, each once, whole."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if blueprint.model.canonical(name) == name:
-            yield name, Weight(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
+            yield name, SavedTensor(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
     for name in blueprint.running:
         buffer = layers.get_buffer(name)
-        yield name, Weight(tuple(buffer.shape), buffer.dtype, False)
+        yield name, SavedTensor(tuple(buffer.shape), buffer.dtype, False)
 
 
-def flat_pieces(kind: Kind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
+def flat_pieces(kind: TensorKind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
     """The parameters' parts of a flat tensor, without padding."""
     for place in bucket.places:
         info = place.member.info
@@ -51,24 +51,24 @@ def pieces(
     """
     if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
-            yield Piece(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
+            yield Piece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
     for replica in replicas.values():
         replica.ready_all()
         for member in replica.frozen:
             if mesh.at.dp_rank == 0 and kind_of(member).owns(mesh.at.tp_rank):
-                yield Piece(Kind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
+                yield Piece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             states, _ = optimizer.states(index)
             index += 1
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
-            shards = {Kind(name): state for name, state in states.items()}
+            shards = {TensorKind(name): state for name, state in states.items()}
             if not bucket.same_dtype:
-                shards[Kind.MASTER] = bucket.master
+                shards[TensorKind.MASTER] = bucket.master
             weights = bucket.whole_weights()
             if mesh.at.dp_rank == 0:
-                yield from flat_pieces(Kind.WEIGHTS, bucket, weights)
+                yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
             for kind, shard in shards.items():
                 flat = bucket.whole(shard)
@@ -90,32 +90,32 @@ def restore(
     Raises:
         CheckpointError: a parameter is not in it, or has another shape.
     """
-    is_fresh = not optimizer_steps and not checkpoint.parameters(Kind.MASTER)
+    is_fresh = not optimizer_steps and not checkpoint.parameters(TensorKind.MASTER)
     for name, buffer in running.items():
-        saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+        saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
         buffer.copy_(saved)
     index = 0
     for replica in replicas.values():
         for member in replica.frozen:
-            found = _read(checkpoint, Kind.WEIGHTS, member, member.parameter.dtype)
+            found = _read(checkpoint, TensorKind.WEIGHTS, member, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
                 has_master = not bucket.same_dtype and not is_fresh
-                master = _read_bucket(checkpoint, Kind.MASTER, bucket) if has_master else None
-                bucket.load(_read_bucket(checkpoint, Kind.WEIGHTS, bucket), master)
+                master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None
+                bucket.load(_read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), master)
             if optimizer_steps:
                 states = {
-                    name: _read_bucket(checkpoint, Kind(name), bucket)[start:stop].clone()
+                    name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()
                     for name in optimizer.state_names
                 }
                 optimizer.restore(index, states, optimizer_steps)
             index += 1
 
 
-def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype) -> Tensor:
+def _read(checkpoint: Checkpoint, kind: TensorKind, member: Member, dtype: torch.dtype) -> Tensor:
     found = checkpoint.read(kind, member.info, dtype)
     if found is None:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype
     return found
 
 
-def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Sharded) -> Tensor:
+def _read_bucket(checkpoint: Checkpoint, kind: TensorKind, bucket: Sharded) -> Tensor:
     """One kind of tensor for all parameters of a bucket, flat, in the optimizer's dtype; padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)

@@ -23,10 +23,10 @@ from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import stage_members
 from meshwright.checkpoint import (
     Checkpoint,
-    Head,
-    Kind,
+    CheckpointMetadata,
     Manifest,
     Piece,
+    TensorKind,
     begin,
     find,
     open_checkpoint,
@@ -35,7 +35,16 @@ from meshwright.checkpoint import (
 )
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
-from meshwright.config import RunConfig, bucket_bytes, change, default_world_size, keep, parse, read_resolved, resolve
+from meshwright.config import (
+    RunConfig,
+    bucket_bytes,
+    default_world_size,
+    load_saved,
+    parse,
+    read_resolved,
+    resolve,
+    write_snapshot,
+)
 from meshwright.config.keys import KEYS
 from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
@@ -93,7 +102,7 @@ def reshard(
             draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
         ]
         is_fresh = not saved.state.get("optimizer_steps") and not any(
-            checkpoint.parameters(kind) for kind in Kind if kind is not Kind.WEIGHTS
+            checkpoint.parameters(kind) for kind in TensorKind if kind is not TensorKind.WEIGHTS
         )
         _check_names(checkpoint, blueprints[0], is_fresh)
         out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +113,7 @@ def reshard(
                 shard = pieces(checkpoint, blueprint, pp_rank, tp_rank, is_fresh)
                 write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
                 checkpoint.close()  # unmap the files that this shard was read from
-        head = Head(
+        head = CheckpointMetadata(
             step=saved.step,
             samples_seen=saved.samples_seen,
             seed=saved.seed,
@@ -114,14 +123,14 @@ def reshard(
         )
         path = final_directory(out, saved.step)
         manifest = publish(temporary, path, head)
-        keep(out, config)  # last: with it but without a checkpoint, training would start from fresh weights
+        write_snapshot(out, config)  # last: with it but without a checkpoint, training would start from fresh weights
     return ReshardResult(path, manifest, config)
 
 
 class ShardTensor(NamedTuple):
     """Tensor that one rank writes: its kind, name and slice."""
 
-    kind: Kind
+    kind: TensorKind
     info: ParameterInfo
 
 
@@ -140,22 +149,22 @@ def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bo
             for name in blueprint.running:
                 if name.partition(".")[0] in inside:
                     shape = tuple(blueprint.model.layers.get_buffer(name).shape)
-                    yield ShardTensor(Kind.WEIGHTS, ParameterInfo(name, shape))
+                    yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:
         members = _members(blueprint, stage)
         for member in members:
             if not member.parameter.requires_grad and kind_of(member).owns(tp_rank):
-                yield ShardTensor(Kind.WEIGHTS, member.info)
+                yield ShardTensor(TensorKind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]
         for kind, together in plan_buckets(trained, bucket_bytes(blueprint.config)):
             if not kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            kinds = [Kind.WEIGHTS, *(Kind(name) for name in states_of(blueprint.config.optimizer))]
+            kinds = [TensorKind.WEIGHTS, *(TensorKind(name) for name in states_of(blueprint.config.optimizer))]
             if dtype != accumulation_dtype(dtype):
-                kinds.append(Kind.MASTER)
+                kinds.append(TensorKind.MASTER)
             if is_fresh:
-                kinds = [Kind.WEIGHTS]
+                kinds = [TensorKind.WEIGHTS]
             for of in kinds:
                 for member in together:
                     yield ShardTensor(of, member.info)
@@ -219,7 +228,7 @@ def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place:
     tree = before.model_dump(mode="json")
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["launch"]["processes"] = "auto"
-    config = change(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
+    config = load_saved(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
     return resolve(config, default_world_size(config, 0))
 
 

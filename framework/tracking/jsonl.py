@@ -61,7 +61,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path}: {error}. Remove this line to read the others.") from None
 
 
-def keep_until(path: Path, step: int) -> None:
+def drop_records_after(path: Path, step: int) -> None:
     """Keep the records whose step is at most ``step``; damaged lines are dropped. Atomic: the old file or the new one.
 
     The other records are appended to ``metrics-again.jsonl`` if possible. A kill meanwhile may write some of them
@@ -131,7 +131,7 @@ class JsonlSink:
 
     def open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        keep_until(self.path, self.resumed_step)
+        drop_records_after(self.path, self.resumed_step)
         self._descriptor = _open(self.path)
 
     def write(self, record: StepRecord) -> None:

@@ -33,7 +33,7 @@ def warn_on_stderr(message: str) -> None:
     tell(f"tracking: {message}")
 
 
-def quietly(warn: Callable[[str], None], message: str) -> None:
+def warn_quietly(warn: Callable[[str], None], message: str) -> None:
     """Warn, and ignore a warning that cannot be written (stderr is closed)."""
     with contextlib.suppress(Exception):
         warn(message)
@@ -106,14 +106,14 @@ class Tracker:
         except Exception as error:
             self._truth_failures += 1
             if self._truth_failures in WARN_AT:
-                quietly(
+                warn_quietly(
                     self._warn,
                     f"{_why(self._truth, error)}. The run goes on; its records wait in memory "
                     f"({_waiting(self._truth):,} so far) and it is tried again with every step",
                 )
         else:
             if self._truth_failures:
-                quietly(self._warn, f"{_place(self._truth)} is written again, with all that waited")
+                warn_quietly(self._warn, f"{_place(self._truth)} is written again, with all that waited")
             self._truth_failures = 0
 
     def _close_truth(self, failed: bool) -> None:
@@ -132,7 +132,7 @@ class Tracker:
             self.lost = (
                 f"{number:,} record{'s' * (number != 1)} of this run could not be written to {_place(truth)}{why}"
             )
-            quietly(self._warn, self.lost)
+            warn_quietly(self._warn, self.lost)
 
 
 WARN_AT = frozenset(10**power for power in range(12))
@@ -187,13 +187,13 @@ class _Lane:
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._dropped:
-            quietly(
+            warn_quietly(
                 self._warn,
                 f"{_name(self._sink)} was slower than the run: {self._dropped} records were not told to it. "
                 "They are in metrics.jsonl.",
             )
         if self._thread.is_alive():
-            quietly(
+            warn_quietly(
                 self._warn,
                 f"{_name(self._sink)} did not finish in time and was left behind. All records are in metrics.jsonl.",
             )
@@ -207,12 +207,12 @@ class _Lane:
             failed = item.failed
         except Exception as error:
             self._disabled.set()
-            quietly(self._warn, f"{_name(self._sink)} is switched off after an error, the run goes on: {error}")
+            warn_quietly(self._warn, f"{_name(self._sink)} is switched off after an error, the run goes on: {error}")
             failed = True
         try:
             self._sink.close(failed)
         except Exception as error:
-            quietly(self._warn, f"{_name(self._sink)} could not be closed: {error}")
+            warn_quietly(self._warn, f"{_name(self._sink)} could not be closed: {error}")
 
 
 def _name(sink: Sink | None) -> str:

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 from meshwright.errors import UserError
 from meshwright.tracking.record import StepRecord, metrics
-from meshwright.tracking.tracker import quietly, warn_on_stderr
+from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"
@@ -166,12 +166,12 @@ class WandbSink:
         """Start the child and wait until wandb is ready. Raises UserError if an offline start fails too."""
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
-            quietly(self._warn, f"wandb writes offline ({why}){self._later}")
+            warn_quietly(self._warn, f"wandb writes offline ({why}){self._later}")
         if self.mode is WandbMode.OFF:
             return
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:
-            quietly(self._warn, f"wandb writes offline ({failure}){self._later}")
+            warn_quietly(self._warn, f"wandb writes offline ({failure}){self._later}")
             self.mode = WandbMode.OFFLINE
             failure = self._start(self.mode)
         if failure:
@@ -200,7 +200,7 @@ class WandbSink:
         self._stop()
         if is_late():
             message = f"wandb did not finish within {self.finish_limit_s:g} s; send the rest with `wandb sync`"
-            quietly(self._warn, f"{message} {self.run_directory / 'wandb'}/*run-*")
+            warn_quietly(self._warn, f"{message} {self.run_directory / 'wandb'}/*run-*")
 
     def _start(self, mode: WandbMode) -> str | None:
         """Start a child in this mode. Return the error, or None when it is ready."""

@@ -12,7 +12,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
 from meshwright.schedule.action import Action, Kind, format_schedule
 from meshwright.schedule.analysis.simulate import Span
-from meshwright.tracking.tracker import quietly, warn_on_stderr
+from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.drift import check_drift
 from meshwright.watch.stragglers import Stragglers
 from meshwright.watch.trace import Seen, Trace, on_one_clock, traced_step, write
@@ -94,7 +94,7 @@ def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
     try:
         write(assemble(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
     except Exception as error:
-        quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
+        warn_quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
 
 
 def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:

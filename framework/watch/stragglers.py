@@ -23,7 +23,7 @@ from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import Result
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Timeline
-from meshwright.tracking.tracker import quietly, warn_on_stderr
+from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.trace import Seen, on_one_clock
 
 SHARE = 0.1
@@ -116,7 +116,7 @@ class Stragglers:
         try:
             return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
         except Exception as error:
-            quietly(warn_on_stderr, f"who makes the others wait cannot be told, the run goes on: {error!r}")
+            warn_quietly(warn_on_stderr, f"who makes the others wait cannot be told, the run goes on: {error!r}")
             return None
 
 
@@ -127,7 +127,7 @@ def _messages(mesh: Mesh, pipeline: Sequence[Seen], scale: float) -> dict[tuple[
         spans, _, error_s = on_one_clock(pipeline)
         found = on_their_way(Timeline("", spans), at_least=error_s)
     except Exception as error:
-        quietly(warn_on_stderr, f"the messages of a step cannot be accounted for, the run goes on: {error!r}")
+        warn_quietly(warn_on_stderr, f"the messages of a step cannot be accounted for, the run goes on: {error!r}")
         return {}
     ranks = mesh.pp.ranks
     return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in found.items()}

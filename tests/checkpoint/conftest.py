@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Head, Kind, Piece, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, Piece, TensorKind, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.parameters import ParameterInfo, Slice
 
@@ -22,7 +22,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 CUT_DIMS = {"embedding.weight": 0, "block0.mlp.up.weight": 0, "block0.mlp.down.weight": 1}
 
-State = dict[tuple[Kind, str], Tensor]
+State = dict[tuple[TensorKind, str], Tensor]
 
 
 class Fake:
@@ -43,10 +43,10 @@ class Fake:
     def state(self, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> State:
         generator = torch.Generator().manual_seed(seed)
         full: State = {}
-        for kind in Kind:
+        for kind in TensorKind:
             for name, shape in SHAPES.items():
                 numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-                full[kind, name] = numbers.to(dtype if kind is Kind.WEIGHTS else torch.float32)
+                full[kind, name] = numbers.to(dtype if kind is TensorKind.WEIGHTS else torch.float32)
         return full
 
     def pieces(self, state: State, tp: int, tp_rank: int) -> Iterator[Piece]:
@@ -59,8 +59,8 @@ class Fake:
             yield Piece(kind, info, info.unpadded(buffer))
             buffer.fill_(torch.nan)
 
-    def head(self, step: int) -> Head:
-        return Head(
+    def head(self, step: int) -> CheckpointMetadata:
+        return CheckpointMetadata(
             step=step,
             samples_seen=8 * step,
             seed=1234,

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import Head, Kind, Manifest, Piece, begin, compatible, open_checkpoint, publish, write_shard
+from meshwright.checkpoint import (
+    CheckpointMetadata,
+    Manifest,
+    Piece,
+    TensorKind,
+    begin,
+    check_compatible,
+    open_checkpoint,
+    publish,
+    write_shard,
+)
 from meshwright.checkpoint.compatible import REFUSED
 from meshwright.checkpoint.save import final_directory
 from meshwright.config.schema import RunConfig
@@ -30,9 +40,9 @@ def manifest(tmp_path: Path) -> Manifest:
     """A saved one, read back: the configuration has been through the file."""
     import torch
 
-    head = Head(7, 112, 1234, CONFIG.model_dump(mode="json"), PRINT, {})
+    head = CheckpointMetadata(7, 112, 1234, CONFIG.model_dump(mode="json"), PRINT, {})
     temporary, final = begin(tmp_path, 7, "a1"), final_directory(tmp_path, 7)
-    write_shard(temporary, "only", [Piece(Kind.WEIGHTS, ParameterInfo("w", (1,)), torch.ones(1))])
+    write_shard(temporary, "only", [Piece(TensorKind.WEIGHTS, ParameterInfo("w", (1,)), torch.ones(1))])
     publish(temporary, final, head)
     return open_checkpoint(final).manifest
 
@@ -48,8 +58,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def test_the_same_run_goes_on_without_a_word(manifest: Manifest) -> None:
-    assert compatible(manifest, CONFIG.model_dump(mode="json"), PRINT) == []
-    assert compatible(manifest, CONFIG.model_dump(), PRINT) == []  # tuples for lists: the same configuration
+    assert check_compatible(manifest, CONFIG.model_dump(mode="json"), PRINT) == []
+    assert check_compatible(manifest, CONFIG.model_dump(), PRINT) == []  # tuples for lists: the same configuration
 
 
 def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> None:
@@ -57,9 +67,9 @@ def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> No
     config: dict[str, Any] = {section: dict(keys) for section, keys in manifest.config.items()}  # type: ignore[union-attr, arg-type]
     del config["optimizer"]["name"], config["parallel"]["shard_factor"]
     old = manifest.model_copy(update={"config": config})
-    assert compatible(old, CONFIG.model_dump(mode="json"), PRINT) == []
+    assert check_compatible(old, CONFIG.model_dump(mode="json"), PRINT) == []
     with pytest.raises(CheckpointError, match=r'optimizer\.name was "adamw" and is "sgd"'):
-        compatible(old, changed("optimizer.name", "sgd"), PRINT)
+        check_compatible(old, changed("optimizer.name", "sgd"), PRINT)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,7 @@ def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> No
     ],
 )
 def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, line: str) -> None:
-    assert compatible(manifest, changed(path, value), PRINT) == [line]
+    assert check_compatible(manifest, changed(path, value), PRINT) == [line]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
 )
 def test_refused_changes_are_named(manifest: Manifest, path: str, value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        compatible(manifest, changed(path, value), PRINT)
+        check_compatible(manifest, changed(path, value), PRINT)
     assert "run.name" in str(caught.value) and "step 7" in str(caught.value)
 
 
@@ -113,10 +123,10 @@ def test_all_problems_come_at_once(manifest: Manifest) -> None:
     with pytest.raises(
         CheckpointError, match=r"run\.seed(.|\n)*train\.dtype(.|\n)*'tokenizer' was \"bb\" and is \"cc\""
     ):
-        compatible(manifest, config, PRINT | {"tokenizer": "cc"})
+        check_compatible(manifest, config, PRINT | {"tokenizer": "cc"})
 
 
 @pytest.mark.parametrize("now", [{"train": "zz", "tokenizer": "bb"}, {"tokenizer": "bb"}])
 def test_another_corpus_is_refused(manifest: Manifest, now: dict[str, str]) -> None:
     with pytest.raises(CheckpointError, match="data fingerprint 'train' was \"aa\" and is"):
-        compatible(manifest, CONFIG.model_dump(mode="json"), now)
+        check_compatible(manifest, CONFIG.model_dump(mode="json"), now)

@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import Kind, begin, files, find, newest_valid, open_checkpoint, prune, publish, write_shard
+from meshwright.checkpoint import (
+    TensorKind,
+    begin,
+    files,
+    find,
+    newest_valid,
+    open_checkpoint,
+    prune,
+    publish,
+    write_shard,
+)
 from meshwright.checkpoint.save import final_directory
 from meshwright.errors import CheckpointError, UnreadableError
 
@@ -52,8 +62,8 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(
     found = newest_valid(tmp_path, warn=warnings.append)
     assert found is not None and found.manifest.step == 100
     assert len(warnings) == 1 and "step-00000200" in warnings[0] and file in warnings[0]
-    local = found.read(Kind.MASTER, fake.info("embedding.weight", 1, 0))
-    assert local is not None and torch.equal(local, older[Kind.MASTER, "embedding.weight"])
+    local = found.read(TensorKind.MASTER, fake.info("embedding.weight", 1, 0))
+    assert local is not None and torch.equal(local, older[TensorKind.MASTER, "embedding.weight"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "grown"])
@@ -230,8 +240,8 @@ def test_killed_at_any_moment_the_run_has_a_sound_checkpoint(tmp_path: Path, fak
     assert outcomes == {1, 2}, "the moments must lie on both sides of the rename"
     found = newest_valid(tmp_path)
     assert found is not None and found.manifest.step == 100
-    local = found.read(Kind.EXP_AVG, fake.info("block0.mlp.down.weight", 1, 0))
-    assert local is not None and torch.equal(local, older[Kind.EXP_AVG, "block0.mlp.down.weight"])
+    local = found.read(TensorKind.EXP_AVG, fake.info("block0.mlp.down.weight", 1, 0))
+    assert local is not None and torch.equal(local, older[TensorKind.EXP_AVG, "block0.mlp.down.weight"])
     fake.save(tmp_path, 200)
     assert not list((tmp_path / "checkpoints").glob(".tmp-*")), "what the dead left behind is removed by the next save"
 

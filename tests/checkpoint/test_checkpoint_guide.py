@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import Kind
-from meshwright.checkpoint.manifest import Entry, File, Manifest, Part, check
+from meshwright.checkpoint import TensorKind
+from meshwright.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry, check
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
@@ -34,7 +34,7 @@ def test_the_code_reads_a_tensor_without_this_project(tmp_path: Path, fake: Any)
         "try:\n    import meshwright\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n"
         f"{code}\nfrom safetensors.torch import save_file\nsave_file({{'whole': whole}}, sys.argv[3])\n"
     )
-    for kind, name in [(Kind.WEIGHTS, "embedding.weight"), (Kind.EXP_AVG, "block0.mlp.down.weight")]:
+    for kind, name in [(TensorKind.WEIGHTS, "embedding.weight"), (TensorKind.EXP_AVG, "block0.mlp.down.weight")]:
         out = tmp_path / "out.safetensors"
         words = [sys.executable, "-c", program, str(path), kind.of(name), str(out)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
@@ -49,12 +49,12 @@ def test_the_manifest_has_the_fields_that_there_are() -> None:
     manifest = Manifest.model_validate_json(block("json"))
     assert check(manifest) == [] and list(example) == list(Manifest.model_fields)
     for entry in example["tensors"].values():
-        assert list(entry) == list(Entry.model_fields)
-        assert all(list(piece) == list(Part.model_fields) for piece in entry["pieces"])
-    assert all(list(file) == list(File.model_fields) for file in example["files"].values())
+        assert list(entry) == list(TensorEntry.model_fields)
+        assert all(list(piece) == list(PieceEntry.model_fields) for piece in entry["pieces"])
+    assert all(list(file) == list(FileEntry.model_fields) for file in example["files"].values())
     for field in Manifest.model_fields:
         assert f"`{field}`" in GUIDE.partition("| field | says |")[2].partition("## ")[0], field
-    assert all(f"`{kind}`" in GUIDE for kind in Kind)
+    assert all(f"`{kind}`" in GUIDE for kind in TensorKind)
 
 
 def test_the_commands_are_those_that_there_are() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import Kind, Manifest, find, newest_valid, open_checkpoint, prune
+from meshwright.checkpoint import Manifest, TensorKind, find, newest_valid, open_checkpoint, prune
 from meshwright.errors import CheckpointError
 from meshwright.run.resume import saved_count
 
@@ -213,7 +213,7 @@ def test_a_forged_shard_is_refused_on_reading(tmp_path: Path, fake: Any, content
     forge(path, lambda m: m["files"].update({"pp0-tp0-00000.safetensors": file}))
     checkpoint = open_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"pp0-tp0-00000\.safetensors.*cannot be read"):
-        checkpoint.read(Kind.WEIGHTS, fake.info("embedding.weight", 1, 0))
+        checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
 def test_a_shard_of_another_shape_or_dtype_is_refused_on_reading(tmp_path: Path, fake: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_shard_of_another_shape_or_dtype_is_refused_on_reading(tmp_path: Path,
 
     forge(path, swap)
     with pytest.raises(CheckpointError, match=r"BF16\[6\] in the file and F16\[6\] in the manifest"):
-        open_checkpoint(path).read(Kind.WEIGHTS, fake.info("block0.norm.weight", 1, 0))
+        open_checkpoint(path).read(TensorKind.WEIGHTS, fake.info("block0.norm.weight", 1, 0))
 
 
 SHARD = "pp0-tp0-00000.safetensors"
@@ -247,12 +247,12 @@ def go_over(run: Path, fake: Any) -> str:
     try:
         found = newest_valid(run, warn=said.append)
         assert found is not None
-        for kind, info in itertools.product(Kind, fake.infos(1, 0)):
+        for kind, info in itertools.product(TensorKind, fake.infos(1, 0)):
             found.read(kind, info)
     except CheckpointError as error:
         said.append(str(error))
     with contextlib.suppress(CheckpointError):
-        open_checkpoint(find(run)[0].path).read(Kind.WEIGHTS, fake.info("embedding.weight", 1, 0))
+        open_checkpoint(find(run)[0].path).read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
     return "\n".join(said)
 
 
@@ -330,7 +330,7 @@ def put_in_place(run: Path, fake: Any, content: bytes) -> None:
     with open_checkpoint(path) as checkpoint:
         checkpoint.verify()  # the hashes agree
         with pytest.raises(CheckpointError, match=rf"{SHARD}.*(cannot be read|in the file and)"):
-            checkpoint.read(Kind.WEIGHTS, fake.info("embedding.weight", 1, 0))
+            checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
 @pytest.mark.parametrize("what", ["directory", "link to a directory", "fifo", "dangling link"])

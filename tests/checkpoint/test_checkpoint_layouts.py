@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from meshwright.checkpoint import (
-    Attempt,
-    Behind,
-    Kind,
+    AsyncWriter,
     Piece,
+    SaveAttempt,
+    TensorKind,
     begin,
     find,
     newest_valid,
@@ -29,7 +29,7 @@ from meshwright.checkpoint import (
     to_host,
     write_shard,
 )
-from meshwright.checkpoint.manifest import Dtype, Entry, Part, coverage
+from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry, coverage
 from meshwright.checkpoint.save import final_directory
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo, Slice
@@ -43,7 +43,7 @@ def test_any_layout_reads_any_other(tmp_path: Path, fake: Any, written: int, dty
     with open_checkpoint(path) as checkpoint:
         checkpoint.verify()
         for tp in (1, 2, 3, 4, 7):  # 7: the last ranks hold no row of the vocabulary at all, only padding
-            for tp_rank, (kind, info) in itertools.product(range(tp), itertools.product(Kind, fake.infos(tp, 0))):
+            for tp_rank, (kind, info) in itertools.product(range(tp), itertools.product(TensorKind, fake.infos(tp, 0))):
                 info = fake.info(info.name, tp, tp_rank)
                 local = checkpoint.read(kind, info)
                 expected = info.take(state[kind, info.name])
@@ -90,9 +90,9 @@ def test_read_by_safetensors_alone(tmp_path: Path, fake: Any) -> None:
 def test_ranks_save_together(tmp_path: Path, fake: Any) -> None:
     """As ranks do: each behind its own training, the first one publishes, a replica writes nothing."""
     state = fake.state(5)
-    attempt = Attempt(tmp_path, fake.head(5), "7f", frozenset({"tp0", "tp1", "tp2"}), max_file_bytes=500)
+    attempt = SaveAttempt(tmp_path, fake.head(5), "7f", frozenset({"tp0", "tp1", "tp2"}), max_file_bytes=500)
     begin(tmp_path, 5, "7f")
-    ranks = [Behind() for _ in range(4)]
+    ranks = [AsyncWriter() for _ in range(4)]
     for tp_rank in (1, 0, 2):
         assert not attempt.final.exists()
         pieces = to_host(fake.pieces(state, 3, tp_rank))
@@ -126,7 +126,7 @@ def test_files_are_split_and_memory_is_bounded(tmp_path: Path) -> None:
             held.append(given_bytes - written)
             given_bytes += 1024
             yield Piece(
-                Kind.WEIGHTS, ParameterInfo(f"layer{index}.weight", (16, 16)), torch.full((16, 16), float(index))
+                TensorKind.WEIGHTS, ParameterInfo(f"layer{index}.weight", (16, 16)), torch.full((16, 16), float(index))
             )
 
     report = write_shard(temporary, "only", pieces(), max_file_bytes=limit)
@@ -137,8 +137,8 @@ def test_files_are_split_and_memory_is_bounded(tmp_path: Path) -> None:
 def test_numbers_are_aligned_to_their_size(tmp_path: Path) -> None:
     """Three bfloat16 given before a float64: whoever maps the file as an array finds both where an array may start."""
     pieces = [
-        Piece(Kind.WEIGHTS, ParameterInfo("a", (3,)), torch.ones(3, dtype=torch.bfloat16)),
-        Piece(Kind.WEIGHTS, ParameterInfo("b", (2,)), torch.ones(2, dtype=torch.float64)),
+        Piece(TensorKind.WEIGHTS, ParameterInfo("a", (3,)), torch.ones(3, dtype=torch.bfloat16)),
+        Piece(TensorKind.WEIGHTS, ParameterInfo("b", (2,)), torch.ones(2, dtype=torch.float64)),
     ]
     temporary = begin(tmp_path, 1, "a1")
     write_shard(temporary, "only", pieces)
@@ -154,20 +154,20 @@ def test_dtype_on_reading(tmp_path: Path, fake: Any) -> None:
     state = fake.state(1)
     checkpoint = open_checkpoint(fake.save(tmp_path, 1, state=state))
     info = fake.info("block0.norm.weight", 1, 0)
-    local = checkpoint.read(Kind.WEIGHTS, info, torch.float32)
-    assert local is not None and torch.equal(local, state[Kind.WEIGHTS, info.name].float())
+    local = checkpoint.read(TensorKind.WEIGHTS, info, torch.float32)
+    assert local is not None and torch.equal(local, state[TensorKind.WEIGHTS, info.name].float())
 
 
 def test_a_kind_that_was_not_saved_is_none_and_a_name_that_is_missing_is_not(tmp_path: Path, fake: Any) -> None:
-    state = {key: full for key, full in fake.state(1).items() if key[0] is not Kind.MASTER}
+    state = {key: full for key, full in fake.state(1).items() if key[0] is not TensorKind.MASTER}
     checkpoint = open_checkpoint(fake.save(tmp_path, 1, state=state))
-    assert checkpoint.read(Kind.MASTER, fake.info("block0.norm.weight", 1, 0)) is None
+    assert checkpoint.read(TensorKind.MASTER, fake.info("block0.norm.weight", 1, 0)) is None
     with pytest.raises(CheckpointError, match=r"no tensor 'weights/block1\.norm\.weight'.*\[6\].*run\.name"):
-        checkpoint.read(Kind.WEIGHTS, ParameterInfo("block1.norm.weight", (6,)))
+        checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("block1.norm.weight", (6,)))
     with pytest.raises(CheckpointError, match=r"'exp_avg/embedding\.weight' has shape \[10, 6\].*\[12, 6\].*run\.name"):
-        checkpoint.read(Kind.EXP_AVG, ParameterInfo("embedding.weight", (12, 6), Slice(0, 6, 12, 6)))
-    assert checkpoint.parameters(Kind.EXP_AVG) == sorted({name for _, name in state})
-    assert checkpoint.shape(Kind.WEIGHTS, "embedding.weight") == (10, 6)
+        checkpoint.read(TensorKind.EXP_AVG, ParameterInfo("embedding.weight", (12, 6), Slice(0, 6, 12, 6)))
+    assert checkpoint.parameters(TensorKind.EXP_AVG) == sorted({name for _, name in state})
+    assert checkpoint.shape(TensorKind.WEIGHTS, "embedding.weight") == (10, 6)
 
 
 def test_candidates_newest_first_and_nothing_else_counts(tmp_path: Path, fake: Any) -> None:
@@ -212,7 +212,7 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
     temporary = begin(tmp_path, 1, "a1")
     for index, size in enumerate((4, 6)):
         info = ParameterInfo("w", (size,), Slice(0, 2 * index, 2 * index + 2, 2))
-        write_shard(temporary, f"shard{index}", [Piece(Kind.WEIGHTS, info, torch.zeros(2))])
+        write_shard(temporary, f"shard{index}", [Piece(TensorKind.WEIGHTS, info, torch.zeros(2))])
     with pytest.raises(CheckpointError, match=r"'weights/w': one rank says F32\[4\], another F32\[6\]"):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
@@ -225,7 +225,7 @@ def test_a_shard_that_lost_bytes_is_not_published(tmp_path: Path, fake: Any) -> 
 
 
 def test_a_tied_weight_given_twice_is_refused(tmp_path: Path) -> None:
-    piece = Piece(Kind.WEIGHTS, ParameterInfo("embedding.weight", (2,)), torch.zeros(2))
+    piece = Piece(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (2,)), torch.zeros(2))
     with pytest.raises(CheckpointError, match=r"'weights/embedding\.weight' twice: tied"):
         write_shard(begin(tmp_path, 1, "a1"), "shard", [piece, piece])
 
@@ -233,8 +233,8 @@ def test_a_tied_weight_given_twice_is_refused(tmp_path: Path) -> None:
 def test_an_overlap_of_boxes_that_are_no_neighbours_is_found() -> None:
     """As many elements as the tensor has, and no two neighbours in order overlap; still one corner is there twice."""
     boxes = [((0, 0), (4, 2)), ((0, 2), (1, 2)), ((1, 0), (1, 2)), ((2, 2), (2, 2))]
-    parts = tuple(Part(file="f.safetensors", key="k", offset=offset, shape=shape) for offset, shape in boxes)
-    problem = coverage(Entry(shape=(4, 4), dtype=Dtype.F32, pieces=parts))
+    parts = tuple(PieceEntry(file="f.safetensors", key="k", offset=offset, shape=shape) for offset, shape in boxes)
+    problem = coverage(TensorEntry(shape=(4, 4), dtype=Dtype.F32, pieces=parts))
     assert problem is not None and "overlap" in problem
 
 
@@ -265,7 +265,8 @@ def test_coverage_agrees_with_counting(cuts: tuple[set[int], set[int]], damage: 
     for (a, b), (c, d) in boxes:
         counted[a:b, c:d] += 1
     parts = tuple(
-        Part(file="f.safetensors", key="k", offset=(a, c), shape=(max(b - a, 0), d - c)) for (a, b), (c, d) in boxes
+        PieceEntry(file="f.safetensors", key="k", offset=(a, c), shape=(max(b - a, 0), d - c))
+        for (a, b), (c, d) in boxes
     )
-    problem = coverage(Entry(shape=shape, dtype=Dtype.F32, pieces=parts))
+    problem = coverage(TensorEntry(shape=shape, dtype=Dtype.F32, pieces=parts))
     assert (problem is None) == (inside and bool((counted == 1).all())), (problem, boxes)

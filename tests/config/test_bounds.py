@@ -10,7 +10,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from meshwright.checkpoint import Head
+from meshwright.checkpoint import CheckpointMetadata
 from meshwright.checkpoint.manifest import parse as parse_manifest
 from meshwright.checkpoint.manifest import render
 from meshwright.checkpoint.save import merge
@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_every_number_at_its_bounds(key: str, which: int) -> 
     config = RunConfig.model_validate({section: {name: value}})
     assert parse(dump(config)) == config
     steps, batch = config.train.steps, config.batch.global_batch or 1
-    head = Head(
+    head = CheckpointMetadata(
         step=steps,
         samples_seen=steps * batch,
         seed=config.run.seed,
@@ -94,7 +94,7 @@ def test_the_greatest_run_has_a_cursor_that_a_manifest_holds() -> None:
         "data": {"train": "corpus"},
     }
     config = resolve(RunConfig.model_validate(tree), 1)
-    head = Head(10**9, 10**18, 2**63 - 1, config.model_dump(mode="json"), {}, {"optimizer_steps": 10**9})
+    head = CheckpointMetadata(10**9, 10**18, 2**63 - 1, config.model_dump(mode="json"), {}, {"optimizer_steps": 10**9})
     assert parse_manifest(render(merge(head, [])), "manifest.json").samples_seen == 10**18
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.manifest import Dtype, Entry, Part, coverage
+from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry, coverage
 from meshwright.config import load, rules
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.cli import main
@@ -57,20 +57,21 @@ def test_many_pieces_of_a_tensor_are_checked_in_seconds() -> None:
     """22,500 pieces cut along both dims; and the same with one that stands there twice, instead of another."""
     side = 150
     pieces = tuple(
-        Part(file="a.safetensors", key=str(at), offset=(at // side, at % side), shape=(1, 1)) for at in range(side**2)
+        PieceEntry(file="a.safetensors", key=str(at), offset=(at // side, at % side), shape=(1, 1))
+        for at in range(side**2)
     )
     began = time.process_time()
-    assert coverage(Entry(shape=(side, side), dtype=Dtype.F32, pieces=pieces)) is None
-    said = coverage(Entry(shape=(side, side), dtype=Dtype.F32, pieces=(*pieces[:-1], pieces[7])))
+    assert coverage(TensorEntry(shape=(side, side), dtype=Dtype.F32, pieces=pieces)) is None
+    said = coverage(TensorEntry(shape=(side, side), dtype=Dtype.F32, pieces=(*pieces[:-1], pieces[7])))
     assert said is not None and "overlap" in said
-    said = coverage(Entry(shape=(side, side + 1), dtype=Dtype.F32, pieces=pieces))
+    said = coverage(TensorEntry(shape=(side, side + 1), dtype=Dtype.F32, pieces=pieces))
     assert said is not None and "22500 of the 22650" in said and len(said) < 1000
     assert time.process_time() - began < 10
 
 
 def test_absurd_shapes_are_refused() -> None:
-    piece = Part(file="a.safetensors", key="a", offset=(0,) * 20, shape=(2**10,) * 20)
-    said = coverage(Entry(shape=(2**10,) * 20, dtype=Dtype.F32, pieces=(piece,)))
+    piece = PieceEntry(file="a.safetensors", key="a", offset=(0,) * 20, shape=(2**10,) * 20)
+    said = coverage(TensorEntry(shape=(2**10,) * 20, dtype=Dtype.F32, pieces=(piece,)))
     assert said is not None and "2^60 elements" in said
 
 

@@ -25,7 +25,7 @@ from meshwright.config import (
     resolve,
     to_toml,
 )
-from meshwright.config.secrets import secrets_in
+from meshwright.config.secrets import find_secrets
 from meshwright.errors import ConfigError
 
 words = st.text(st.characters(codec="utf-8"), max_size=10)
@@ -38,7 +38,9 @@ options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
         max_leaves=5,
     ),
     max_size=4,
-).filter(lambda found: not list(secrets_in(found, ("model", "options"))))  # hypothesis takes words from the source too
+).filter(
+    lambda found: not list(find_secrets(found, ("model", "options")))
+)  # hypothesis takes words from the source too
 configs = st.builds(
     RunConfig,
     run=st.builds(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Batch, Data, Launch, Parallel, RunConfig, bucket_bytes, default_world_size, load, resolve
-from meshwright.config.batch import derive, problem
+from meshwright.config.batch import derive, find_problem
 from meshwright.errors import ConfigError
 
 
@@ -101,7 +101,7 @@ def test_any_two_give_the_third(batch: tuple[int | None, ...], dp: int, wanted: 
     ],
 )
 def test_batch_numbers_that_do_not_hold_together(batch: dict[str, int], dp: int | None, said: str) -> None:
-    assert problem(Batch(**batch), dp) == said
+    assert find_problem(Batch(**batch), dp) == said
 
 
 counts = st.integers(1, 40)
@@ -111,17 +111,17 @@ counts = st.integers(1, 40)
 @settings(deadline=None)
 def test_a_batch_is_right_or_told_how_to_become_so(m: int | None, c: int | None, g: int | None, dp: int | None) -> None:
     batch = Batch(micro_batch_size=m, chunks=c, global_batch=g)
-    said = problem(batch, dp)
+    said = find_problem(batch, dp)
     if said is None and dp is not None:
         whole = derive(batch, dp)
         assert None not in (whole.micro_batch_size, whole.chunks, whole.global_batch)
         assert whole.micro_batch_size * whole.chunks * dp == whole.global_batch
         assert all(old in (None, new) for old, new in zip((m, c, g), whole.model_dump().values(), strict=True))
-        assert problem(batch, None) is None  # what is right for one dp is not refused while dp is open
+        assert find_problem(batch, None) is None  # what is right for one dp is not refused while dp is open
     elif said is not None and (moves := re.findall(r"batch\.(\w+) = (\d+)(?: or (\d+))?", said.split(": ")[-1])):
         for name, *numbers in moves:  # every number that the message proposes does work
             for number in filter(None, numbers):
-                assert problem(batch.model_copy(update={name: int(number)}), dp) is None, said
+                assert find_problem(batch.model_copy(update={name: int(number)}), dp) is None, said
 
 
 def test_load_checks_the_batch_as_far_as_dp_is_known(tmp_path: Any) -> None:

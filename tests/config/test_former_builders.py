@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.compatible import compatible
+from meshwright.checkpoint.compatible import check_compatible
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import load
 from meshwright.config.functions import OWN_BUILDERS, find_function, find_source, is_own_builder
@@ -74,7 +74,7 @@ def test_a_checkpoint_with_the_former_name_goes_on(
         files={},
     )
     if goes_on:
-        assert compatible(manifest, now, {}) == []
+        assert check_compatible(manifest, now, {}) == []
     else:
         with pytest.raises(CheckpointError, match="it is another model"):
-            compatible(manifest, now, {})
+            check_compatible(manifest, now, {})

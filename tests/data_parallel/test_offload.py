@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.build import build
-from meshwright.checkpoint import Kind
+from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
@@ -39,7 +39,9 @@ def built(config_json: str) -> Parts:
     return build(config, mesh, (open_verify_source(config, True), None))
 
 
-def trained(rank: int, world_size: int, config_json: str) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor]]:
+def trained(
+    rank: int, world_size: int, config_json: str
+) -> tuple[list[float], dict[tuple[TensorKind, str], torch.Tensor]]:
     """(losses of three steps, all that a checkpoint would have of this rank)."""
     parts = built(config_json)
     losses = [take_step(parts).loss for _ in range(3)]
@@ -95,7 +97,7 @@ def test_it_is_the_same_run_bit_for_bit(
 
 def trained_apart(
     rank: int, world_size: int, config_json: str
-) -> tuple[list[float], dict[tuple[Kind, str], torch.Tensor], set[int]]:
+) -> tuple[list[float], dict[tuple[TensorKind, str], torch.Tensor], set[int]]:
     """The same where the host's memory is not the device's; and how often the gradient of a bucket was copied."""
     host = Apart()
     with mock.patch("meshwright.build.host_memory", return_value=host):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.blueprint import batch_numbers
 from meshwright.build import build
-from meshwright.checkpoint import Kind, find, open_checkpoint
+from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, resolve
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import open_sources
@@ -212,7 +212,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
         found = {}
         for name, entry in checkpoint.manifest.tensors.items():
             kind, _, parameter = name.partition("/")
-            tensor = checkpoint.read(Kind(kind), ParameterInfo(parameter, tuple(entry.shape)))
+            tensor = checkpoint.read(TensorKind(kind), ParameterInfo(parameter, tuple(entry.shape)))
             assert tensor is not None
             found[name] = tensor.clone()
     return found

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
-from meshwright.model.meter import Count, Meter, Reference, reference
+from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, reference
 from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.costs import LayerCost, count_layers, weights
 from meshwright.pipeline.recompute import recompute_parts
 from tests.support import builders
 
-BY = Reference("a device of round numbers", 1000.0, 10.0, fused=False)
+BY = ReferenceDevice("a device of round numbers", 1000.0, 10.0, fused=False)
 FUSED = BY._replace(fused=True)
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
@@ -31,7 +31,7 @@ def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def cost_of(layer: nn.Module, inputs: Any, labels: Tensor | None = None, by: Reference = BY) -> LayerCost:
+def cost_of(layer: nn.Module, inputs: Any, labels: Tensor | None = None, by: ReferenceDevice = BY) -> LayerCost:
     (cost,) = count_layers(nn.Sequential(layer), inputs, labels, by)
     return cost
 
@@ -89,7 +89,7 @@ def test_bytes_of_a_linear() -> None:
 def test_an_embedding_reads_its_rows_and_makes_a_gradient_of_all() -> None:
     cost = cost_of(nn.Embedding(1000, 8), ids(2, 6))
     rows, whole = 4 * 2 * 6 * 8, 4 * 1000 * 8
-    assert cost.forward == Count(0.0, 2 * rows + 8 * 12, (2 * rows + 8 * 12) / 10.0)
+    assert cost.forward == OperationCost(0.0, 2 * rows + 8 * 12, (2 * rows + 8 * 12) / 10.0)
     assert cost.backward.bytes == rows + 8 * 12 + whole + 3 * whole
 
 
@@ -165,7 +165,7 @@ def test_bfloat16_halves_the_bytes_but_for_gradients_that_are_summed_in_float32(
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-def attention(length: int, by: Reference = FUSED, **options: Any) -> LayerCost:
+def attention(length: int, by: ReferenceDevice = FUSED, **options: Any) -> LayerCost:
     def attend(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, **options)
 
@@ -216,9 +216,9 @@ def test_backward_of_attention_makes_the_scores_again() -> None:
 def test_an_operation_takes_as_long_as_the_slower_of_the_two() -> None:
     layer, inputs = nn.Linear(8, 4, bias=False), torch.zeros(3, 8)
     flops, num_bytes = 2.0 * 3 * 8 * 4, 4.0 * (3 * 8 + 4 * 8 + 3 * 4)
-    assert cost_of(layer, inputs, by=Reference("", 1.0, 1e9, True)).forward.time_s == flops
-    assert cost_of(layer, inputs, by=Reference("", 1e9, 1.0, True)).forward.time_s == num_bytes
-    both = cost_of(nn.Sequential(layer, nn.Tanh()), inputs, by=Reference("", 1.0, 1.0, True))
+    assert cost_of(layer, inputs, by=ReferenceDevice("", 1.0, 1e9, True)).forward.time_s == flops
+    assert cost_of(layer, inputs, by=ReferenceDevice("", 1e9, 1.0, True)).forward.time_s == num_bytes
+    both = cost_of(nn.Sequential(layer, nn.Tanh()), inputs, by=ReferenceDevice("", 1.0, 1.0, True))
     assert both.forward.time_s == max(flops, num_bytes) + 4 * 2 * (3 * 4), "each operation by itself"
 
 
@@ -324,7 +324,7 @@ def test_what_is_recomputed_is_counted_in_backward() -> None:
 
 def test_what_is_not_trained_has_no_backward() -> None:
     costs = count_layers(builders.frozen(), ids(2, 6), ids(2, 6), BY)
-    assert costs[0].backward == Count()
+    assert costs[0].backward == OperationCost()
     assert costs[1].backward.flops == costs[1].forward.flops, "of its weights alone: nobody wants that of its input"
 
 
@@ -343,7 +343,9 @@ class OneWay(torch.autograd.Function):
 def test_a_backward_that_cannot_be_run_counts_as_two_forwards() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), Apply(OneWay.apply))
     cost = count_layers(layers, torch.zeros(3, 4), None, BY)[1]
-    assert cost.backward == Count(0.0, 2 * cost.forward.bytes, 2 * cost.forward.time_s) and cost.forward.bytes > 0
+    assert (
+        cost.backward == OperationCost(0.0, 2 * cost.forward.bytes, 2 * cost.forward.time_s) and cost.forward.bytes > 0
+    )
 
 
 def test_a_layer_that_fails_in_the_training_dtype_is_named() -> None:
@@ -363,7 +365,10 @@ def test_a_layer_that_fails_in_the_training_dtype_is_named() -> None:
 
 
 def test_weights_of_each_balance() -> None:
-    costs = [LayerCost("a", 7, Count(1.0, 2.0, 3.0), Count(1.0, 2.0, 4.0)), LayerCost("b", 0, Count(), Count())]
+    costs = [
+        LayerCost("a", 7, OperationCost(1.0, 2.0, 3.0), OperationCost(1.0, 2.0, 4.0)),
+        LayerCost("b", 0, OperationCost(), OperationCost()),
+    ]
     assert weights(costs, "layers") == [1.0, 1.0]
     assert weights(costs, "parameters") == [7.0, 0.0]
     assert weights(costs, "time") == [7.0, 0.0]

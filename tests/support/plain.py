@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshwright.checkpoint import Kind, newest_valid
+from meshwright.checkpoint import TensorKind, newest_valid
 from meshwright.config import RunConfig, parse
 from meshwright.model.build import PlainModel, build_model
 from meshwright.parameters import ParameterInfo
@@ -26,15 +26,17 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
             canonical = model.canonical(name)
             if canonical not in made:
                 info = ParameterInfo(canonical, tuple(outline.shape))
-                tensor = checkpoint.read(Kind.WEIGHTS, info, torch.float32)
+                tensor = checkpoint.read(TensorKind.WEIGHTS, info, torch.float32)
                 assert tensor is not None
                 made[canonical] = nn.Parameter(tensor, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
             model.layers.get_submodule(owner)._parameters[attribute] = made[canonical]
-        saved = set(checkpoint.parameters(Kind.WEIGHTS))
+        saved = set(checkpoint.parameters(TensorKind.WEIGHTS))
         for name, buffer in model.layers.named_buffers():
             if name in saved:  # forward changes it
-                found_buffer = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+                found_buffer = checkpoint.read(
+                    TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype
+                )
                 assert found_buffer is not None
                 buffer.copy_(found_buffer)
     return config, model.layers.eval()

@@ -16,7 +16,7 @@ from meshwright.data.prepare.readers import blocks, lines_of_range, list_files
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files
-from meshwright.tracking.jsonl import keep_until
+from meshwright.tracking.jsonl import drop_records_after
 from tests.tools.report.builders import make_run
 
 DEEP = 100_000
@@ -188,7 +188,7 @@ def test_metrics_without_a_line_feed(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, 2**40)
     with pytest.raises(DataError, match=r"metrics\.jsonl: line 1 is longer than"):
-        keep_until(path, 10)
+        drop_records_after(path, 10)
     (tmp_path / "starts.jsonl").touch()
     os.truncate(tmp_path / "starts.jsonl", 2**40)
     with pytest.raises(ConfigError, match=r"starts\.jsonl has 1,099,511,627,776 bytes"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError
-from meshwright.tracking.jsonl import JsonlSink, keep_until, read_records
+from meshwright.tracking.jsonl import JsonlSink, drop_records_after, read_records
 from meshwright.tracking.record import to_json
 
 
@@ -108,7 +108,7 @@ def test_truncation_is_all_or_nothing(path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        keep_until(path, 2)
+        drop_records_after(path, 2)
     assert path.read_bytes() == before
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, make_stage, pick_loss, tell_draw
-from meshwright.checkpoint import Checkpoint, Kind, find, open_checkpoint
+from meshwright.checkpoint import Checkpoint, TensorKind, find, open_checkpoint
 from meshwright.checkpoint.files import to_stderr
-from meshwright.config import RunConfig, change, parse, read_resolved
+from meshwright.config import RunConfig, load_saved, parse, read_resolved
 from meshwright.config.keys import KEYS
 from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
@@ -129,7 +129,7 @@ def config_for(
     balance = tree["pipeline"]["balance"]
     tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
     tree["launch"] |= {"processes": "auto", "max_restarts": 0}
-    return change(tree, [*defaults, *overrides], place.source)
+    return load_saved(tree, [*defaults, *overrides], place.source)
 
 
 def open_trained(
@@ -170,7 +170,7 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh,
     dtype = DTYPES[blueprint.config.train.dtype]
 
     def read(info: ParameterInfo) -> Tensor:
-        found = checkpoint.read(Kind.WEIGHTS, info, dtype)
+        found = checkpoint.read(TensorKind.WEIGHTS, info, dtype)
         assert found is not None  # a missing weight raises in read
         return found
 
@@ -178,7 +178,7 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh,
     layers = materialise(*of_stage, mesh.device, read).eval().requires_grad_(False)
     for name, buffer in layers.named_buffers():
         if name in blueprint.running:  # forward changes it, so it is saved state like the weights
-            saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+            saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
             assert saved is not None
             buffer.copy_(saved)
     return make_stage(blueprint, index, layers, loss, lambda name: None)

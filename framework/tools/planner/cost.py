@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.run.summary import Elements
 from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
@@ -339,7 +339,7 @@ def _replicas(
             reduce = chunks * _left(once_b + summed, one_backward, reached, habits.reduces_beside)
             gather = chunks * _left(once_f, one_forward, reached, habits.gathers_beside)
         else:
-            times = chunks if reduces_each(config) else 1
+            times = chunks if reduces_each_microbatch(config) else 1
             reduce = times * _left(sums, one_backward, reached, habits.reduces_beside)
             gather = _left(gathers, one_forward, reached, habits.gathers_beside)
         if reduce + gather > sum(worst):

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, bucket_bytes, reduces_each, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.eight_bit import table_bytes
 from meshwright.run.summary import Elements, held_at_rest
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
@@ -223,7 +223,9 @@ class _Sums(NamedTuple):
             return 0
         there, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.transport.sums_in_copies else 0
-        if parallel.zero == 2 and reduces_each(self.config):  # a bucket is there, whole, from its first gradient on
+        if parallel.zero == 2 and reduces_each_microbatch(
+            self.config
+        ):  # a bucket is there, whole, from its first gradient on
             opened = min(whole * self.wide, 2 * bucket) if there or at_once else 0
             complete = there >= bucket or point.elements == 0
             return opened + (min(whole * self.wide, bucket) * copies if complete else 0)
@@ -233,7 +235,7 @@ class _Sums(NamedTuple):
         """Between the last backward and REDUCE."""
         if shard_factor(self.config) == 1 or self.config.parallel.zero == 3:
             return 0
-        if self.config.parallel.zero == 2 and reduces_each(self.config):
+        if self.config.parallel.zero == 2 and reduces_each_microbatch(self.config):
             return 0
         return elements * self.wide if self.transport.sums_in_copies else 0
 
@@ -243,7 +245,7 @@ def walk(
 ) -> Moment:
     """Go along a row; the moment in which most is held. A schedule that is not lowered gives about that."""
     last = schedule.last_backwards(pp_rank)
-    each = reduces_each(sums.config)
+    each = reduces_each_microbatch(sums.config)
     sends: deque[tuple[int, Action]] = deque()
     gone: set[Action] = set()
     """Forwards whose backward is done, and whose output is still being sent."""

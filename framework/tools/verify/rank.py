@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.build import build
-from meshwright.checkpoint import Kind
+from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
 from meshwright.data.sources import Source, open_sources
@@ -117,7 +117,7 @@ def _stands_for(parts: Parts, bucket: Sharded) -> bool:
 
 
 def _parts_of(bucket: Sharded, flat: Tensor) -> list[Part]:
-    return [(piece.info, _copy(piece.tensor)) for piece in flat_pieces(Kind.WEIGHTS, bucket, flat)]
+    return [(piece.info, _copy(piece.tensor)) for piece in flat_pieces(TensorKind.WEIGHTS, bucket, flat)]
 
 
 def _weights(parts: Parts) -> list[Part]:

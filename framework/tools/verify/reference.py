@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import Optimizer, RunConfig
-from meshwright.config.functions import place
+from meshwright.config.functions import error_place
 from meshwright.data.example import example
 from meshwright.data.sources import Source
 from meshwright.errors import ModelError, UserError
@@ -239,9 +239,9 @@ def _explained(config: RunConfig) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"the plain run of {config.model.builder} failed{place(error)}: {type(error).__name__}: {error}. verify "
-            f"holds layouts against the model in plain torch: call the builder and train its module in a loop of one "
-            f"sample at a time, until that works"
+            f"the plain run of {config.model.builder} failed{error_place(error)}: {type(error).__name__}: {error}. "
+            f"verify holds layouts against the model in plain torch: call the builder and train its module in a loop of "
+            f"one sample at a time, until that works"
         ) from error
 
 

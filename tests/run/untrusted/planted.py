@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Head, Kind, Piece, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, Piece, TensorKind, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
-from meshwright.config import RunConfig, default_world_size, keep, resolve
+from meshwright.config import RunConfig, default_world_size, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
 
 CANARY = "canary"
@@ -31,14 +31,14 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
     config = resolve(config, default_world_size(config, 0))
     temporary = begin(run, 2, "a1")
     info = ParameterInfo("0.weight", (2, 2))
-    write_shard(temporary, "pp0-tp0", [Piece(Kind.WEIGHTS, info, torch.zeros(2, 2))])
+    write_shard(temporary, "pp0-tp0", [Piece(TensorKind.WEIGHTS, info, torch.zeros(2, 2))])
     saved = config.model_dump(mode="json")
     publish(
         temporary,
         final_directory(run, 2),
-        Head(2, 2, config.run.seed, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}),
+        CheckpointMetadata(2, 2, config.run.seed, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}),
     )
-    keep(run, config)
+    write_snapshot(run, config)
     return run
 
 

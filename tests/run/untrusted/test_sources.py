@@ -102,7 +102,7 @@ def test_who_imports_what_a_configuration_names() -> None:
 def test_who_reads_saved_configurations() -> None:
     assert (
         importers("parse", "meshwright.config")
-        | importers("change", "meshwright.config")
+        | importers("load_saved", "meshwright.config")
         | importers("read_resolved", "meshwright.config")
         == READERS.keys()
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, keep, resolve
+from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.mesh.grid import Grid
 from meshwright.run.peaks import PEAKS, Peaks
 from meshwright.run.starts import note_start
@@ -74,7 +74,7 @@ def make_run(
     """The directory. ``starts``: (from step, grid); a step is of the last start before it."""
     directory.mkdir(parents=True)
     config = config_of(directory, **sections)
-    keep(directory, config)
+    write_snapshot(directory, config)
     for from_step, grid in starts:
         note_start(directory, from_step, grid, ["node0"] * grid.size)
     lines = []

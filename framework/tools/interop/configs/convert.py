@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, change, default_world_size, resolve
+from meshwright.config import RunConfig, default_world_size, load_saved, resolve
 from meshwright.config.keys import SECTIONS, split
 from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
@@ -80,7 +80,7 @@ def convert_file(
     place = f"{path}, read as {NAMES[framework]}'s"
     if own_model:
         draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
-    config = change(draft.nested(), overrides, place)
+    config = load_saved(draft.nested(), overrides, place)
     _check(config, place)
     said = {each.key for each in given}
     decided = [line for line in draft.decided if line.partition(" = ")[0] not in said]

@@ -16,8 +16,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from meshwright.config.keys import shown
-from meshwright.config.secrets import names_a_secret
+from meshwright.config.keys import format_value
+from meshwright.config.secrets import is_secret_name
 from meshwright.errors import ConfigError
 
 
@@ -42,10 +42,10 @@ class SourceKey(NamedTuple):
     @property
     def written(self) -> str:
         """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
-        if names_a_secret(self.key):
+        if is_secret_name(self.key):
             return f"{self.key} = (not shown)"
         if not self.key.startswith("-") and not self.key.endswith(".py"):
-            return f"{self.key} = {shown(self.value)}"
+            return f"{self.key} = {format_value(self.value)}"
         words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
         return " ".join(map(str, [self.key, *words]))
 
@@ -109,7 +109,7 @@ class Draft:
         if name in self.items:
             self.read.add(name)
         if default is not None and not is_off(default) and not (type(default) is int and default in (1, -1)):
-            note = f"{name} = {shown(default)}"
+            note = f"{name} = {format_value(default)}"
             self.assumed += [] if note in self.assumed else [note]
         return default
 
@@ -195,7 +195,7 @@ class Draft:
         """Set a meshwright key. ``why``: the reason, for the report, if the value is not obvious from the file."""
         self.tree[key] = value
         if why:
-            self.decided.append(f"{key} = {shown(value)}: {why}")
+            self.decided.append(f"{key} = {format_value(value)}: {why}")
 
     def decide(self, said: str) -> None:
         """Append a line to the report that belongs to no single key."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.checkpoint.files import delete, explained
+from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
 from meshwright.system.bounded import real_path
 from meshwright.system.durable import sync_directory
@@ -55,7 +55,7 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the bytes do not fit on the disk, or a system call fails.
     """
-    with explained(out.parent):
+    with as_checkpoint_error(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(out)
         free = shutil.disk_usage(out.parent)
@@ -67,7 +67,7 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
         temporary.mkdir()
     try:
-        with explained(temporary), _locked(temporary):
+        with as_checkpoint_error(temporary), _locked(temporary):
             yield temporary
             _sync(temporary)
             if out.is_dir():

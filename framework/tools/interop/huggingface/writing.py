@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Checkpoint, Kind
-from meshwright.checkpoint.files import explained
+from meshwright.checkpoint import Checkpoint, TensorKind
+from meshwright.checkpoint.files import as_checkpoint_error
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
@@ -47,7 +47,7 @@ def dtype_of(word: str | None) -> torch.dtype | None:
     return None if word is None else named[word]
 
 
-class TensorSpec(NamedTuple):
+class OutgoingTensor(NamedTuple):
     """One transformers tensor to be written: its name, shape and dtype, without its values."""
 
     name: str
@@ -78,16 +78,16 @@ class WeightExport:
         self, checkpoint: Checkpoint, rules: Sequence[TensorMapping], dtype: torch.dtype | None, place: str
     ) -> None:
         _check_names(checkpoint, rules, place)
-        masters = set(checkpoint.parameters(Kind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
-        self.kinds = {rule.ours: Kind.MASTER if rule.ours in masters else Kind.WEIGHTS for rule in rules}
+        masters = set(checkpoint.parameters(TensorKind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
+        self.kinds = {rule.ours: TensorKind.MASTER if rule.ours in masters else TensorKind.WEIGHTS for rule in rules}
         self.checkpoint = checkpoint
         self.rules = rules
-        self.planned: list[TensorSpec] = []
+        self.planned: list[OutgoingTensor] = []
         """Tensors to write, in the order of the rules."""
         for rule in rules:
             entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
             written = TORCH_DTYPES[entry.dtype] if dtype is None else dtype
-            self.planned += [TensorSpec(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
+            self.planned += [OutgoingTensor(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
         self.num_bytes = sum(each.num_bytes for each in self.planned)
 
     def dtypes(self) -> list[str]:
@@ -108,7 +108,7 @@ class WeightExport:
         Returns:
             File name -> size in bytes.
         """
-        shards: list[list[TensorSpec]] = [[]]
+        shards: list[list[OutgoingTensor]] = [[]]
         for each in self.planned:
             if shards[-1] and sum(other.num_bytes for other in shards[-1]) + each.num_bytes > shard_bytes:
                 shards.append([])
@@ -120,7 +120,7 @@ class WeightExport:
             write_json(directory / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": placed})
         tensors, done = self._tensors(), 0
 
-        def on_tensor(written: TensorSpec) -> None:
+        def on_tensor(written: OutgoingTensor) -> None:
             nonlocal done
             done += written.num_bytes
             on_bytes(done, self.num_bytes)
@@ -141,7 +141,7 @@ class WeightExport:
 
 
 def _check_names(checkpoint: Checkpoint, rules: Sequence[TensorMapping], place: str) -> None:
-    expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(Kind.WEIGHTS))
+    expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(TensorKind.WEIGHTS))
     problems = [f"it has no weights of {name}" for name in sorted(expected - there)]
     problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]
     if problems:
@@ -153,9 +153,9 @@ def _check_names(checkpoint: Checkpoint, rules: Sequence[TensorMapping], place: 
 
 def _write_in_order(
     path: Path,
-    planned: Sequence[TensorSpec],
+    planned: Sequence[OutgoingTensor],
     tensors: Iterator[tuple[str, Tensor]],
-    on_tensor: Callable[[TensorSpec], None],
+    on_tensor: Callable[[OutgoingTensor], None],
 ) -> int:
     """Write one safetensors file from the next ``planned`` tensors of ``tensors``, and return its size in bytes.
 
@@ -173,7 +173,7 @@ def _write_in_order(
         header[each.name] = {"dtype": NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with explained(path), path.open("xb") as file:
+    with as_checkpoint_error(path), path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for each in planned:
             name, tensor = next(tensors)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright.checkpoint import find
-from meshwright.config import keep, load, parse
+from meshwright.config import load, parse, write_snapshot
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.arguments.common import size
@@ -158,7 +158,7 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
     assert type(model).__name__ == "GPT2LMHeadModel" and model.config.eos_token_id == tokenizer.eos_token_id
     ids = tokenizer("the cat", return_tensors="pt").input_ids
     written = model.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=9, do_sample=False)
-    keep(run_directory(config), config)
+    write_snapshot(run_directory(config), config)
     assert written.shape[1] > 4
     assert written[0].tolist() == theirs.greedy(load_plain(run_directory(config))[1], ids[0].tolist(), 9, {0})
 

@@ -305,7 +305,7 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
         with pytest.raises(UserError, match="No space left"):
             export_checkpoint(done.path, tmp_path / "out")
     with monkeypatch.context() as patched:
-        patched.setattr("meshwright.tools.interop.huggingface.convert.importing.keep", fail)
+        patched.setattr("meshwright.tools.interop.huggingface.convert.importing.write_snapshot", fail)
         with pytest.raises(UserError, match="No space left"):
             import_model(path, tmp_path / "again")
     with monkeypatch.context() as patched:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.checkpoint import Head, Kind, Manifest, Piece, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, Manifest, Piece, TensorKind, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
-from meshwright.config import RunConfig, change, default_world_size, keep, resolve, to_toml
+from meshwright.config import RunConfig, default_world_size, load_saved, resolve, to_toml, write_snapshot
 from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.model.build import build_model
@@ -112,7 +112,7 @@ def import_model(
         copied = copy_companions(source_path, temporary / side_files.DIRECTORY)
         shutil.copyfile(source_path / CONFIG, temporary / side_files.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
-        keep(temporary, resolved)
+        write_snapshot(temporary, resolved)
         (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
     return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
 
@@ -190,7 +190,7 @@ def _config(
         tree["data"]["tokenizer"] = str(out / side_files.DIRECTORY / TOKENIZER)
     if ("data", "builder") in given:
         tree["data"] = {}
-    return change(tree, overrides, f"the run {out}")
+    return load_saved(tree, overrides, f"the run {out}")
 
 
 def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
@@ -294,13 +294,13 @@ def _write(
                 own = DTYPES[source.tensors[name].dtype]
                 dtype = own if at == 0 else torch.promote_types(dtype, own)
             tensor = rule.join(source.read, shapes[rule.ours], dtype)
-            yield Piece(Kind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
+            yield Piece(TensorKind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
             done += sum(map(source.num_bytes, rule.theirs))
             on_bytes(done, total)
 
     temporary = begin(run, 0, secrets.token_hex(4))
     write_shard(temporary, "pp0-tp0", pieces(), max_file_bytes=max_file_bytes, copied=True)
-    head = Head(
+    head = CheckpointMetadata(
         step=0,
         samples_seen=0,
         seed=config.run.seed,
