@@ -160,10 +160,11 @@ class RowShards(Sharded):
     def settle(self, *, accumulated: bool) -> None:
         """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
 
+        All gradients of a unit must have one dtype.
+
         Args:
             accumulated: convert it to the reduction dtype, because another parameter of the unit has its gradient
-                there. All
-            gradients of a unit must have one dtype.
+                there.
         """
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param
@@ -251,8 +252,8 @@ class FullyShardedStage:
         """Apply ``fully_shard`` to the layers and set FSDP's collectives, reduction and prefetch.
 
         FSDP gathers a unit at a time. A unit is a layer without the modules that share a weight with another module.
-        Those modules together form another unit. Its weights stay gathered from forward to backward: its last module,
-        most often the head, needs them when the stage's memory use is highest anyway.
+        Each group of modules that share a weight forms a unit of its own. Its weights stay gathered from forward to
+        backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
         """
         options: dict[str, Any] = {
             "mesh": shard.device_mesh(device.type),
