@@ -125,8 +125,8 @@ class Bucket(Sharded):
         self._host = host
         self._host_gradient = self._host_weights = None
         self._brought: Callable[[], None] | None = None
-        """Function that blocks until the device-to-host copy of this step's gradient shard is done; None if none is
-        posted.
+        """Function that blocks until the posted device-to-host copy of this step's gradient shard is done; None without
+        one.
         """
         if host is not None and host.is_apart:
             self._host_gradient = host.staging(stop - start, gradient_dtype)
@@ -251,9 +251,7 @@ class Bucket(Sharded):
             self._brought = self._host.bring(self._host_gradient, self.shard_gradient, self.pending)
 
     def bring_gradient(self) -> Tensor:
-        """Return this rank's gradient shard, in host memory where the optimizer steps there. Blocks until it is
-        complete.
-        """
+        """Return this rank's gradient shard, in host memory where the optimizer steps there. Blocks until complete."""
         if self._host is None or self._host_gradient is None:
             return self.shard_gradient
         if self._brought is None:

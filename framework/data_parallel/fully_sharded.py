@@ -117,9 +117,7 @@ class RowShards(Sharded):
         """Skip this step: FSDP gathers the weights during forward, layer by layer."""
 
     def whole_weights(self) -> Tensor:
-        """All-gather the full flat weights (numel,) and cast them to the computation dtype. Collective over the shard
-        group.
-        """
+        """All-gather the full flat weights (numel,), cast to the computation dtype. Collective over the shard group."""
         return self.whole(self.master).to(self.dtype)
 
     def load(self, weights: Tensor, master: Tensor | None) -> None:

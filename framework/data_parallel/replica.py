@@ -53,8 +53,9 @@ class Replica(Protocol):
         """Post the reduction of the parameters that the finished backward did not reach."""
 
     def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch. Tied weights still lack the other copies'
-        gradients.
+        """Block until every shard holds the gradient of the global batch.
+
+        Tied weights still lack the gradients of the copies on other stages.
         """
 
     def ready(self, layer: str) -> None:
@@ -80,9 +81,7 @@ class StageReplica:
     ) -> None:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
-        """Parameters that are not trained: no bucket, no gradient, no optimizer state, the same values on every
-        replica.
-        """
+        """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
         self.buckets = [
             Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host, block_size=block_size)
@@ -95,9 +94,7 @@ class StageReplica:
         self._in_last = True
         """True when the current reductions belong to the step's last backward."""
         self._untouched: set[Tensor] = set()
-        """Parameters without a gradient in this step so far. Their part of the bucket holds last step's gradient, or
-        zero.
-        """
+        """Parameters without a gradient in this step so far; their bucket part holds last step's gradient, or zero."""
         for index, bucket in enumerate(self.buckets):
             for number, place in enumerate(bucket.places):
                 layer = place.member.layer
@@ -144,8 +141,9 @@ class StageReplica:
             self._next_to_reduce += 1
 
     def begin_step(self) -> None:
-        """Mark all gradients as missing. A step's first gradient overwrites the old one, which is cheaper than zeroing
-        and adding.
+        """Mark all gradients as missing.
+
+        A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
         """
         self._untouched.clear()
         for bucket in self.buckets:

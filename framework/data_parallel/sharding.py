@@ -34,8 +34,8 @@ class Sharding(NamedTuple):
         return self.shard.size * self.copies.size
 
     def range_of(self, numel: int) -> tuple[int, int]:
-        """Return this rank's [start, stop) in a flat tensor of ``numel`` elements; the number of shards divides
-        ``numel``.
+        """Return this rank's [start, stop) in a flat tensor of ``numel`` elements, a multiple of the number of
+        shards.
         """
         per_shard = numel // self.shard.size
         return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
@@ -144,9 +144,7 @@ class Sharded(ABC):
         """Discard the gradients of the previous step."""
 
     def bring_gradient(self) -> Tensor:
-        """Return this rank's gradient shard (numel/n,) on the device of the master weights. Blocks until it is
-        complete.
-        """
+        """Return this rank's gradient shard (numel/n,) on the master weights' device. Blocks until complete."""
         return self.shard_gradient
 
     @abstractmethod
@@ -177,14 +175,16 @@ class Sharded(ABC):
 
     @abstractmethod
     def whole_weights(self) -> Tensor:
-        """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 all-gathers
-        them.
+        """Return the full flat weights (numel,) in the training dtype.
+
+        Every dp rank must call it, because ZeRO-3 all-gathers them over the shard group.
         """
 
     @abstractmethod
     def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """Copy this rank's part from full flat tensors (numel,). ``master`` None: the master weights start from
-        ``weights``.
+        """Copy this rank's part from full flat tensors (numel,).
+
+        ``master`` None: the master weights start from ``weights``.
         """
 
     @abstractmethod

@@ -5,7 +5,7 @@
 
 The levels are the paper's dynamic tree: dense near 1, and seven decades deep. Here they contain 1 itself in both
 directions, so that saving and loading gives the same bytes. The second moment is kept as its square root, which spans
-half as many decades. Only zero is rounded to zero, so a step never divides by a second moment that rounding has lost.
+half as many decades. There only zero is rounded to zero, so a step never divides by a second moment that rounding has lost.
 
 A block lies inside one row of a matrix, wherever the matrix is cut, so all layouts round alike. Vectors, and matrices
 whose rows are no multiple of the block size, keep torch's own state. See :func:`with_blocks`.
@@ -33,15 +33,19 @@ _TOGETHER = 2**20
 
 
 def signed_levels() -> Tensor:
-    """Return the signed levels: (255,) float64, rising from -1 to 1, with 2^(6-d) levels per sign in decade d, and
-    zero.
+    """Return the signed levels: (255,) float64, rising from -1 to 1.
+
+    Each sign has 2^(6-d) levels in decade d; zero is a level too.
     """
     positive = _decades(lambda d: 2 ** (DECADES - 1 - d))
     return torch.cat([-positive.flip(0), torch.zeros(1, dtype=torch.float64), positive])
 
 
 def unsigned_levels() -> Tensor:
-    """Return the unsigned levels: (255,) float64, rising from 0 to 1, with 2^(7-d) levels in decade d, and zero."""
+    """Return the unsigned levels: (255,) float64, rising from 0 to 1.
+
+    Decade d has 2^(7-d) levels; zero is a level too.
+    """
     return torch.cat([torch.zeros(1, dtype=torch.float64), _decades(lambda d: 2 ** (DECADES - d))])
 
 
@@ -213,15 +217,14 @@ def _beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_blocks(shape: Sequence[int], block_size: int) -> bool:
-    """Return whether a parameter of this global shape is kept in 8 bits: a matrix whose rows are a multiple of the
-    block.
-    """
+    """Return whether a parameter of this global shape is kept in 8 bits: a matrix with rows of whole blocks."""
     return len(shape) >= 2 and math.prod(shape[1:]) % block_size == 0
 
 
 def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with ``in_blocks`` set for the parameters that are kept in 8 bits. Cuts by rows keep blocks
-    intact.
+    """Return ``infos`` with ``in_blocks`` set for the parameters that are kept in 8 bits.
+
+    A cut by rows keeps blocks intact.
 
     Raises:
         ConfigError: tp cuts the rows of a parameter in the middle of a block, so that this layout would round

@@ -31,9 +31,7 @@ class Shard(NamedTuple):
     counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
     bring: Callable[[], Tensor]
-    """Function that returns the gradient on the device of the weights, which may be the host; blocks until it is
-    there.
-    """
+    """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
     done: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
 
@@ -105,9 +103,7 @@ class FlatOptimizer:
                 self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
 
     def square_norm(self) -> Tensor:
-        """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on the shards'
-        device.
-        """
+        """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on their device."""
         return self._square_norm(counted=True)
 
     def spare_square_norm(self) -> Tensor:
@@ -157,8 +153,9 @@ class FlatOptimizer:
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state of a shard; inverse of :meth:`states`. The tensors are kept, or copied to the
-        host.
+        """Set the optimizer state of a shard; inverse of :meth:`states`.
+
+        The tensors are kept, or copied to host memory.
         """
         self._num_steps = steps
         if (eight_bit := self._eight_bit(index)) is not None:
@@ -193,7 +190,5 @@ def _made(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | No
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """Return the factor that clips gradients of this norm: clip / (norm + 1e-6), at most 1, as in
-    ``clip_grad_norm_``.
-    """
+    """Return the factor that clips gradients of this norm, as ``clip_grad_norm_``: clip / (norm + 1e-6), at most 1."""
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0

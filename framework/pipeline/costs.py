@@ -107,8 +107,9 @@ def count_layers(
 
 
 _COUNTED: dict[Any, tuple[LayerCost, Any]] = {}
-"""Costs counted so far in this process, by everything that they depend on. A search tries hundreds of layouts of a
-model.
+"""Costs counted so far in this process, by everything that they depend on.
+
+A search tries hundreds of layouts of one model.
 """
 
 
@@ -119,9 +120,7 @@ def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _copy(layer: nn.Module, dtype: torch.dtype, draw: Draw) -> nn.Module:
-    """Return a copy of the layer on meta, in train mode; its dropouts have no name and draw for samples without
-    values.
-    """
+    """Return a copy of the layer on meta, in train mode, with unnamed dropouts that draw for samples without values."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in layer.buffers()}
     for p in layer.parameters():
         twins[id(p)] = nn.Parameter(_on_meta(p.detach(), dtype), requires_grad=p.requires_grad)

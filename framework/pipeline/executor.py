@@ -97,7 +97,7 @@ class Result:
         return tuple((at(start), at(end)) for start, end in self.readings_of_data)
 
     def computing(self) -> tuple[float, float]:
-        """Return (seconds in which the stages computed, end of the last computation in seconds from the start of the
+        """Return (seconds of computation on all stages, end of the last computation in seconds from the start of the
         row).
         """
         at = self.clock.resolve

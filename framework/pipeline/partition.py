@@ -59,8 +59,9 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
 
 
 def _running_totals(costs: Sequence[float]) -> list[int]:
-    """Return the sums of the first 0, 1, .. layers in integer units; exact, since floats are fractions over powers of
-    two.
+    """Return the sums of the first 0, 1, .. layers in integer units.
+
+    They are exact, because floats are fractions over powers of two.
     """
     exact = [Fraction(cost) for cost in costs]
     unit = max((cost.denominator for cost in exact), default=1)
@@ -84,8 +85,9 @@ def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int)
 
 
 def _keeps(total: list[int], num_layers: int, num_stages: int, bound: int) -> bool:
-    """Return whether stages filled up to ``bound`` from the end reach the first layer. No layer may cost more than
-    it.
+    """Return whether stages filled up to ``bound`` from the end reach the first layer.
+
+    No layer may cost more than ``bound``.
     """
     end = num_layers
     for _ in range(num_stages):

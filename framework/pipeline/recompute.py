@@ -35,8 +35,9 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
         return function(*args, **kwargs)
 
     def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:
-        """Call the function on copies of dicts and lists, as a layer may write into one and both forwards need the same
-        input.
+        """Call the function on copies of dicts and lists.
+
+        A layer may write into a dict that it gets, and the second forward needs the same input as the first.
         """
         args, kwargs = tree_map(_same, (args, kwargs))
         return function(*args, **kwargs)

@@ -34,8 +34,8 @@ class BufferWatch:
     def changed(self) -> list[str]:
         """Return the names of the buffers that were changed or replaced since construction, and of their neighbours.
 
-        All buffers of a module with a changed one are listed, because on meta torch's BatchNorm shows a change in only
-        one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
+        All buffers of a module with a changed one are listed, because torch's BatchNorm raises the version counter of
+        only one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
         """
         after = dict(_named_buffers(self._layers))
         owners = {
@@ -53,10 +53,9 @@ def _named_buffers(layers: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
-    """Return the names of the buffers that a training forward changes, by one forward on meta; see
-    :class:`BufferWatch`.
+    """Return the names of the buffers that a training forward changes, found by one forward on meta.
 
-    ``inputs``: inputs of one micro-batch, on meta.
+    See :class:`BufferWatch`. ``inputs``: inputs of one micro-batch, on meta.
     """
     on_meta = meta_copy(layers)
     watch = BufferWatch(on_meta)
@@ -90,9 +89,7 @@ def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dty
 
 
 def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Cast the constant statistics of norms in eval mode to the training dtype, the only one that torch's kernels
-    take.
-    """
+    """Cast the constant statistics of norms in eval mode to the training dtype; torch's kernels take no other."""
     for module in layers.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.track_running_stats:
             for name, buffer in module.named_buffers(recurse=False):

@@ -32,8 +32,9 @@ class Note(NamedTuple):
 
 
 class SplitBackward(TorchFunctionMode):
-    """Torch function mode around a stage's forward, so that backward can defer weight gradients within
-    ``putting_off``.
+    """Torch function mode around a stage's forward: backward can then defer weight gradients.
+
+    They are deferred while ``putting_off`` is entered.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class SplitBackward(TorchFunctionMode):
 
     @contextmanager
     def putting_off(self) -> Iterator[list[Note]]:
-        """Enter a context in which backward notes the weight gradients of linears and embeddings instead of computing
+        """Enter a context in which backward notes the weight gradients of linears and embeddings, and does not compute
         them.
         """
         assert self._notes is None, "one backward at a time"
@@ -145,9 +146,7 @@ def _own(output: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Linear whose weight gradients can be deferred: x (..., I), weight (O, I), bias (O) or None -> (..., O), all
-    local.
-    """
+    """Linear with deferrable weight gradients: x (..., I), weight (O, I), bias (O) or None -> (..., O), all local."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward) -> Tensor:
@@ -167,7 +166,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Embedding whose weight gradient can be deferred: ids (...) int, weight (V, D) -> (..., D), all local."""
+    """Embedding with a deferrable weight gradient: ids (...) int, weight (V, D) -> (..., D), all local."""
 
     @staticmethod
     def forward(

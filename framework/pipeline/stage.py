@@ -1,5 +1,5 @@
-"""One pipeline stage: a piece of the Sequential, its saved tensors per micro-batch, forward, and backward whole or
-split.
+"""One pipeline stage: a piece of the Sequential, its saved tensors per micro-batch, forward, and whole or split
+backward.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class Stage:
         """Spec of the sent value; None on the last stage, which computes the loss."""
         self.loss = loss
         self.loss_scale = loss_scale
-        """Factor of the loss: gradients are those of ``loss_sum * loss_scale``, with 1 / (labels of the global
-        batch).
-        """
+        """Factor of ``loss_sum`` in backward: 1 / (labels of the global batch), known from the configuration."""
         self.before_layer = before_layer
         self.recompute = dict(recompute or {})
         """Layers with activation checkpointing (recompute), each with the context that its second forward restores."""
@@ -151,8 +149,8 @@ class Stage:
             return LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
 
     def _check_outputs(self, outputs: list[Tensor], train: bool) -> None:
-        """Check that the outputs have the shapes and dtypes that the next stage has allocated, as found on meta in
-        train mode.
+        """Check the outputs' shapes and dtypes against those that the next stage has allocated, found on meta in train
+        mode.
 
         Raises:
             ModelError: they differ.

@@ -1,8 +1,7 @@
-"""Detection of layers that do not stand alone. A pipeline may put any two layers on different ranks, and call each
-often.
+"""Detection of layers that do not stand alone.
 
-A layer must therefore compute from its input, its own parameters and buffers, and nothing else. One forward on the meta
-device finds layers that
+A pipeline may put any two layers on different ranks, and call each any number of times. A layer must therefore compute
+from its input, its own parameters and buffers, and nothing else. One forward on the meta device finds layers that
 
     use a parameter that only another layer holds     a head tied by a closure
     use a tensor that was not passed to them          a module-level dict, a list, left over from an earlier forward
@@ -54,8 +53,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._left_behind: dict[int, str] = {}
         """Name of the original model's parameter in each storage."""
         self._made: dict[int, str] = {}
-        """Layer that computed each storage from the samples or a weight. Constants, which any layer may keep, are left
-        out.
+        """Layer that computed each storage from the samples or a weight. Constants, which any layer may keep, are
+        absent.
         """
         self._trace: list[tuple[Any, ...]] = []
         """Operations of one forward, with their plain arguments."""
@@ -141,11 +140,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ModelError(self._draws(source))
 
     def has_seen(self, layer: nn.Module) -> bool:
-        """Return whether a layer with an equal outline was watched; always False with classes from outside torch and
-        meshwright.
+        """Return whether a layer with an equal outline was watched before.
 
-        Classes of torch and meshwright keep no functions or references that a comparison of their attributes would
-        miss.
+        It is always False for layers with classes from outside torch and meshwright. Other classes keep no functions or
+        references that a comparison of their attributes would miss.
         """
         if not _is_known(layer):
             return False

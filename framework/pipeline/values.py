@@ -42,9 +42,7 @@ class TensorSpec(NamedTuple):
 
 
 def leaves_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a value in the order of its spec. A lone tensor, the usual case, needs no tree
-    traversal.
-    """
+    """Return the tensors of a value in the order of its spec. A lone tensor needs no tree traversal."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
 
 
@@ -83,9 +81,7 @@ class Example(NamedTuple):
 
     @property
     def tokens_per_sample(self) -> int:
-        """Number of integer inputs per sample, without masks; for inputs without integers (images), the number of
-        labels.
-        """
+        """Number of integer inputs per sample, without masks; number of labels for inputs without integers (images)."""
         counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if _is_whole(leaf)]
         return sum(counts) or self.labels_per_sample
 
@@ -141,8 +137,7 @@ def meta_copy(layers: nn.Sequential) -> nn.Sequential:
 
 
 def copy_module(module: M, twins: dict[int, Any]) -> M:
-    """Return a deep copy. It is faster than ``copy.deepcopy``, because the empty hook dicts of modules are not
-    traversed.
+    """Return a deep copy, faster than ``copy.deepcopy``: the empty hook dicts of modules are not traversed.
 
     ``twins``: replacements of objects in the copy, by id of the original; it may be changed.
     """

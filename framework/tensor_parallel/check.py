@@ -17,9 +17,7 @@ from meshwright.errors import ModelError
 
 
 class Kind(StrEnum):
-    """Kind of sharding of a module: the values of a sharding plan. :mod:`meshwright.tensor_parallel.plan` lists
-    them.
-    """
+    """Kind of sharding of a module, as listed in :mod:`meshwright.tensor_parallel.plan`."""
 
     COLUMN = "column"
     ROW = "row"

@@ -35,16 +35,16 @@ CHUNK_ELEMENTS = 2**22
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Group, vocab_size: int, ignore: int = -100
 ) -> Tensor:
-    """Return the per-token losses (B, S), the same on all ranks: float64 for float64 logits, else float32; 0 where
-    ignored.
+    """Return the per-token losses (B, S), the same on all ranks; 0 where ignored.
 
-    All tp ranks must call it together. Forward blocks for two all-reduces over tp, of (B, S) and (2, B, S): in total 6
-    B S (tp-1)/tp numbers of the losses' dtype on the wire per rank. Backward does not communicate. Logits are never
-    overwritten.
+    They are float64 for float64 logits, else float32. All tp ranks must call it together. Forward blocks for two
+    all-reduces over tp, of (B, S) and (2, B, S): in total 6 B S (tp-1)/tp numbers of the losses' dtype on the wire per
+    rank. Backward does not communicate. Logits are never overwritten.
 
     Args:
         logits: (B, S, L), this rank's columns; (B, S, V) on every rank where the head is not split over the vocabulary.
         labels: (B, S) int64, each in [0, V) or equal to ``ignore``.
+        group: the tp group.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if logits.is_meta and not group.on_paper:

@@ -140,8 +140,9 @@ class RowLinear(nn.Module):
 
 
 class WholeRowLinear(RowLinear):
-    """Row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O). Backward all-gathers over tp as
-    well.
+    """Row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O).
+
+    Backward all-gathers the input's gradient over tp as well.
     """
 
     def forward(self, x: Tensor) -> Tensor:
