@@ -1,8 +1,8 @@
 """One stage on one data-parallel replica: gradient accumulation and reduction, and the all-gather of the weights.
 
-micro-batches      B0   B1   B2   B3                  forward of the next step backward           ..   ..   ..   .#.#.#
-| layer | layer | layer buckets                             r r r -> wait     g g g ->  wait just before the layer that
-needs it
+micro-batches      B0   B1   B2   B3                  forward of the next step
+backward           ..   ..   ..   .#.#.#              | layer | layer | layer
+buckets                             r r r -> wait     g g g ->  wait just before the layer that needs it
                                     |                 |
                    each reduced once per step, as     all-gathers posted together after the step,
                    the last backward completes it     first layer first

@@ -5,7 +5,8 @@
 
 The levels are the paper's dynamic tree: dense near 1, and seven decades deep. Here they contain 1 itself in both
 directions, so that saving and loading gives the same bytes. The second moment is kept as its square root, which spans
-half as many decades. There only zero is rounded to zero, so a step never divides by a second moment that rounding has lost.
+half as many decades. There only zero is rounded to zero, so a step never divides by a second moment that rounding has
+lost.
 
 A block lies inside one row of a matrix, wherever the matrix is cut, so all layouts round alike. Vectors, and matrices
 whose rows are no multiple of the block size, keep torch's own state. See :func:`with_blocks`.

@@ -107,9 +107,9 @@ class FlatOptimizer:
         return self._square_norm(counted=True)
 
     def spare_square_norm(self) -> Tensor:
-        """Return the sum of squares of the gradient elements that another rank counts.
+        """Return the sum of squares of the gradient elements of this rank that another rank counts.
 
-        It finds NaN/Inf that only this rank's copy contains. The global norm does not include that copy.
+        NaN/Inf may be in this rank's copy alone, which the global norm does not include. This sum contains it.
         """
         return self._square_norm(counted=False)
 

@@ -1,7 +1,7 @@
 """Host memory for master weights and optimizer state (ZeRO-Offload), and copies that overlap with device computation.
 
-device    backward ....| reduce | copy |....           forward ...... host                            | gradient |
-update 0 | update 1 | ...
+device    backward ....| reduce | copy |....           forward ......
+host                            | gradient | update 0 | update 1 | ...
                                                   | copy 0 | copy 1 |   to the device, while the next one is updated
 
 With a CUDA device the memory is pinned, because only copies of pinned memory overlap. With a directory it is

@@ -66,7 +66,7 @@ def count_layers(
     loss: Loss = cross_entropy,
     recompute: Sequence[str] = (),
 ) -> list[LayerCost]:
-    """Count the cost of every layer, first to last. Layers that are alike and get alike inputs run once per process.
+    """Count the cost of every layer, first to last. Equal layers with equal inputs run once per process.
 
     Args:
         layers: the full model, not sharded; it is copied and not changed. Parameters may be real or on meta.

@@ -153,7 +153,7 @@ def describe_boundaries(
 ) -> tuple[list[ValueSpec], ValueSpec]:
     """Return the spec of each stage's output to the next, and that of the last layer's output, by one forward on meta.
 
-    Layers that are alike and get alike inputs run once per process.
+    Equal layers with equal inputs run once per process.
 
     Args:
         layers: a :func:`meta_copy` of the full model with tensor parallelism applied: shapes are this rank's. Forward

@@ -166,7 +166,7 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _only_shapes(x: Tensor, group: Group) -> bool:
-    """Return whether to compute shapes only: ``x`` is on meta, and the group is no fake group that counts traffic."""
+    """Return whether to compute shapes only: ``x`` is on meta, and the group is no dry run's, which counts traffic."""
     return x.is_meta and not group.on_paper
 
 
