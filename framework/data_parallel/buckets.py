@@ -125,9 +125,7 @@ class Bucket(Sharded):
         self._host = host
         self._host_gradient = self._host_weights = None
         self._brought: Callable[[], None] | None = None
-        """Function that blocks until the posted device-to-host copy of this step's gradient shard is done; None without
-        one.
-        """
+        """Function that blocks until this step's gradient shard is copied to the host; None while no copy is posted."""
         if host is not None and host.is_apart:
             self._host_gradient = host.staging(stop - start, gradient_dtype)
             self._host_weights = None if same_dtype else host.staging(stop - start, first.dtype)

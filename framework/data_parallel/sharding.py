@@ -30,13 +30,11 @@ class Sharding(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas: dp x cp."""
+        """Number of data-parallel replicas."""
         return self.shard.size * self.copies.size
 
     def range_of(self, numel: int) -> tuple[int, int]:
-        """Return this rank's [start, stop) in a flat tensor of ``numel`` elements, a multiple of the number of
-        shards.
-        """
+        """Return this rank's [start, stop) in a flat tensor of ``numel`` elements; shards divide ``numel`` evenly."""
         per_shard = numel // self.shard.size
         return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
 

@@ -23,7 +23,7 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
     equal layers make equal sums in every position, and every rank finds the same cut.
 
     With several stages on a rank (``num_stages = pp x interleave``) the single stage still counts. Ranks send and
-    receive stage by stage, and none has more work than ``interleave`` of the most expensive stages. This bound is not
+    receive stage by stage, and none has more work than ``interleave`` times the most expensive. This bound is not
     tight where one layer costs more than an average stage, because its rank has other stages too: docs/balance.md.
 
     Args:

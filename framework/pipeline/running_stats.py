@@ -67,7 +67,7 @@ def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
 def _keeps_statistics(module: nn.Module) -> bool:
     """Return whether a module is a torch norm that updates running statistics.
 
-    Some kinds (InstanceNorm) count no batches, so a forward on meta would not show it.
+    Some kinds (InstanceNorm) count no batches, so no version counter would show it.
     """
     statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
     return statistics and module.track_running_stats  # type: ignore[return-value]

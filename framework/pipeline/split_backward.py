@@ -43,9 +43,7 @@ class SplitBackward(TorchFunctionMode):
 
     @contextmanager
     def putting_off(self) -> Iterator[list[Note]]:
-        """Enter a context in which backward notes the weight gradients of linears and embeddings, and does not compute
-        them.
-        """
+        """Enter a context in which backward notes the weight gradients of linears and embeddings for later."""
         assert self._notes is None, "one backward at a time"
         self._notes = []
         try:

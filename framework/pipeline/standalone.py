@@ -53,8 +53,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._left_behind: dict[int, str] = {}
         """Name of the original model's parameter in each storage."""
         self._made: dict[int, str] = {}
-        """Layer that computed each storage from the samples or a weight. Constants, which any layer may keep, are
-        absent.
+        """Layer that computed each storage from the samples or a weight. Constants are absent: any layer may keep
+        them.
         """
         self._trace: list[tuple[Any, ...]] = []
         """Operations of one forward, with their plain arguments."""
