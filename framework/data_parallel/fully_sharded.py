@@ -6,9 +6,9 @@
 Each parameter is cut along its first dim. The rows of one replica, zero-padded to the longest share, form a bucket of
 one place. Optimizer, checkpoints and checks therefore see the same interface as in :mod:`.buckets`.
 
-FSDP2 accepts custom objects for its all-gather and its reduce-scatter, and both are set here to use our groups. So
-bytes are counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real
-reduce-scatter instead of an all-reduce.
+FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
+counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real reduce-scatter
+instead of an all-reduce.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SUMMED_TOGETHER = 2**24
 
 
 class _Doors:
-    """Common base of the two objects that run FSDP's collectives over a group of ours."""
+    """Common base of the objects that run FSDP's collectives over a :class:`~meshwright.mesh.comm.Group`."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -53,7 +53,7 @@ class _Doors:
 
 
 class _Gather(_Doors):
-    """All-gather for FSDP over a group of ours. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
+    """All-gather for FSDP over a mesh group. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._group.all_gather(output_tensor, input_tensor).wait()

@@ -98,7 +98,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Sharded(ABC):
-    """Flat parameters of one kind, of which this replica's optimizer steps one shard.
+    """Flat parameters of one kind; this replica's optimizer steps one shard of them.
 
     Base class of the buckets of ZeRO-0 to ZeRO-2 (:class:`~.buckets.Bucket`) and ZeRO-3
     (:class:`~.fully_sharded.RowShards`).

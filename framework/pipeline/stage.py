@@ -223,7 +223,7 @@ class Stage:
         return [gradient.contiguous() for gradient in found]
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Run I: :meth:`backward`, with the weight gradients of linears and embeddings noted instead of computed."""
+        """Run I: :meth:`backward`, with the weight gradients of linears and embeddings noted for later."""
         assert self.split is not None, f"stage {self.index} was built for whole backwards"
         with self.split.putting_off() as notes:
             found = self.backward(microbatch, gradients)

@@ -12,7 +12,7 @@ Backward keeps the input logits themselves and two numbers per token. The caller
 backward (autograd would notice). megatron-core's function is the reference in the tests and not used here: it computes
 in float32 for every input, overwrites float32 logits, has no padding and reads a global group.
 
-Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank, the last of which may be padding.
+Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank; the last may be padding.
 """
 
 from __future__ import annotations
