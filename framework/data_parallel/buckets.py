@@ -1,13 +1,15 @@
-"""Parameters and gradients of a stage in flat buckets: one message each, one optimizer tensor each.
+"""Flat buckets of a stage's parameters and gradients: one collective and one optimizer tensor per bucket.
 
     parameters   | embedding.tokens ........ | block0.qkv ... | pad |     the modules' parameters are views of it
     gradients    | same places, fp32 (fp64 when training in fp64) ...|     accumulated over the micro-batches of a step
                  |<------- shard of replica 0 ------->|<- of 1 ----->|     ZeRO-1: what one replica's optimizer steps
 
-    ZeRO-2: a replica keeps its shard of the gradient only; the whole of a bucket is there while a backward fills it.
+ZeRO-2: between backwards a replica keeps only its shard of the gradient. A bucket's full gradient exists only while a
+backward fills it.
 
-A bucket holds parameters of one :class:`BucketKind` only, so that a flat tensor never mixes what is decayed with what
-is not, or what is counted in the gradient norm once with what stands on every tensor-parallel rank.
+A bucket holds parameters of one :class:`BucketKind` only. So a flat tensor never mixes parameters with and without
+weight decay. It also never mixes parameters split over tp with parameters that every tp rank holds, which the gradient
+norm must count once.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from meshwright.data_parallel.sharding import BucketKind, Member, Place, Sharded
 from meshwright.optimizer.host_memory import HostMemory
 
 ALIGNED_ELEMENTS = 8
-"""Parameters and shards begin at multiples of this: 16 bytes of bfloat16, which tensor cores, NCCL, the optimizer's
-vector loads and compiled kernels want of an address; or of the blocks that the optimizer keeps of matrices. What is
-between is zero and stays so."""
+"""Alignment of parameters and shards, in elements; padding between them is zero and stays zero.
+
+Eight elements are 16 bytes of bfloat16: the alignment for tensor cores, NCCL, the optimizer's vector loads and compiled
+kernels. Matrices with 8-bit optimizer state are aligned to its blocks as well.
+"""
 
 
 def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[BucketKind, list[Member]]]:
-    """Group members by kind, last layer first as backward reaches them, about ``bucket_bytes`` each.
+    """Group members into buckets of one kind and about ``bucket_bytes`` of gradient, last layer first as in backward.
 
-    A tied weight has a bucket of its own: the stages that share it must reduce the very same elements. They come in the
-    order in which backward completes them: one with the norms of all layers is complete when all others are.
+    A tied weight has a bucket of its own, because the stages that share it must reduce the very same elements. Buckets
+    are ordered by when backward completes them. A bucket with the norms of all layers therefore comes last.
     """
     buckets: list[tuple[BucketKind, list[Member]]] = []
     complete: list[int] = []
@@ -56,7 +60,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class Bucket(Sharded):
-    """Some parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
+    """Parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
 
     flat: Tensor
 
@@ -70,7 +74,13 @@ class Bucket(Sharded):
         host: HostMemory | None = None,
         block_size: int = ALIGNED_ELEMENTS,
     ) -> None:
-        """``host``: the optimizer steps there. ``block_size``: of what it keeps of matrices."""
+        """Move the members' weights into one flat tensor; the parameters become views of it.
+
+        Args:
+            keeps_gradient: keep the full gradient between steps (ZeRO-0 and 1), not only this rank's shard (ZeRO-2).
+            host: host memory for master weights and optimizer state; None leaves both on the device.
+            block_size: elements per block of 8-bit optimizer state; parameters kept in blocks are aligned to it.
+        """
         first = members[0].parameter
         aligned = math.lcm(ALIGNED_ELEMENTS, block_size) if kind.in_blocks else ALIGNED_ELEMENTS
         places: list[Place] = []
@@ -87,15 +97,15 @@ class Bucket(Sharded):
             view.copy_(place.member.parameter.detach())
             place.member.parameter.data = view
         self.keeps_gradient = keeps_gradient or sharding.shard.size == 1
-        """False: the whole gradient goes when it is reduced, and my shard has memory of its own."""
+        """False: the full gradient is freed once it is reduced, and this rank's shard has its own memory."""
         self.flat_gradient: Tensor | None = None
         self.gradient_views: list[Tensor] = []
-        """Of each place, while there is a whole gradient."""
+        """Gradient of each place in the parameter's shape; empty while there is no full gradient."""
         self._has_sum = False
         self._part: Tensor | None = None
-        """What comes besides the sum that my shard has already."""
+        """Output buffer of a reduce-scatter whose result is added to a shard that already holds a sum."""
         self._is_last = False
-        """Whether nothing will be added to what was posted last."""
+        """True when the reduction that was posted last is the last of the step for this bucket."""
         kept = torch.zeros(numel if self.keeps_gradient else stop - start, dtype=gradient_dtype, device=first.device)
         same_dtype, master = first.dtype == gradient_dtype, self.flat[start:stop]
         if host is not None:
@@ -115,7 +125,7 @@ class Bucket(Sharded):
         self._host = host
         self._host_gradient = self._host_weights = None
         self._brought: Callable[[], None] | None = None
-        """Blocks until the copy of my gradient that was posted in this step is there."""
+        """Function that blocks until this step's gradient shard is copied to the host; None while no copy is posted."""
         if host is not None and host.is_apart:
             self._host_gradient = host.staging(stop - start, gradient_dtype)
             self._host_weights = None if same_dtype else host.staging(stop - start, first.dtype)
@@ -129,7 +139,7 @@ class Bucket(Sharded):
         ]
 
     def open_gradient(self) -> Tensor:
-        """The whole gradient as accumulated on this rank; zero where there was none."""
+        """Return this rank's full accumulated gradient (numel,); allocate zeros if there is none."""
         if self.flat_gradient is None:
             shard = self.shard_gradient
             self._set_gradient(torch.zeros(self.numel, dtype=shard.dtype, device=shard.device))
@@ -137,37 +147,41 @@ class Bucket(Sharded):
         return self.flat_gradient
 
     def gradient_view(self, place: Place) -> Tensor:
-        """The gradient of one parameter, in its shape, as accumulated on this rank."""
+        """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
         return self.open_gradient()[place.start : place.stop].view(place.member.parameter.shape)
 
     def whole_weights(self) -> Tensor:
-        """They are here."""
+        """Return the full flat weights (no communication)."""
         return self.flat
 
     def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """Take over flat, whole tensors."""
+        """Copy full flat tensors (numel,) into the weights, and their shard into the master weights."""
         start, stop = self.shard_range
         self.flat.copy_(weights)
         self.master.copy_((weights if master is None else master)[start:stop])
 
     def local_weights(self, place: Place) -> Tensor:
-        """The whole parameter."""
+        """Return the full parameter, detached."""
         return place.member.parameter.detach()
 
     def leaf(self, place: Place) -> Tensor:
-        """The parameter."""
+        """Return the module's own parameter."""
         return place.member.parameter
 
     def local_gradient(self, first: int, stop: int) -> Tensor | None:
-        """Mine, and what I gave to the others' sums where the whole is kept."""
+        """Return elements [first, stop) of the gradient after a step, or None where this rank does not hold them.
+
+        Where the full gradient is kept, elements outside this rank's shard hold this rank's own contribution to the
+        sum.
+        """
         return self.open_gradient()[first:stop] if self.keeps_gradient else super().local_gradient(first, stop)
 
     def forget_local_gradient(self) -> None:
-        """The whole of it."""
+        """Zero the full accumulated gradient."""
         self.open_gradient().zero_()
 
     def begin_step(self) -> None:
-        """Forget the sum over the replicas."""
+        """Mark last step's reduced gradient as stale, and free the full gradient where it is not kept."""
         self._has_sum = False
         self._brought = None
         if not self.keeps_gradient:
@@ -178,12 +192,17 @@ class Bucket(Sharded):
         self.gradient_views = []
 
     def reduce(self, *, last: bool = True) -> None:
-        """Post the sum over the replicas: into my shard, over its neighbours only, or everywhere (ZeRO-0). Does not
-        block. Once per step; or, when the whole gradient is not kept, as often as one likes: the sums add up, and
-        ``last`` says of which the result goes to the host.
+        """Post the gradient reduction over the replicas. Does not block.
 
-        Bytes on the wire per rank, M = bytes of the bucket's gradients: among n neighbours M (n-1)/n, and then across
-        r copies 2 M/n (r-1)/r; everywhere 2 M (r-1)/r.
+        With shards it is a reduce-scatter over the neighbours that hold the other shards; :meth:`reduce_across`
+        completes the sum. Under ZeRO-0 it is an all-reduce over all replicas. It is called once per step where the full
+        gradient is kept, and any number of times otherwise, because the sums accumulate.
+
+        Bytes on the wire per rank, M = bytes of the bucket's gradients: among n neighbours M (n-1)/n, and then across r
+        copies 2 M/n (r-1)/r; everywhere 2 M (r-1)/r.
+
+        Args:
+            last: this is the step's last reduction, so that its result may be copied to the host.
         """
         gradient = self.open_gradient()
         if self.shards_gradient:
@@ -193,7 +212,7 @@ class Bucket(Sharded):
             self._has_sum = True
             self.pending = self.sharding.shard.reduce_scatter(part, gradient)
             if not self.keeps_gradient:
-                self._close_gradient()  # the message keeps it
+                self._close_gradient()  # the collective holds the tensor until it is done
         else:
             self.pending = self.sharding.copies.all_reduce(gradient)
         self._is_last, self._brought = last, None
@@ -201,13 +220,17 @@ class Bucket(Sharded):
             self._bring_early()
 
     def reduce_across(self) -> None:
-        """When my shard is summed over its neighbours: post its sum over those who hold the same. Does not block."""
+        """Post an all-reduce of this rank's gradient shard over the replicas that hold the same shard.
+
+        Waits for the reduce-scatter over the neighbours, and does not wait for its own sum. Does nothing without
+        shards.
+        """
         if self.shards_gradient and self.sharding.copies.size > 1:
             self.wait()
             self.pending = self.sharding.copies.all_reduce(self.shard_gradient)
 
     def wait(self) -> None:
-        """Block until whatever was posted last for this bucket is done."""
+        """Block until the collective that was posted last for this bucket is done; add its result to an earlier sum."""
         super().wait()
         if self._part is not None:
             self.shard_gradient.add_(self._part)
@@ -215,15 +238,18 @@ class Bucket(Sharded):
             self._bring_early()
 
     def _bring_early(self) -> None:
-        """Post the copy of my gradient to the host behind the sum that has just been posted, or what was just added
-        of it, unless more will be added: it runs beside the rest of the backward."""
+        """Post the device-to-host copy of this rank's gradient shard, to overlap it with the rest of the backward.
+
+        The copy waits on its own stream for the reduction just posted. Nothing is posted while other sums are still to
+        be added to the shard.
+        """
         kind = self.kind
         more = kind.sum_over_tp or kind.tied is not None or (self.shards_gradient and self.sharding.copies.size > 1)
         if self._host is not None and self._host_gradient is not None and self._is_last and not more:
             self._brought = self._host.bring(self._host_gradient, self.shard_gradient, self.pending)
 
     def bring_gradient(self) -> Tensor:
-        """In the host's memory, where the optimizer steps there."""
+        """Return this rank's gradient shard, in host memory where the optimizer steps there. Blocks until complete."""
         if self._host is None or self._host_gradient is None:
             return self.shard_gradient
         if self._brought is None:
@@ -232,7 +258,10 @@ class Bucket(Sharded):
         return self._host_gradient
 
     def gather(self) -> None:
-        """After the optimizer: round the master weights back, post the all-gather of the shards. Does not block."""
+        """Round the master weights into the weights, and post their all-gather over the shard group. Does not block.
+
+        Bytes on the wire per rank: M (n-1)/n, M = bytes of the bucket's weights, n = ranks of the shard group.
+        """
         start, stop = self.shard_range
         shard = self.flat[start:stop]
         if self._host_weights is not None:

@@ -1,12 +1,14 @@
-"""ZeRO-3: one stage whose weights are cut over the replicas too, by torch's ``fully_shard``, layer by layer.
+"""ZeRO-3: a stage whose weights are sharded over the replicas too, layer by layer, by torch's ``fully_shard``.
 
-    layer i            gather | forward | let go          gather | backward | let go, reduce-scatter
-    each replica       its rows of every parameter, of their gradients and of the optimizer's states: 1/n of all
+    layer i            gather | forward | free            gather | backward | free, reduce-scatter
+    each replica       its rows of every parameter, of their gradients and of the optimizer state: 1/n of all
 
-Each parameter is cut along its first dimension; the rows of one replica and zeros up to the longest share are a bucket
-of one place, so that optimizer, checkpoints and checks see here what they see in :mod:`.buckets`. torch asks for
-collectives through two doors, and ours stand in them: bytes are counted, failures name the ranks, a hang says who waits
-for whom, and gloo's reduce-scatter is not an all-reduce.
+Each parameter is cut along its first dim. The rows of one replica, zero-padded to the longest share, form a bucket of
+one place. Optimizer, checkpoints and checks therefore see the same interface as in :mod:`.buckets`.
+
+FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
+counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real reduce-scatter
+instead of an all-reduce.
 """
 
 from __future__ import annotations
@@ -36,29 +38,32 @@ from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 
 _SUMMED_TOGETHER = 2**24
-"""Elements of the gradient that go across the groups in one message, and on the device when they lie on the host."""
+"""Elements of the gradient per all-reduce across shard groups; bounds the device copy of a gradient in host memory."""
 
 
 class _Doors:
-    """What torch's two protocols for collectives have in common."""
+    """Common base of the objects that run FSDP's collectives over a :class:`~meshwright.mesh.comm.Group`."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a message."""
+        """Allocate an uninitialised buffer for a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Gather(_Doors):
-    """``torch.distributed.fsdp``'s all-gather, by a group of ours."""
+    """All-gather for FSDP over a mesh group. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._group.all_gather(output_tensor, input_tensor).wait()
 
 
 class _ReduceScatter(_Doors):
-    """And its reduce-scatter, which is a sum here whatever it asks for: who divides are the labels of the batch."""
+    """Reduce-scatter for FSDP. Always sums; averaging happens once, by label count, in the loss scale.
+
+    Bytes per rank: M (n-1)/n, M = bytes of the input. Blocks.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -67,7 +72,7 @@ class _ReduceScatter(_Doors):
 
 
 class RowShards(Sharded):
-    """One parameter of which each neighbour has some rows, as a bucket."""
+    """One parameter as a bucket, sharded by rows over the ranks of the shard group."""
 
     def __init__(
         self,
@@ -78,7 +83,14 @@ class RowShards(Sharded):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``of_torch``: what FSDP knows of the parameter. ``dtype`` and ``device``: of the computation."""
+        """Wrap an FSDP parameter.
+
+        Args:
+            of_torch: torch's private ``FSDPParam`` of the parameter.
+            shard_gradient: flat, zero-padded gradient of this rank's rows; FSDP accumulates into it.
+            dtype: dtype of the computation, in which the weights are gathered.
+            device: device of the computation.
+        """
         self._of_torch = of_torch
         self.dtype = dtype
         weights: DTensor = of_torch.sharded_param
@@ -94,59 +106,63 @@ class RowShards(Sharded):
             device=device,
         )
         assert weights.numel() <= self.numel, member.info.name
-        # torch adds to the gradient that is there: mine, on the host too (DTensor.from_local would move it)
+        # FSDP adds to an existing gradient: this one, on the host too (DTensor.from_local would move it)
         weights.grad = of_torch.to_sharded_dtensor(shard_gradient[: local.numel()].view(local.shape))
 
     def begin_step(self) -> None:
-        """My rows' gradient is zeroed for all together."""
+        """Discard the full gradient. The stage zeroes the shard gradients of all parameters at once."""
         self.forget_local_gradient()
 
     def gather(self) -> None:
-        """Nothing: forward does it, layer by layer."""
+        """Skip this step: FSDP gathers the weights during forward, layer by layer."""
 
     def whole_weights(self) -> Tensor:
-        """Gathered."""
+        """All-gather the full flat weights (numel,), cast to the computation dtype. Collective over the shard group."""
         return self.whole(self.master).to(self.dtype)
 
     def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """My rows of what a checkpoint has."""
+        """Copy this rank's rows from full flat tensors (numel,) into the master weights."""
         start, stop = self.shard_range
         self.master.copy_((weights if master is None else master)[start:stop])
 
     def local_weights(self, place: Place) -> Tensor:
-        """My rows."""
+        """Return this rank's rows, flat, in the master dtype and with padding."""
         return self.master
 
     def leaf(self, place: Place) -> Tensor:
-        """What torch gathers them into; the same from the first forward on."""
+        """Return FSDP's unsharded parameter; it is the same object from the first forward on."""
         gathered: Tensor = self._of_torch.unsharded_param
         return gathered
 
     def gradient_view(self, place: Place) -> Tensor:
-        """Of the whole parameter, while it is there."""
+        """Return the gradient of the full parameter in its shape, or an empty tensor when there is none."""
         gradient = self.leaf(place).grad
         return torch.zeros(0) if gradient is None else gradient
 
     def forget_local_gradient(self) -> None:
-        """Of the whole parameter."""
+        """Discard the gradient of the full parameter, the accumulated one included."""
         self._of_torch.unsharded_accumulated_grad = None
         if self.was_gathered:
             self._of_torch._unsharded_param.grad = None
 
     @property
     def was_gathered(self) -> bool:
-        """Whether a forward has come by."""
+        """True once a forward has gathered the parameter."""
         return hasattr(self._of_torch, "_unsharded_param")
 
     @property
     def has_accumulated(self) -> bool:
-        """Whether earlier backwards have left a gradient of the whole parameter in the dtype that it is summed in."""
+        """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
         return self._of_torch.unsharded_accumulated_grad is not None
 
     def settle(self, *, accumulated: bool) -> None:
-        """Before a sum: what there is of the whole gradient in one tensor, of zeros if there is nothing.
+        """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
 
-        ``accumulated``: in the dtype that it is summed in, as others of the unit have theirs; all must be alike.
+        All gradients of a unit must have one dtype.
+
+        Args:
+            accumulated: convert it to the reduction dtype, because another parameter of the unit has its gradient
+                there.
         """
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param
@@ -160,13 +176,13 @@ class RowShards(Sharded):
 
 
 def padded_rows(of_torch: Any) -> Tensor:
-    """All of the storage that my rows of a parameter lie in, flat: with zeros behind them up to the longest share."""
+    """Return the full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
     local: Tensor = of_torch.sharded_param.to_local()
     return torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
 
 
 class FullyShardedStage:
-    """The face of :class:`~.replica.StageReplica` over layers that torch gathers and lets go."""
+    """One stage under ZeRO-3, with the interface of :class:`~.replica.Replica`; FSDP gathers and frees its weights."""
 
     def __init__(
         self,
@@ -179,12 +195,17 @@ class FullyShardedStage:
         *,
         offload: bool = False,
     ) -> None:
-        """Cuts the parameters of ``layers``, which are on the CPU, and moves the shards to the device, unit by unit: it
-        never holds the whole stage. ``dtype``: of the computation; kept is float32 (float64 of float64). ``offload``:
-        the shards stay on the host, and are copied to the device to be gathered."""
+        """Shard the parameters of ``layers``, which must be on the CPU, and move the shards to ``device``.
+
+        It does so unit by unit, so that the device never holds the full stage.
+
+        Args:
+            dtype: dtype of the computation. The shards are float32 (float64 for float64).
+            offload: keep the shards in host memory and copy them to the device for each all-gather.
+        """
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
-        """Whole everywhere: there is no gradient and no optimizer's state of them."""
+        """Parameters that are not trained: full on every replica, without gradient or optimizer state."""
         kept = accumulation_dtype(dtype)
         trained = {id(member.parameter): member for member in members if member.parameter.requires_grad}
         for member in trained.values():
@@ -206,7 +227,7 @@ class FullyShardedStage:
         units = list(self._units())
         shards = [padded_rows(of_torch) for unit in units for of_torch in unit.fsdp_params]
         self._gradient = torch.zeros(sum(map(Tensor.numel, shards)), dtype=kept, device=shards[0].device)
-        """My rows' of all parameters."""
+        """Flat gradient of this rank's rows of all parameters."""
         gradients = iter(torch.split(self._gradient, [shard.numel() for shard in shards]))
         self.buckets: list[RowShards] = []
         for unit in units:
@@ -226,9 +247,12 @@ class FullyShardedStage:
         self._in_halves = False
 
     def _shard(self, shard: Group, dtype: torch.dtype, kept: torch.dtype, device: torch.device, offload: bool) -> None:
-        """A unit is gathered as a whole: a layer, without the modules that share a weight with another; and all of
-        these together. They stay from their forward to their backward: the last of them, most often the head, needs
-        them where a stage holds most anyway."""
+        """Apply ``fully_shard`` to the layers and set FSDP's collectives, reduction and prefetch.
+
+        FSDP gathers a unit at a time. A unit is a layer without the modules that share a weight with another module.
+        Each group of modules that share a weight forms a unit of its own. Its weights stay gathered from forward to
+        backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
+        """
         options: dict[str, Any] = {
             "mesh": shard.device_mesh(device.type),
             "ignored_params": {member.parameter for member in self.frozen},
@@ -245,7 +269,7 @@ class FullyShardedStage:
             if own and not isinstance(modules[0], FSDPModule):
                 shares = len(modules) > 1
                 fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
-                for parameter in whole:  # somebody may hold the object
+                for parameter in whole:  # other code may still hold the object
                     parameter.data = parameter.data.new_empty(0)
         root = fully_shard(self._layers, **options)
         assert isinstance(root, FSDPModule)
@@ -258,8 +282,8 @@ class FullyShardedStage:
                 module.set_custom_reduce_scatter(reduce_scatter)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # without a word from us torch guesses from the forwards so far what backward will need next: after a
-                # micro-batch's first layer another one's last
+                # without an explicit list FSDP derives the backward order from past forwards: after a micro-batch's
+                # first layer it would prefetch the last layer of another micro-batch
                 module.set_modules_to_backward_prefetch([module])
         self._shared = [
             module
@@ -267,26 +291,26 @@ class FullyShardedStage:
             if isinstance(module, FSDPModule) and len(module._get_fsdp_state()._modules) > 1
         ]
         sharded = [layer for layer in self._layers if isinstance(layer, FSDPModule)]
-        alone = [layer for layer in sharded if len(layer._get_fsdp_state()._modules) == 1]  # others come by twice
+        alone = [layer for layer in sharded if len(layer._get_fsdp_state()._modules) == 1]  # shared units come up twice
         for before, after in itertools.pairwise(alone):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
         for layer in sharded:
             layer.register_forward_hook(_no_views, prepend=True)
-        self._state._lazy_init()  # its forward does it, but only its layers are called
+        self._state._lazy_init()  # the root's forward would do it, but only its layers are called
 
     @property
     def _state(self) -> Any:
         return self._root._get_fsdp_state()
 
     def _units(self) -> Iterator[Any]:
-        """What torch gathers as a whole."""
+        """Yield FSDP's parameter groups, each gathered by one collective."""
         for state in self._state._state_ctx.all_states:
             groups = getattr(state, "_fsdp_param_groups", None)  # one, until torch 2.12
             yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
     def begin_step(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients, and turn off gradient reduction until :meth:`begin_reducing`."""
         self._gradient.zero_()
         for bucket in self.buckets:
             bucket.begin_step()
@@ -296,45 +320,49 @@ class FullyShardedStage:
         self._reshard_shared(False)
 
     def _reshard_shared(self, reshard: bool) -> None:
-        """Set whether backward lets go of the weights that modules share.
+        """Set whether backward frees (reshards) the weights that several modules share.
 
-        torch gathers them again for a backward only after a forward in which the modules ran inside one root; here each
-        layer is called by itself. With several micro-batches in flight they therefore stay whole until the last one's
+        FSDP gathers them again for a backward only if the modules ran inside one root forward. Here each layer is
+        called by itself. With several micro-batches in flight the weights therefore stay gathered until the last
         backward.
         """
         for module in self._shared:
             module.set_reshard_after_backward(reshard, recurse=False)
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """From here on reduce each layer as soon as the next backward of this stage has come by it.
+        """Start to reduce-scatter each layer's gradient as soon as the next backward of this stage has computed it.
 
-        ``awaited``: given when only the weights' half of a backward comes, which torch cannot see. ``last``: torch is
-        told when the step's reductions are done, and copies each to the host by itself.
+        Args:
+            awaited: given when only the weight half of a backward (W) follows, which FSDP's hooks cannot see.
+            last: the step's last backward, which frees the shared weights. FSDP copies gradients to the host by itself.
         """
         self._in_halves = awaited is not None
         self._root.set_requires_gradient_sync(awaited is None)
         self._reshard_shared(last)
 
     def end_reducing(self) -> None:
-        """That backward is done."""
+        """Finish the reductions of a backward, and turn off gradient reduction until :meth:`begin_reducing`."""
         if self._in_halves:
             self._root.set_requires_gradient_sync(True)
-            self._state._root_post_backward_final_callback()  # as torch's own pipelines do
+            self._state._root_post_backward_final_callback()  # as torch.distributed.pipelining does
         self._in_halves = False
         self._root.set_requires_gradient_sync(False)
 
     def finish_reduce(self) -> None:
-        """Block until every replica's rows hold the gradient of the whole global batch; then the sum over tp, as in
-        :meth:`.replica.StageReplica.finish_reduce`."""
+        """Block until this rank's rows hold the gradient of the global batch.
+
+        All-reduces them across the shard groups, 2 m (r-1)/r bytes per rank for m bytes and r copies. Then all-reduces
+        them over tp, as :meth:`.replica.StageReplica.finish_reduce` does.
+        """
         self.end_reducing()
         self._root.set_is_last_backward(True)
-        self._state._root_post_backward_final_callback()  # waits for what is under way
+        self._state._root_post_backward_final_callback()  # waits for reductions in flight
         for part in torch.split(self._gradient, _SUMMED_TOGETHER):
             all_reduce(self._sharding.copies, part, self._device).wait()
         sum_over_tp(self.buckets, self.tp)
 
     def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:
-        """What torch calls when a backward is through the whole stage, so that units know."""
+        """Wrap FSDP's callback at the end of a stage's backward, so that units see that the backward has ended."""
 
         def run() -> None:
             self._ends = True
@@ -346,8 +374,11 @@ class FullyShardedStage:
         return run
 
     def _settled(self, unit: Any, rows: Sequence[RowShards], post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Before torch sums a unit's gradients: all of its parameters have one, on every replica, of one dtype. A unit
-        that several layers share has it when the backward is through."""
+        """Wrap a unit's post-backward hook: before a reduction, all its parameters get a gradient of one dtype.
+
+        FSDP reduces only the gradients that exist, and the replicas must agree. A unit that several layers share is
+        reduced when the stage's backward has ended.
+        """
 
         def run(*unused: Any) -> None:
             if len(unit.modules) > 1 and not self._ends:
@@ -361,18 +392,21 @@ class FullyShardedStage:
         return run
 
     def ready(self, layer: str) -> None:
-        """Nothing to wait for."""
+        """Return at once: FSDP gathers a layer's weights in the layer's own forward."""
 
     def ready_all(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, as :meth:`ready` does."""
 
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # we see to that:
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _no_views clones such outputs
 
 
 def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    """Before torch hooks its all-gather to an output: it is lost when the next layer changes a view in place. What a
-    layer hands on as it came is none that can be changed so."""
+    """Clone an output that is a view, before FSDP hooks its all-gather for backward to it.
+
+    The hook on a view would be lost when the next layer changes the view in place. Tensors that the layer passes on
+    unchanged are not cloned: they are never views that a layer may change in place.
+    """
     came = {id(leaf) for leaf in tree_leaves(inputs)}
 
     def own(leaf: Any) -> Any:
@@ -383,7 +417,7 @@ def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
-    """Yield layers that hold a module with parameters in common, by group: torch gathers for whole modules."""
+    """Yield groups of layers that share a module with parameters, because FSDP gathers whole modules."""
     found: list[tuple[list[nn.Module], set[int]]] = []
     for layer in layers:
         own = {id(module) for module in layer.modules() if any(True for _ in module.parameters())}
@@ -396,7 +430,7 @@ def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
 
 
 def _sharing(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
-    """The modules that have a parameter object in common, group by group."""
+    """Yield groups of modules that share a parameter object."""
     found: list[tuple[list[nn.Module], set[int]]] = []
     for module in layers.modules():
         own = {id(parameter) for parameter in module.parameters(recurse=False)}

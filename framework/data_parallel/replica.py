@@ -1,4 +1,4 @@
-"""One stage as a replica among dp: what accumulates, reduces, hands shards to the optimizer and gathers the weights.
+"""One stage on one data-parallel replica: gradient accumulation and reduction, and the all-gather of the weights.
 
 micro-batches      B0   B1   B2   B3                  forward of the next step
 backward           ..   ..   ..   .#.#.#              | layer | layer | layer
@@ -25,40 +25,48 @@ from meshwright.optimizer.host_memory import HostMemory
 
 
 class Replica(Protocol):
-    """What the rest of the framework knows of a stage on one replica."""
+    """Interface to a stage on one replica, the same for all ZeRO stages."""
 
     @property
     def buckets(self) -> Sequence[Sharded]:
-        """All that is trained."""
+        """Buckets of all trained parameters."""
 
     @property
     def frozen(self) -> Sequence[Member]:
-        """Parameters that are not trained: no gradient, no optimizer; the same on every replica."""
+        """Parameters that are not trained: no gradient, no optimizer state, the same values on every replica."""
 
     def begin_step(self) -> None:
         """Forget the gradients."""
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Sum what the next backward of this stage completes: the step's last, or each one where the whole gradient is
-        not kept. ``awaited``: the parameters that it will add gradients to; None: all. The others have theirs already.
-        ``last``: it is the step's last.
+        """Start to reduce gradients during the next backward of this stage.
+
+        Called before the step's last backward, or before each backward where the full gradient is not kept.
+
+        Args:
+            awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete
+                already.
+            last: this is the step's last backward.
         """
 
     def end_reducing(self) -> None:
-        """That backward is done: sum what it has not reached, too."""
+        """Post the reduction of the parameters that the finished backward did not reach."""
 
     def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the whole global batch, but for what ties owe each other."""
+        """Block until every shard holds the gradient of the global batch.
+
+        Tied weights still lack the gradients of the copies on other stages.
+        """
 
     def ready(self, layer: str) -> None:
-        """Block until a layer may be computed with."""
+        """Block until the weights of a layer are complete."""
 
     def ready_all(self) -> None:
-        """Block until all may."""
+        """Block until the weights of all layers are complete."""
 
 
 class StageReplica:
-    """The flat parameters and gradients of one stage on one replica."""
+    """Flat parameters and gradients of one stage on one replica (ZeRO-0, 1 and 2)."""
 
     def __init__(
         self,
@@ -73,7 +81,7 @@ class StageReplica:
     ) -> None:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
-        """Parameters that are not trained: no bucket, no gradient, no optimizer; the same on every replica."""
+        """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
         self.buckets = [
             Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host, block_size=block_size)
@@ -84,9 +92,9 @@ class StageReplica:
         self._next_to_reduce = 0
         self._reducing = False
         self._in_last = True
-        """Whether what is reduced now is of the step's last backward."""
+        """True when the current reductions belong to the step's last backward."""
         self._untouched: set[Tensor] = set()
-        """Whose gradient has not come yet: what lies in the bucket is the last step's, or zero."""
+        """Parameters without a gradient in this step so far; their bucket part holds last step's gradient, or zero."""
         for index, bucket in enumerate(self.buckets):
             for number, place in enumerate(bucket.places):
                 layer = place.member.layer
@@ -100,9 +108,9 @@ class StageReplica:
                 )
 
     def _accumulated(self, parameter: Tensor, *, index: int, number: int) -> None:
-        """Autograd has added a micro-batch's gradient of one parameter."""
+        """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it."""
         gradient, bucket = parameter.grad, self.buckets[index]
-        if gradient is None:  # autograd has come by without one: the split backward brings it later
+        if gradient is None:  # no gradient yet: the split backward computes it later (W)
             return
         bucket.open_gradient()
         view = bucket.gradient_views[number]
@@ -118,22 +126,25 @@ class StageReplica:
             self._post_ready()
 
     def _post_ready(self) -> None:
-        """Post reductions of complete buckets, in bucket order only: every replica must post in the same order.
+        """Post reductions of complete buckets, in bucket order only, because every replica must post in the same order.
 
-        Where the whole gradient is not kept, the one before is waited for: of one stage no more than one is under way,
-        besides those that are being filled.
+        Where the full gradient is not kept, at most one reduction of a stage is in flight: the previous one is awaited
+        first.
         """
         while self._next_to_reduce < len(self.buckets) and self._missing[self._next_to_reduce] <= 0:
             bucket = self.buckets[self._next_to_reduce]
             if not bucket.keeps_gradient:
-                self.buckets[self._next_to_reduce - 1].wait()  # of the first: the last of the micro-batch before
-                bucket.wait()  # its sum of the micro-batch before
+                self.buckets[self._next_to_reduce - 1].wait()  # index -1: the previous backward's last bucket
+                bucket.wait()  # its own reduction of the previous micro-batch
                 self._untouched |= {place.member.parameter for place in bucket.places}
             bucket.reduce(last=self._in_last)
             self._next_to_reduce += 1
 
     def begin_step(self) -> None:
-        """Forget the gradients. The first of a step is copied over the last step's: cheaper than zeroing and adding."""
+        """Mark all gradients as missing.
+
+        A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
+        """
         self._untouched.clear()
         for bucket in self.buckets:
             bucket.begin_step()
@@ -143,7 +154,7 @@ class StageReplica:
         self._reducing = False
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """From here on reduce each bucket as soon as the backward has completed it."""
+        """Start to reduce each bucket as soon as the next backward has completed it."""
         self._in_last = last
         self._missing = [
             sum(awaited is None or place.member.parameter in awaited for place in bucket.places)
@@ -158,17 +169,19 @@ class StageReplica:
             self._post_ready()
 
     def _zero_untouched(self, parameters: Set[Tensor]) -> None:
-        """Those of them that have had no gradient in this step have one of zero."""
+        """Zero the gradients of those ``parameters`` that had none in this step."""
         for bucket in self.buckets:
-            if bucket.keeps_gradient:  # the others begin with zeros
+            if bucket.keeps_gradient:  # other buckets start from zeros
                 for number, place in enumerate(bucket.places):
                     if place.member.parameter in self._untouched & parameters:
                         bucket.gradient_views[number].zero_()
         self._untouched -= parameters
 
     def end_reducing(self) -> None:
-        """That backward is done. Parameters that it did not reach leave their bucket incomplete: it is reduced here all
-        the same. Posts all that is left; does not wait for it."""
+        """Post the reduction of all remaining buckets after the backward. Does not block.
+
+        A parameter that the backward did not reach leaves its bucket incomplete. Such a bucket is reduced here.
+        """
         self._zero_untouched(set(self._untouched))
         self._missing = [0] * len(self.buckets)
         if not self._reducing:
@@ -177,9 +190,9 @@ class StageReplica:
         self._reducing = False
 
     def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the whole global batch.
+        """Block until every shard holds the gradient of the global batch.
 
-        What tied weights owe each other is the matter of :func:`sum_ties`.
+        The copies of tied weights are summed later, by :func:`sum_ties`.
         """
         self._in_last = True
         self.end_reducing()
@@ -188,30 +201,36 @@ class StageReplica:
         sum_over_tp(self.buckets, self.tp)
 
     def ready(self, layer: str) -> None:
-        """Block until the weights of one layer are whole again. Free when nothing is pending."""
+        """Block until the all-gathered weights of one layer are complete. Free when nothing is pending."""
         for bucket in self._bucket_of_layer[layer]:
             bucket.wait()
 
     def ready_all(self) -> None:
-        """Block until all weights are whole."""
+        """Block until all weights are complete."""
         for bucket in self.buckets:
             bucket.wait()
 
 
 def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
-    """The hook of a parameter. Its replica only weakly: a parameter's hooks are in a place that Python's collector does
-    not look into, so that with a strong one neither they, nor the buckets, nor the ranks' connections would ever go."""
+    """Call the replica's hook for a parameter, if the replica still exists.
+
+    The hook holds its replica by a weak reference. Python's garbage collector does not see a parameter's hooks, so a
+    strong reference would keep hooks, buckets and the ranks' connections alive forever.
+    """
     alive = replica()
     if alive is not None:
         alive._accumulated(parameter, index=index, number=number)
 
 
 def sum_ties(buckets: Iterable[Sharded]) -> None:
-    """Give all copies of each tied weight the sum of their gradients, when all stages are reduced. Blocks.
+    """Sum the gradients of each tied weight over its copies, and store the sum in every copy. Blocks.
 
-    Every rank that holds a tied weight calls it at the end of its row, not in a stage's REDUCE: the stages are done at
-    different times, and one that waited for the other there could keep it from what it has yet to send. Copies of one
-    rank are summed here, those of several by an all-reduce of the shard; by name, the same order on all ranks.
+    Copies on one rank are added directly. Copies on several ranks are all-reduced, this rank's shard only: 2 m (n-1)/n
+    bytes per rank, m = bytes of the shard, n = ranks with a copy. The order is by name, the same on all ranks.
+
+    Every rank that holds a tied weight must call it at the end of its row, after all stages are reduced. A stage's
+    REDUCE would be too early: stages finish at different times, and a stage that waited there could delay the messages
+    that the other stage still needs.
     """
     copies: dict[str, list[Sharded]] = defaultdict(list)
     for bucket in buckets:
@@ -230,7 +249,7 @@ def sum_ties(buckets: Iterable[Sharded]) -> None:
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
-    """(parameter name, parameter, layer name) of each distinct parameter, in the model's order."""
+    """Return (parameter name, parameter, layer name) of each distinct parameter, in the model's order."""
     seen: set[int] = set()
     found = []
     for layer_name, layer in layers.named_children():

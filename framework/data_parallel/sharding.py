@@ -1,5 +1,7 @@
-"""What the rest of the framework knows of a stage's parameters on one replica, however they are kept: whose they are,
-what makes some of them alike, and the shard of them that this replica's optimizer steps.
+"""Interface to a stage's parameters on one replica, the same for ZeRO-0 to ZeRO-3.
+
+It describes each parameter, the properties that allow parameters to share a bucket, and the shard of a bucket that this
+replica's optimizer steps.
 
     dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a group of neighbours,
                                   shard    0 1 | 0 1      and summed across: 0 with 2, 1 with 3
@@ -19,54 +21,54 @@ from meshwright.parameters import ParameterInfo
 
 
 class Sharding(NamedTuple):
-    """How the replicas share the work of the optimizer."""
+    """Process groups that divide the optimizer's work among the replicas."""
 
     shard: Group
-    """The replicas among whom a bucket is cut, one shard each; of one rank: it is whole everywhere."""
+    """Replicas that hold one shard each of a bucket. With one rank, a bucket is not sharded."""
     copies: Group
-    """The replicas that hold the same shard, one of each such group; of one rank: nobody else does."""
+    """Replicas that hold the same shard, one from each ``shard`` group. With one rank, no other replica holds it."""
 
     @property
     def num_replicas(self) -> int:
-        """dp."""
+        """Number of data-parallel replicas."""
         return self.shard.size * self.copies.size
 
     def range_of(self, numel: int) -> tuple[int, int]:
-        """My elements of so many, which the shards divide."""
+        """Return this rank's [start, stop) in a flat tensor of ``numel`` elements; shards divide ``numel`` evenly."""
         per_shard = numel // self.shard.size
         return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
 
 
 class Tie(NamedTuple):
-    """What a copy of a weight that several stages hold must know of the others."""
+    """One copy of a tied weight, and the ranks that hold the other copies."""
 
     name: str
-    """Canonical, the same for all copies."""
+    """Canonical name, the same for all copies."""
     ranks: Group
-    """The ranks that hold copies, with me; of one rank when all copies are here."""
+    """Group of the ranks that hold a copy, this rank included. It has one rank when all copies are on this rank."""
     is_first: bool
-    """Of the first stage that holds it: the copy that is counted, and saved."""
+    """True for the copy on the first stage that holds the weight. Only this copy is counted in norms and saved."""
 
 
 class Member(NamedTuple):
-    """One parameter of this rank's stage, and what is special about it."""
+    """One parameter of this rank's stage, its layer and its tie."""
 
     info: ParameterInfo
     parameter: nn.Parameter
     layer: str
-    """The element of the Sequential that uses it (the first, when several do)."""
+    """Name of the element of the Sequential that uses the parameter (the first, when several do)."""
     tied: Tie | None = None
-    """None: no other stage holds it."""
+    """Tie to the copies on other stages; None for a weight that is not tied."""
 
 
 def kind_of(member: Member) -> BucketKind:
-    """What decides with which others a parameter may share a bucket."""
+    """Return the bucket kind of a parameter. Only parameters of the same kind share a bucket."""
     info = member.info
     return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, member.tied)
 
 
 class BucketKind(NamedTuple):
-    """What the parameters of one bucket have in common."""
+    """Properties that all parameters of one bucket have in common."""
 
     decays: bool
     in_blocks: bool
@@ -75,12 +77,15 @@ class BucketKind(NamedTuple):
     tied: Tie | None
 
     def owns(self, tp_rank: int) -> bool:
-        """True on the one rank, among those that hold the same weight, that counts it (norm, parameter numbers)."""
+        """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
+
+        Exactly one rank counts it among the ranks that hold the same weight.
+        """
         return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in its bucket, in elements."""
+    """Range [start, stop) of a parameter in its flat bucket, in elements."""
 
     member: Member
     start: int
@@ -88,18 +93,21 @@ class Place(NamedTuple):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Gradients are summed in float32, whatever they are computed in; in float64 for float64."""
+    """Return the dtype in which gradients are summed: float64 for float64 parameters, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Sharded(ABC):
-    """Parameters of one kind, in flat tensors of which this replica's optimizer steps a shard: what the rest of the
-    framework knows of them, however they are kept."""
+    """Flat parameters of one kind; this replica's optimizer steps one shard of them.
+
+    Base class of the buckets of ZeRO-0 to ZeRO-2 (:class:`~.buckets.Bucket`) and ZeRO-3
+    (:class:`~.fully_sharded.RowShards`).
+    """
 
     flat: Tensor | None = None
-    """The whole weights, flat, where they are kept."""
+    """Full flat weights (numel,), in the training dtype; None under ZeRO-3, where no rank keeps them."""
     keeps_gradient: bool = False
-    """Whether the whole gradient of this rank is there from one step to the next."""
+    """True when this rank keeps its full (unsharded) gradient from one step to the next."""
 
     def __init__(
         self,
@@ -117,36 +125,45 @@ class Sharded(ABC):
         self.sharding = sharding
         self.places = list(places)
         self.numel = numel
-        """Padding included."""
+        """Elements of the full flat tensor, padding included."""
         self.shards_gradient = sharding.shard.size > 1
         self.shard_range = sharding.range_of(numel)
         self.master = master
-        """What the optimizer steps."""
+        """Master weights (numel/n,) that the optimizer steps, this rank's shard."""
         self.shard_gradient = shard_gradient
         self.same_dtype = same_dtype
-        """False: the optimizer steps master weights of more bits, copied back rounded."""
+        """False when the master weights have more bits than the weights. They are then rounded and copied back."""
         self.device = device
-        """Where it is computed, and where messages begin and end."""
+        """Device of the computation and of the collectives."""
         self.pending: Handle | None = None
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients of the previous step."""
 
     def bring_gradient(self) -> Tensor:
-        """My shard of it where the master is. Blocks until it is there."""
+        """Return this rank's gradient shard (numel/n,) on the master weights' device. Blocks until complete."""
         return self.shard_gradient
 
     @abstractmethod
     def gather(self) -> None:
-        """After the optimizer: post what must go to others before the next forward. Does not block."""
+        """Post the all-gather of the updated weights over the shard group, after the optimizer step. Does not block.
+
+        Bytes on the wire per rank: M (n-1)/n, M = bytes of the full flat weights, n = ranks of the shard group.
+        """
 
     def sum_shard(self, group: Group) -> None:
-        """Post the sum of my shard's gradient over a group. Does not block."""
+        """Post an all-reduce (sum) of this rank's gradient shard over ``group``. Does not block.
+
+        Bytes on the wire per rank: 2 m (n-1)/n, m = bytes of the shard, n = ranks of the group.
+        """
         self.pending = all_reduce(group, self.shard_gradient, self.device)
 
     def whole(self, shard: Tensor) -> Tensor:
-        """The flat tensor out of the neighbours' shards. Every dp rank calls it."""
+        """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
+
+        Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
+        """
         if not self.shards_gradient:
             return shard
         shard = shard.to(self.device).contiguous()
@@ -156,42 +173,55 @@ class Sharded(ABC):
 
     @abstractmethod
     def whole_weights(self) -> Tensor:
-        """What is computed with, flat. Every dp rank calls it."""
+        """Return the full flat weights (numel,) in the training dtype.
+
+        Every dp rank must call it, because ZeRO-3 all-gathers them over the shard group.
+        """
 
     @abstractmethod
     def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """Take over flat, whole tensors; None: the weights are the master."""
+        """Copy this rank's part from full flat tensors (numel,).
+
+        ``master`` None: the master weights start from ``weights``.
+        """
 
     @abstractmethod
     def local_weights(self, place: Place) -> Tensor:
-        """What this rank holds of a parameter's weights."""
+        """Return the weights of one parameter that this rank holds: in full, or its rows under ZeRO-3."""
 
     @abstractmethod
     def leaf(self, place: Place) -> Tensor:
-        """What autograd knows as the parameter."""
+        """Return the tensor that autograd uses as the parameter."""
 
     @abstractmethod
     def gradient_view(self, place: Place) -> Tensor:
-        """The gradient of one parameter, in its shape, as accumulated on this rank."""
+        """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
 
     def local_gradient(self, first: int, stop: int) -> Tensor | None:
-        """What this rank holds of the gradient after a step: elements [first, stop), which lie in one shard."""
+        """Return elements [first, stop) of the flat gradient after a step, or None where this rank does not hold them.
+
+        The elements must lie in one shard.
+        """
         start, end = self.shard_range
         return self.shard_gradient[first - start : stop - start] if start <= first and stop <= end else None
 
     @abstractmethod
     def forget_local_gradient(self) -> None:
-        """Before gradients are looked at as they are made."""
+        """Zero this rank's full gradient, so that a check can read the next backward's gradients alone."""
 
     def wait(self) -> None:
-        """Block until whatever was posted last for this bucket is done."""
+        """Block until the collective that was posted last for this bucket is done."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
 
 
 def all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
-    """The sum in place; of a tensor on the host by way of the device, which has the network. Does not block."""
+    """Post an all-reduce (sum) of ``tensor`` over ``group``, in place. Does not block.
+
+    A tensor in host memory is reduced through a copy on ``device``, which has the network connection. Bytes on the wire
+    per rank: 2 m (n-1)/n, m = bytes of the tensor.
+    """
     if group.size == 1 or tensor.device.type == device.type:
         return group.all_reduce(tensor)
     there = tensor.to(device)
@@ -199,8 +229,11 @@ def all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
 
 
 def sum_over_tp(buckets: Sequence[Sharded], tp: Group) -> None:
-    """After the replicas' sums, which may be under way: for parameters that saw only a part of the tokens or heads, on
-    the shard alone, so that it costs a shard of the bucket only. Blocks."""
+    """All-reduce over tp the gradients of parameters that each tp rank used for only some tokens or heads. Blocks.
+
+    It runs after the reductions over the replicas, and waits for those still in flight. Only this rank's shard of each
+    bucket is sent: 2 m (tp-1)/tp bytes per rank, m = bytes of the shard.
+    """
     for bucket in buckets:
         bucket.wait()
         if bucket.kind.sum_over_tp:

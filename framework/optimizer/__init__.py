@@ -1,1 +1,1 @@
-"""AdamW on flat shards, the norm of the whole gradient, and the learning rate as a function of the step."""
+"""Optimizers on flat shards, gradient clipping by the global norm, and the learning rate as a function of the step."""

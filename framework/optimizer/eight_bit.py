@@ -1,14 +1,15 @@
-"""AdamW whose moments take 8 bits each, in blocks with a scale of their own (Dettmers et al. 2021, arXiv:2110.02861).
+"""AdamW with 8-bit moments, quantised in blocks with one scale each (Dettmers et al. 2021, arXiv:2110.02861).
 
     moment     | 256 elements ..... | 256 elements ..... |     one byte each: the number of a level in [-1, 1]
-    scales     | largest            | largest            |     what the levels of a block are multiplied by
+    scales     | largest            | largest            |     factor of the levels of a block
 
-The levels are the paper's dynamic tree, close together near 1 and seven decades deep, here with 1 itself in both
-directions: what was saved and read again is the same bytes. Of the second moment the square root is kept, which has
-half as many decades, and nothing but zero becomes zero: a step is never divided by a second moment that was lost.
+The levels are the paper's dynamic tree: dense near 1, and seven decades deep. Here they contain 1 itself in both
+directions, so that saving and loading gives the same bytes. The second moment is kept as its square root, which spans
+half as many decades. There only zero is rounded to zero, so a step never divides by a second moment that rounding has
+lost.
 
-A block lies inside one row of a matrix, wherever this is cut: so all layouts round alike. Vectors, and matrices whose
-rows are no whole blocks, are kept as torch keeps them. See :func:`with_blocks`.
+A block lies inside one row of a matrix, wherever the matrix is cut, so all layouts round alike. Vectors, and matrices
+whose rows are no multiple of the block size, keep torch's own state. See :func:`with_blocks`.
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ from meshwright.parameters import ParameterInfo
 
 DECADES = 7
 SMALLEST = 8
-"""Elements of a block, which is a multiple of this."""
+"""Block sizes, in elements, are multiples of this."""
 _TOGETHER = 2**20
-"""Elements that are widened at a time: what this takes besides is some numbers of each of them."""
+"""Elements dequantised at a time; bounds the temporary memory of a step to a few numbers for each."""
 
 
 def signed_levels() -> Tensor:
-    """(255,) float64, rising from -1 to 1: of decade d from above 2^(6-d) in each direction, and zero."""
+    """Return the signed levels: (255,) float64, rising from -1 to 1.
+
+    Each sign has 2^(6-d) levels in decade d; zero is a level too.
+    """
     positive = _decades(lambda d: 2 ** (DECADES - 1 - d))
     return torch.cat([-positive.flip(0), torch.zeros(1, dtype=torch.float64), positive])
 
 
 def unsigned_levels() -> Tensor:
-    """(255,) float64, rising from 0 to 1: of decade d from above 2^(7-d), and zero."""
+    """Return the unsigned levels: (255,) float64, rising from 0 to 1.
+
+    Decade d has 2^(7-d) levels; zero is a level too.
+    """
     return torch.cat([torch.zeros(1, dtype=torch.float64), _decades(lambda d: 2 ** (DECADES - d))])
 
 
@@ -51,30 +58,31 @@ def _decades(levels_of: Callable[[int], int]) -> Tensor:
 
 
 class Moment(NamedTuple):
-    """One moment of a flat tensor of n elements."""
+    """One quantised moment of a flat tensor of n elements."""
 
     codes: Tensor
-    """(n,) uint8."""
+    """(n,) uint8, the number of each element's level."""
     scales: Tensor
-    """(blocks,) in the dtype of the weights."""
+    """(blocks,) largest absolute value of each block, in float32 or the wider dtype of the weights."""
 
     def part(self, start: int, stop: int, block: int) -> Moment:
-        """Of some elements, from the first of a block on; views."""
+        """Return views of elements [start, stop); ``start`` must be the first element of a block."""
         return Moment(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
 class Code:
-    """Numbers <-> levels of one kind, on one device, in one dtype.
+    """Quantiser between numbers and one kind of levels, on one device, in one dtype.
 
-    The level of a number is looked up by the upper half of its float32. Numbers that share it have at most one border
-    between two levels among them, so that one comparison is left: with a binary search a step took twice as long.
+    The level of a number is looked up by the upper half of its float32. At most one border between two levels lies
+    among the numbers with the same upper half, so a single comparison remains. Binary search made a step take twice as
+    long.
     """
 
     def __init__(self, levels: Tensor, device: torch.device, dtype: torch.dtype, *, is_signed: bool) -> None:
         self.levels = levels.to(device, dtype)
         borders = ((levels[1:] + levels[:-1]) / 2).to(dtype)
         if not is_signed:
-            borders[0] = 0.0  # what is not zero stays so
+            borders[0] = 0.0  # only zero is rounded to zero
         upper = torch.arange(2**16, dtype=torch.int32)
         first = (upper << 16).view(torch.float32)
         last = (upper << 16 | 0xFFFF).view(torch.float32)
@@ -82,12 +90,12 @@ class Code:
         code = torch.bucketize(least.nan_to_num(0.0), borders)
         there = torch.cat([borders, torch.full((1,), torch.inf, dtype=dtype)])[code]
         self._code = code.to(device, torch.uint8)
-        """Of the smallest number with each upper half."""
+        """(65536,) uint8, the level of the smallest number with each upper half."""
         self._border = torch.where(there <= most, there, torch.inf).to(device)
-        """Above which it is the next level."""
+        """(65536,) border above which a number with this upper half has the next level; Inf where there is none."""
 
     def widen(self, moment: Moment, block: int) -> Tensor:
-        """(n,) numbers."""
+        """Decode (dequantise) a moment to (n,) numbers."""
         numbers = self.levels.index_select(0, moment.codes.int())
         whole = len(numbers) // block * block
         numbers[:whole].view(-1, block).mul_(moment.scales[: whole // block, None])
@@ -95,7 +103,7 @@ class Code:
         return numbers
 
     def narrow(self, numbers: Tensor, into: Moment, block: int) -> None:
-        """The nearest level of each."""
+        """Quantise (n,) numbers into ``into``: each to its nearest level, relative to the largest of its block."""
         blocks = pad(numbers, (0, -len(numbers) % block)).view(-1, block)
         largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
         into.scales.copy_(largest)
@@ -106,7 +114,7 @@ class Code:
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """torch's; of the parameters of groups with ``"eight_bit": True`` both moments are kept in 8 bits."""
+    """torch's AdamW, with both moments in 8 bits for the parameters of groups with ``"eight_bit": True``."""
 
     def __init__(
         self,
@@ -115,7 +123,11 @@ class AdamW8bit(torch.optim.AdamW):
         room: Callable[[int, torch.dtype], Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """``room``: so many zeros of a dtype, where states belong; left out: beside the parameters."""
+        """Build the optimizer.
+
+        Args:
+            room: function (numel, dtype) that allocates zeros for the state; None: on the device of the parameters.
+        """
         super().__init__(groups, **options)
         self._block = block_size
         self._room = room
@@ -123,7 +135,7 @@ class AdamW8bit(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of whatever has a gradient, which may be used up."""
+        """Step every parameter that has a gradient. The gradient may be overwritten."""
         for group in self.param_groups:
             for parameter in group["params"] if group.get("eight_bit") else ():
                 if parameter.grad is not None:
@@ -132,7 +144,7 @@ class AdamW8bit(torch.optim.AdamW):
         super().step()
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """torch's formula, on some blocks at a time."""
+        """Step one parameter by torch's AdamW formula, some blocks at a time."""
         (signed, unsigned), state = self._code(parameter), self._state(parameter)
         state["step"] += 1
         rate, (beta1, beta2) = group["lr"], group["betas"]
@@ -153,13 +165,16 @@ class AdamW8bit(torch.optim.AdamW):
             weights.addcdiv_(mean, root.div_(largest_root).add_(group["eps"]), value=-size)
 
     def moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What torch's AdamW would call them, widened, of a parameter that is kept in 8 bits."""
+        """Return the dequantised moments of an 8-bit parameter, by the names of torch's AdamW."""
         (signed, unsigned), state = self._code(parameter), self._state(parameter)
         mean, root = signed.widen(state["exp_avg"], self._block), unsigned.widen(state["exp_avg_sq"], self._block)
         return {"exp_avg": mean, "exp_avg_sq": root.square_()}
 
     def take(self, parameter: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Inverse of :meth:`moments`, bit for bit where the blocks begin at the same elements."""
+        """Set the moments from their dequantised form; inverse of :meth:`moments`.
+
+        It is exact to the bit where the blocks begin at the same elements.
+        """
         (signed, unsigned), state = self._code(parameter), self._state(parameter)
         state["step"] = steps
         signed.narrow(moments["exp_avg"], state["exp_avg"], self._block)
@@ -185,7 +200,10 @@ class AdamW8bit(torch.optim.AdamW):
 
 @cache
 def table_bytes(wide: bool) -> int:
-    """Of the tables that codes are looked up in, one for all parameters of a process."""
+    """Return the bytes of the lookup tables of the levels, which all parameters of a process share.
+
+    ``wide``: for float64 weights; otherwise float32.
+    """
     dtype, cpu = torch.float64 if wide else torch.float32, torch.device("cpu")
     codes = Code(signed_levels(), cpu, dtype, is_signed=True), Code(unsigned_levels(), cpu, dtype, is_signed=False)
     return sum(each.nbytes for code in codes for each in vars(code).values() if isinstance(each, Tensor))
@@ -200,16 +218,18 @@ def _beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_blocks(shape: Sequence[int], block_size: int) -> bool:
-    """Whether a parameter of this global shape is kept in 8 bits: a matrix whose rows are whole blocks."""
+    """Return whether a parameter of this global shape is kept in 8 bits: a matrix with rows of whole blocks."""
     return len(shape) >= 2 and math.prod(shape[1:]) % block_size == 0
 
 
 def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str, ParameterInfo]:
-    """The same, told which of them are kept in 8 bits. Cut by rows, blocks stay whole.
+    """Return ``infos`` with ``in_blocks`` set for the parameters that are kept in 8 bits.
+
+    A cut by rows keeps blocks intact.
 
     Raises:
-        ConfigError: tp cuts the rows of one in the middle of a block, so that this layout would round in another way
-            than the others do. Names the parameter, and the largest block that would do.
+        ConfigError: tp cuts the rows of a parameter in the middle of a block, so that this layout would round
+            differently from others. Names the parameter, and the largest block size that fits.
     """
     found = {name: info._replace(in_blocks=in_blocks(info.global_shape, block_size)) for name, info in infos.items()}
     rows = {name: math.prod(info.local_shape[1:]) for name, info in found.items() if info.in_blocks}
@@ -226,6 +246,6 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
 
 
 def _fits(infos: Mapping[str, ParameterInfo], block_size: int) -> bool:
-    """Whether there are matrices that are kept in such blocks, and tp cuts none of these."""
+    """Return whether some matrices are kept in blocks of this size, and tp cuts no block."""
     kept = [info for info in infos.values() if in_blocks(info.global_shape, block_size)]
     return bool(kept) and not any(math.prod(info.local_shape[1:]) % block_size for info in kept)

@@ -1,4 +1,4 @@
-"""torch's own optimizers, fused, and one in 8 bits, over flat shards; and clipping by the whole gradient's norm."""
+"""torch's fused optimizers, and AdamW with 8-bit state, over flat shards; gradient clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -13,48 +13,56 @@ from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.host_memory import HostMemory
 
 NORM_PIECE = 2**16
-"""Elements whose squares are summed in float32; the pieces' sums are added in float64. torch's CPU kernel loses 1e-3 of
-the norm of a flat tensor of 4 million elements, so that the norm, and with it clipping, would depend on the layout.
-CUDA's sums pairwise: there whole shards are as good, and a billion elements would be 15,000 pieces."""
+"""Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
+
+torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements. The norm, and clipping, would then
+depend on the layout. CUDA sums pairwise: there full shards are as exact, and a billion elements would be 15,000 pieces.
+"""
 
 
 class Shard(NamedTuple):
-    """One flat tensor to step, its gradient, and what is known of its parameters."""
+    """One flat shard to step, its gradient, and the properties that its parameters share."""
 
     weights: Tensor
     gradient: Tensor
     decays: bool
     in_blocks: bool
-    """Kept in 8 bits."""
+    """True when the optimizer state is kept in 8 bits."""
     counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
     bring: Callable[[], Tensor]
-    """The gradient where the weights are, which may be another place; blocks until it is there."""
+    """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
     done: Callable[[], None]
-    """The weights are stepped: send them on. Does not block."""
+    """Function called after the step, to post the all-gather of the weights. Does not block."""
 
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
-"""What an optimizer keeps of each element, by the names that checkpoints give it."""
+"""Names of the optimizer state per element, as checkpoints use them."""
 _IN_TORCH = {"momentum": "momentum_buffer"}
 
 
 def state_bytes(config: Optimizer, itemsize: int, *, in_blocks: bool) -> float:
-    """Bytes that it keeps of each element; ``itemsize``: of what it steps."""
+    """Return the bytes of optimizer state per element.
+
+    Args:
+        itemsize: bytes per element of the master weights.
+        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
+    """
     if in_blocks:
         return 2 * (1 + itemsize / config.block_size)
     return len(states_of(config)) * itemsize
 
 
 def states_of(config: Optimizer) -> tuple[str, ...]:
-    """The names of its states."""
+    """Return the names of the configured optimizer's state."""
     return STATES[config.name] if config.name != "sgd" or config.momentum else ()
 
 
 class FlatOptimizer:
-    """torch's own optimizer with one parameter per shard: decayed shards in one group, the others in another.
+    """Torch optimizer with one parameter per shard: shards with weight decay in one group, the others in another.
 
-    On the host, shards are stepped one after the other: what is done is on its way to the device meanwhile.
+    In host memory, shards are stepped one after the other. The copy of a finished shard to the device overlaps with the
+    next one's step.
     """
 
     def __init__(
@@ -65,7 +73,12 @@ class FlatOptimizer:
         order: Sequence[int] | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        """``order``: in which shards are stepped and sent on. ``host``: where their weights are, and states will be."""
+        """Build the torch optimizer over the shards.
+
+        Args:
+            order: indices of the shards, in the order in which they are stepped and sent; None: as given.
+            host: host memory that holds the master weights and will hold the optimizer state; None: both on the device.
+        """
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = states_of(config)
@@ -81,7 +94,7 @@ class FlatOptimizer:
                 "eight_bit": in_blocks,
             }
             for decays, in_blocks in ((True, True), (True, False), (False, False))
-        ]  # a stage of activations alone has no parameters: torch takes empty groups, but no empty list
+        ]  # a stage without parameters: torch accepts empty groups, but no empty list
         self.inner = _made(groups, config, host)
         self._host = host
         self._order = list(range(len(self.shards)) if order is None else order)
@@ -90,12 +103,14 @@ class FlatOptimizer:
                 self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
 
     def square_norm(self) -> Tensor:
-        """Sum of squares of the gradient elements that this rank counts; float64 scalar on the shards' device."""
+        """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on their device."""
         return self._square_norm(counted=True)
 
     def spare_square_norm(self) -> Tensor:
-        """The same of those that another rank counts while this one does nothing: of a copy that only here is not
-        finite, the whole gradient's norm knows nothing."""
+        """Return the sum of squares of the gradient elements of this rank that another rank counts.
+
+        NaN/Inf may be in this rank's copy alone, which the global norm does not include. This sum contains it.
+        """
         return self._square_norm(counted=False)
 
     def _square_norm(self, *, counted: bool) -> Tensor:
@@ -112,7 +127,7 @@ class FlatOptimizer:
         return torch.stack(list(norms)).double().square().sum()
 
     def step(self, learning_rate: float, gradient_factor: float) -> None:
-        """One step at this learning rate, with every gradient multiplied by ``gradient_factor`` first."""
+        """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
         for together in [self._order] if self._host is None else [[index] for index in self._order]:
@@ -123,12 +138,12 @@ class FlatOptimizer:
                 self.parameters[index].grad = gradient
             self.inner.step()
             for index in together:
-                self.parameters[index].grad = None  # who has none is not stepped
+                self.parameters[index].grad = None  # torch skips parameters without a gradient
                 self.shards[index].done()
         self._num_steps += 1
 
     def states(self, index: int) -> tuple[dict[str, Tensor], int]:
-        """(what is kept of shard ``index``, by name; steps taken). Zeros before the first step."""
+        """Return (optimizer state of shard ``index`` by name, steps taken). The state is zero before the first step."""
         parameter = self.parameters[index]
         if (eight_bit := self._eight_bit(index)) is not None:
             return eight_bit.moments(parameter), self._num_steps
@@ -138,7 +153,10 @@ class FlatOptimizer:
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-        """Inverse of :meth:`states`; the tensors are kept, or copied to the host."""
+        """Set the optimizer state of a shard; inverse of :meth:`states`.
+
+        The tensors are kept, or copied to host memory.
+        """
         self._num_steps = steps
         if (eight_bit := self._eight_bit(index)) is not None:
             eight_bit.take(self.parameters[index], states, steps)
@@ -161,7 +179,7 @@ class FlatOptimizer:
 
 
 def _made(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | None) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names."""
+    """Build the configured torch optimizer."""
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     if config.name == "adamw8bit":
@@ -172,5 +190,5 @@ def _made(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | No
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What gradients of this norm are multiplied by (torch's ``clip_grad_norm_``: clip / (norm + 1e-6), at most 1)."""
+    """Return the factor that clips gradients of this norm, as ``clip_grad_norm_``: clip / (norm + 1e-6), at most 1."""
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0

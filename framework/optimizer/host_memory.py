@@ -1,11 +1,11 @@
-"""Memory of the host for what the optimizer keeps (ZeRO-Offload), and copies that run beside what the device computes.
+"""Host memory for master weights and optimizer state (ZeRO-Offload), and copies that overlap with device computation.
 
 device    backward ....| reduce | copy |....           forward ......
 host                            | gradient | update 0 | update 1 | ...
                                                   | copy 0 | copy 1 |   to the device, while the next one is updated
 
-The memory is pinned where there is a CUDA device: only then do copies run beside it. With a directory it is files that
-are mapped into memory, deleted as soon as they are open: the kernel writes out what it has no room for.
+With a CUDA device the memory is pinned, because only copies of pinned memory overlap. With a directory it is
+memory-mapped files, deleted as soon as they are open: the kernel pages out what does not fit into memory.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ from meshwright.mesh.comm import Handle
 
 
 class HostMemory:
-    """One rank's."""
+    """Host memory of one rank: pinned, or mapped from files."""
 
     def __init__(self, device: torch.device, directory: Path | None = None) -> None:
         self.is_apart = device.type == "cuda"
-        """Whether the device has memory of its own, so that there is something to copy."""
+        """True when the device has its own memory (CUDA), so that tensors must be copied."""
         self._stream = torch.cuda.Stream(device) if self.is_apart else None  # type: ignore[no-untyped-call]
         self._directory = directory
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many zeros that stay for the whole run: in files where there is a directory.
+        """Return a zero tensor (numel,) for the whole run; it is mapped from a file where there is a directory.
 
         Raises:
-            ConfigError: the directory has no room for them.
+            ConfigError: the directory has too little space.
         """
         return self.staging(numel, dtype) if self._directory is None else _mapped(self._directory, numel, dtype)
 
     def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many zeros that the device copies from and to."""
+        """Return a zero tensor (numel,) as a staging buffer for device copies, pinned with a CUDA device."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self._stream is not None)
 
     def bring(self, target: Tensor, source: Tensor, message: Handle | None = None) -> Callable[[], None]:
-        """Post a copy from the device, of what the current stream and then a message leave there. The current stream
-        goes on beside it. -> block until the copy is done."""
+        """Post a copy of ``source`` on the device to ``target`` on the host. Does not block with CUDA.
+
+        The copy runs on its own stream, after the current stream's work so far and after ``message``. The current
+        stream continues meanwhile.
+
+        Returns:
+            a function that blocks until the copy is done.
+        """
         if self._stream is None:
             if message is not None:
                 message.wait()
@@ -67,7 +73,7 @@ def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
         directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix="offload-", dir=directory)
         try:
-            if num_bytes:  # now: a write to a mapped page that finds no room kills the process
+            if num_bytes:  # allocate now: a write to a mapped page without disk space kills the process
                 os.posix_fallocate(handle, 0, num_bytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         finally:

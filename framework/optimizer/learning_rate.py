@@ -8,9 +8,9 @@ from meshwright.config.schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
-    """Learning rate of step ``step`` (0-based: the first step of a run is 0) of ``num_steps``.
+    """Return the learning rate of step ``step`` (0-based: the first step of a run is 0) of ``num_steps``.
 
-    Warmup is linear and never zero: step 0 of ``warmup_steps`` w uses 1/w of the peak, step w-1 the whole of it.
+    Warmup is linear and never zero: step 0 of ``warmup_steps`` w uses 1/w of the peak, step w-1 the full peak.
 
         cosine    peak -> min over the steps after warmup, half a cosine; the last step of the run is at min
         linear    the same along a line

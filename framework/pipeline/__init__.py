@@ -1,1 +1,1 @@
-"""The pipeline axis: layers cut into stages, and one executor that runs one row of a schedule on them."""
+"""The pipeline axis: layers cut into stages, and an executor that runs one rank's row of a schedule on them."""

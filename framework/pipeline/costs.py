@@ -1,15 +1,17 @@
-"""What each layer costs for one micro-batch, loss included: the real modules run on the meta device, and are counted.
+"""Cost of each layer for one micro-batch, loss included, counted by running the real modules on the meta device.
 
     layer on meta, train mode, training dtype
       forward   ops -> FLOPs, bytes read and written     time of an op = max(FLOPs / F, bytes / B)   of a Reference
       backward  ops -> FLOPs, bytes                      time of a layer = sum over its ops
-      + its gradients added to those of the micro-batches before
+      + gradient accumulation over micro-batches
 
-Nothing has values or takes memory, so 405B parameters are counted in a second. The times are to be compared with each
-other, not with a clock: the same F and B serve all layers, and only F / B moves a cut. Counted are whole layers on one
-device. Tensor parallelism divides all of them alike, but for what it keeps whole (a norm); its messages, those between
-stages and the optimizer's step are not in the cost, and each operation is counted as run by itself: torch.compile,
-which runs several as one, spares bytes that are counted here. How true the times are: docs/balance.md.
+Meta tensors hold no data and take no memory, so 405B parameters are counted in a second. The times serve to compare
+layers with each other, not to predict a clock. All layers use the same F and B, and only F / B moves a cut.
+
+Full layers on one device are counted. Tensor parallelism divides all of them alike, except parts that it keeps whole (a
+norm). The cost leaves out tensor-parallel collectives, messages between stages and the optimizer step. Each operation
+is counted as run by itself. torch.compile fuses operations and saves bytes that are counted here. For the error of the
+times see docs/balance.md.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ from meshwright.seeding import Draw, SeededDropout
 
 
 class LayerCost(NamedTuple):
-    """One layer and one micro-batch; the last layer's holds the loss."""
+    """Cost of one layer for one micro-batch; the last layer's includes the loss."""
 
     name: str
     num_parameters: int
-    """A weight tied to another layer's counts in both: each stage holds it."""
+    """Parameters of the layer; a tied weight counts in each layer, because each stage holds it."""
     forward: OperationCost
     backward: OperationCost
-    """Gradient accumulation included."""
+    """Cost of backward, gradient accumulation included."""
 
     @property
     def time_s(self) -> float:
-        """Forward and backward, on the reference device."""
+        """Time of forward and backward in seconds, on the reference device."""
         return self.forward.time_s + self.backward.time_s
 
 
 def weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
-    """What each layer counts for under a ``pipeline.balance``: time, parameters or layers."""
+    """Return the weight of each layer under ``pipeline.balance``: its time, its number of parameters, or 1."""
     if balance == "layers":
         return [1.0] * len(costs)
     return [float(cost.num_parameters) if balance == "parameters" else cost.time_s for cost in costs]
@@ -64,14 +66,16 @@ def count_layers(
     loss: Loss = cross_entropy,
     recompute: Sequence[str] = (),
 ) -> list[LayerCost]:
-    """Count every layer, first to last. Layers that are alike and get alike are run once, in the life of a process.
+    """Count the cost of every layer, first to last. Equal layers with equal inputs run once per process.
 
     Args:
-        layers: the whole model, not sharded; it is copied and not touched. Parameters may be real or on meta.
-        inputs: a tensor, or a tuple or dict of tensors, as one micro-batch has them; values do not matter.
-        labels: of that micro-batch; None leaves the loss out.
-        dtype: what floating-point parameters and inputs are trained in.
-        recompute: names, or patterns of names, of the layers and modules that run again in backward; counted there.
+        layers: the full model, not sharded; it is copied and not changed. Parameters may be real or on meta.
+        inputs: a tensor, or a tuple or dict of tensors, in the shapes of one micro-batch; values do not matter.
+        labels: labels of that micro-batch; None leaves the loss out.
+        by: the reference device, whose FLOP rate and bandwidth give times.
+        dtype: training dtype of floating-point parameters and inputs.
+        recompute: names, or patterns of names, of the layers and modules with activation checkpointing (recompute);
+            their second forward is counted in backward.
 
     Raises:
         ModelError: a layer, or the loss, fails on meta in this dtype.
@@ -103,17 +107,20 @@ def count_layers(
 
 
 _COUNTED: dict[Any, tuple[LayerCost, Any]] = {}
-"""What this process has counted, by all that a count depends on: a search draws hundreds of layouts of one model."""
+"""Costs counted so far in this process, by everything that they depend on.
+
+A search tries hundreds of layouts of one model.
+"""
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same shape without values, in the training dtype if it is a float."""
+    """Return a meta tensor of the same shape, in the training dtype if it is floating-point."""
     floats = tensor.is_floating_point()
     return torch.empty_like(tensor, device="meta", dtype=dtype if floats else tensor.dtype)
 
 
 def _copy(layer: nn.Module, dtype: torch.dtype, draw: Draw) -> nn.Module:
-    """The layer on meta, in train mode, its dropouts drawing for samples of no value and under no name."""
+    """Return a copy of the layer on meta, in train mode, with unnamed dropouts that draw for samples without values."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in layer.buffers()}
     for p in layer.parameters():
         twins[id(p)] = nn.Parameter(_on_meta(p.detach(), dtype), requires_grad=p.requires_grad)
@@ -131,7 +138,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _run(
     name: str, layer: nn.Module, value: Any, attention: FusedAttentionMode, ending: tuple[Loss, Tensor] | None
 ) -> tuple[LayerCost, Any]:
-    """(what the layer costs, what it hands on). ``ending``: the loss and its labels, after the last layer."""
+    """Return (cost of the layer, its output). ``ending``: the loss and its labels, after the last layer."""
     forward, backward = attention.forward, attention.backward
     given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)  # no leaf: may be worked on in place
     try:

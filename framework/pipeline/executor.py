@@ -1,4 +1,4 @@
-"""Runs one row of a schedule on the stages of this rank: Kind -> function, and a loop. It decides nothing.
+"""Executor of one rank's row of a schedule: a function for each Kind, and a loop. It makes no decisions.
 
     item of the row                     roughly
     F stage m                           values[F, stage, m]      = stage.forward(values[F, stage-1, m])
@@ -8,12 +8,12 @@
     SEND_F / RECV_F                     values[F, stage, m] / values[F, stage-1, m]   to / from the neighbour
     SEND_B / RECV_B                     values[B, stage, m] / values[B, stage+1, m]   to / from the neighbour
     REDUCE stage                        reduce(stage): the gradients become those of the global batch
-    STEP                                step(): norm, optimizer, weights on their way back
+    STEP                                step(): norm, optimizer, all-gather of the weights
 
-Communications written as one group are posted together. A RECV posts; who uses the value waits for it. A send is
-waited for when twice as many later ones as there are pipeline ranks are out, or at the end of the step: what it reads
-stays alive until then. The checker has seen that the order is free of deadlock even if each communication waited at
-once.
+Communications written as one group are posted together, as point-to-point messages over pp. A RECV only posts; the
+action that uses the value blocks until it has arrived. A send is awaited when more than twice as many sends as there
+are pipeline ranks are in flight, or at the end of the step. Its tensors stay alive until then. The schedule's check has
+shown that the order is free of deadlock even if each communication blocked at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.schedule.analysis.simulate import Span
 
 
 class Microbatch(NamedTuple):
-    """What feeds one micro-batch; the same on every rank of a replica."""
+    """Samples of one micro-batch; the same on every rank of a replica."""
 
     inputs: Any  # a tensor, or a tree of tensors, each (B, ...)
     labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
@@ -44,67 +44,71 @@ class Microbatch(NamedTuple):
 
 
 class Feed(Protocol):
-    """The micro-batches of one step of this replica."""
+    """Source of the micro-batches of one step of this replica."""
 
     def microbatch(self, m: int) -> Microbatch:
-        """Read it. Asked by the first stage for the inputs, and by the last for the labels."""
+        """Read micro-batch ``m``. The first stage uses its inputs, and the last stage its labels."""
 
     def sample_indices(self, m: int) -> Tensor:
-        """Its (B,) int64 global indices, without reading it."""
+        """Return the (B,) int64 global sample indices of micro-batch ``m``, without reading it."""
 
 
 @dataclass
 class Result:
-    """What a row's run has brought. Times are readings of the clock; they become seconds when somebody asks, which
-    blocks until the device has done what was read.
+    """Losses and timings of one run of a row.
+
+    Times are readings of the clock. Properties and methods convert them to seconds, which blocks until the device has
+    reached the readings.
     """
 
     rank: int
-    """Its pipeline rank."""
+    """Pipeline rank that ran the row."""
     clock: Clock
     readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    """When each action began and ended; of a RECV: when somebody waited for it."""
+    """Start and end of each action; for a RECV, of the wait for its value."""
     readings_of_data: list[tuple[Any, Any]] = field(default_factory=list)
-    """When samples were read."""
+    """Start and end of each read of samples."""
     loss_parts: list[LossPart] = field(default_factory=list)
-    """Of each micro-batch, on the last stage; empty elsewhere."""
+    """Loss of each micro-batch on the last stage; empty on other stages."""
     waited_s: float = 0.0
-    """In which the program has waited for others, from the start of the row to its STEP."""
+    """Seconds that the host program waited for other ranks, from the start of the row to its STEP."""
     waited_in_reduce_s: float = 0.0
-    """The part of it in REDUCE."""
+    """Part of ``waited_s`` in REDUCE."""
     waited_in_step_s: float = 0.0
-    """And what it waited in STEP: with nothing else to do."""
+    """Seconds that the host program waited in STEP, where no other work is left."""
     peak_in_flight: int = 0
-    """Most micro-batches of which this rank held something at once, each counted once per stage."""
+    """Most micro-batches in flight on this rank at once, each counted once per stage."""
 
     @property
     def start_s(self) -> float:
-        """The start of the row on this machine's monotonic clock."""
+        """Start of the row on this machine's monotonic clock, in seconds."""
         return self.clock.start_s
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The actions so far, in seconds from the start of the row."""
+        """Actions so far, with start and end in seconds from the start of the row."""
         at = self.clock.resolve
         return tuple(Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings)
 
     @property
     def data(self) -> tuple[tuple[float, float], ...]:
-        """When samples were read, in the same seconds."""
+        """Start and end of each read of samples, in seconds from the start of the row."""
         at = self.clock.resolve
         return tuple((at(start), at(end)) for start, end in self.readings_of_data)
 
     def computing(self) -> tuple[float, float]:
-        """Seconds in which the stages computed, and at which the last of it ended."""
+        """Return (seconds of computation on all stages, end of the last computation in seconds from the start of the
+        row).
+        """
         at = self.clock.resolve
         times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
         return sum(end - start for start, end in times), max(end for _, end in times)
 
     def own_s(self) -> float:
-        """Seconds before STEP in which this rank kept nobody but itself busy: what others cannot speed up.
+        """Return the seconds before STEP in which this rank did not wait for other ranks: its own work.
 
-        On CUDA the program waits for little; there it is the time in which the device computed and samples were read,
-        and what kernels of a tensor-parallel group wait for each other is part of it.
+        On CUDA the host program rarely waits. There it is the time in which the device computed and samples were read,
+        and it includes waits of kernels for others of their tensor-parallel group.
         """
         at = self.clock.resolve
         if isinstance(self.clock, CudaClock):
@@ -112,8 +116,10 @@ class Result:
         return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
 
     def reducing_s(self) -> float:
-        """Seconds by which sums of gradients made it later, and STEP with it: waits in STEP would have hidden as much.
-        On CUDA nobody can tell what would.
+        """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
+
+        Waits in STEP are subtracted, because they would have hidden as much. On CUDA that share cannot be measured, and
+        all of REDUCE counts.
         """
         if isinstance(self.clock, CudaClock):
             at = self.clock.resolve
@@ -122,19 +128,19 @@ class Result:
 
 
 class _Message(NamedTuple):
-    """A communication of my row."""
+    """One point-to-point message of this rank's row."""
 
     action: Action
     key: tuple[Kind, int, int]
-    """Of the value that goes or comes, in ``Executor._values``."""
+    """Key in ``Executor._values`` of the value that is sent or received."""
     peer: int
-    """Its pipeline rank."""
+    """Pipeline rank of the other side."""
     comes_as: tuple[TensorSpec, ...] | None
-    """What is received; None: a send."""
+    """Specs of the received tensors; None for a send."""
 
 
 class _Messages(tuple[_Message, ...]):
-    """Those that are posted together."""
+    """Messages that are posted together."""
 
     def __str__(self) -> str:
         return "+".join(str(message.action) for message in self)
@@ -142,26 +148,28 @@ class _Messages(tuple[_Message, ...]):
 
 @dataclass
 class Executor:
-    """One rank's executor. ``feed`` gives the inputs; the callbacks are what other axes do."""
+    """Executor of one pipeline rank. The callbacks connect it to the other axes."""
 
     schedule: Schedule
     pp: Group
     stages: dict[int, Stage]
     device: torch.device
     on_microbatch: Callable[[Tensor], None] | None = None
-    """Called before each forward with the global indices of its samples (the dropouts' draw); None: nobody asks."""
+    """Function called before each forward with the samples' global indices (B,), for dropout; None: not needed."""
     begin_reducing: Callable[[int, set[Tensor] | None, bool], None] = lambda stage, awaited, last: None
-    """Called before the last B or W of a stage in the step, or before each of them, with the parameters that get
-    gradients in it (None: all) and whether it is the last."""
+    """Function called before the last B or W of a stage in the step; with ``end_reducing``, before each of them.
+
+    Its arguments are the stage, the parameters that get gradients in it (None: all), and whether it is the last.
+    """
     end_reducing: Callable[[int], None] | None = None
-    """Given: the other Bs and Ws are reduced too, and this is called after each."""
+    """Function called after each other B or W, whose gradients are then reduced too; None: only the last is reduced."""
     reduce: Callable[[int], None] = lambda stage: None
     _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
     _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle | None]] = field(default_factory=dict)
     _sends: deque[Handle] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Work out the row: for each item what does it and what it needs to know."""
+        """Resolve each item of the row to the method that runs it and its argument."""
         self._activity = self.pp.activity
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
@@ -205,7 +213,7 @@ class Executor:
         return run
 
     def validate(self, feed: Feed) -> list[LossPart]:
-        """Forward only: the same row without what belongs to backward and step."""
+        """Run forward only: the same row without its backward and step items."""
         run = Result(self.pp.rank, clock_of(self.device))
         for item in self.schedule.rows[self.pp.rank]:
             kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
@@ -283,7 +291,7 @@ class Executor:
     # ------------------------------------------------------------------------------------------------ communication
 
     def _take(self, kind: Kind, index: int, microbatch: int, run: Result) -> list[Tensor]:
-        """What a stage has made; waits until it is here."""
+        """Return the tensors of a value, and remove it; block until it has arrived."""
         key = (kind, index, microbatch)
         if key in self._arriving:
             receive, handle = self._arriving.pop(key)
@@ -295,7 +303,10 @@ class Executor:
         return self._values.pop(key)
 
     def _communicate(self, messages: _Messages, feed: Feed, run: Result) -> None:
-        """Post these together. Blocks only for sends of long ago."""
+        """Post point-to-point messages over pp together. Blocks only for the oldest sends, once many are in flight.
+
+        Bytes on the wire: those of the tensors of each value, in their own dtype.
+        """
         self._activity.begin(messages)
         start = run.clock.read()
         transfers: list[Transfer] = []
@@ -317,7 +328,7 @@ class Executor:
                 self._arriving[message.key] = (message.action, arriving)
 
     def _wait_for_sends(self, at_most: int) -> None:
-        """Let go of the oldest sends: those that are done, and waiting until so many are left."""
+        """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""
         sends = self._sends
         while sends and (len(sends) > at_most or (self._sends_tell and sends[0].done())):
             sends.popleft().wait()
@@ -342,12 +353,12 @@ class Executor:
 
 
 def _stage(action: Action) -> int:
-    """The stage of an action that has one: all but STEP."""
+    """Return the stage of an action; all but STEP have one."""
     assert action.stage is not None, action
     return action.stage
 
 
 def _microbatch(action: Action) -> int:
-    """The micro-batch of a computation or a communication."""
+    """Return the micro-batch of a computation or a communication."""
     assert action.microbatch is not None, action
     return action.microbatch

@@ -1,4 +1,4 @@
-"""What a layer and a value are on meta: layers of equal outlines do the same with values of equal outlines."""
+"""Outlines of layers and values on meta. Layers with equal outlines map values with equal outlines alike."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.seeding import SeededDropout
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 OF_THE_DRAW = {"name", "draw", "seed", "num_calls"}
-"""Of a SeededDropout: they decide which elements it drops, and no shape."""
+"""Attributes of a SeededDropout that decide which elements it drops, but affect no shape."""
 
 
 class OfTensor(NamedTuple):
-    """A weight or a buffer."""
+    """Shape, dtype and device of a weight or a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,29 +27,29 @@ class OfTensor(NamedTuple):
 
 
 class OfModule(NamedTuple):
-    """A part of a layer, or the layer."""
+    """Class and plain attributes of a layer or one of its submodules."""
 
     name: str
     kind: type[nn.Module]
     forward: Callable[..., Any]
     attributes: tuple[tuple[str, str], ...]
-    """Plain ones, as they are printed."""
+    """Names and ``repr`` of the attributes that are not torch's own."""
 
 
 class Outline(NamedTuple):
-    """Of a layer."""
+    """Outline of a layer: its tensors and its modules."""
 
     tensors: tuple[OfTensor, ...]
     modules: tuple[OfModule, ...]
 
     @property
     def is_passing(self) -> bool:
-        """It says where an object lies: the next one there may be another."""
+        """True if an attribute's ``repr`` contains an address, which may later belong to another object."""
         return any(" at 0x" in text for module in self.modules for _, text in module.attributes)
 
 
 def outline_of(layer: nn.Module) -> Outline:
-    """Classes with their forwards, plain attributes, shapes of weights and buffers."""
+    """Return the outline of a layer: classes with their forwards, plain attributes, shapes of weights and buffers."""
     tensors = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
     return Outline(
         tuple(OfTensor(name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for name, t in tensors),
@@ -66,7 +66,7 @@ def _attributes(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def outline_of_value(value: Any) -> Any:
-    """Its tree and its tensors."""
+    """Return the outline of a value: its tree, and shape, strides, dtype and gradient flag of each tensor."""
     leaves, tree = tree_flatten(value)
     return str(tree), tuple(
         (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in leaves

@@ -1,4 +1,4 @@
-"""Layers + costs -> contiguous stages whose dearest one is as cheap as possible. Pure: no torch."""
+"""Cut of layers into contiguous stages, so that the most expensive stage is as cheap as possible. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from meshwright.errors import ConfigError
 
 
 def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> list[range]:
-    """Cut layers into ``num_stages`` contiguous, non-empty runs; the largest sum of costs is minimal.
+    """Cut layers into ``num_stages`` contiguous, non-empty runs, so that the largest sum of costs is minimal.
 
-    Unique: of the cuts that are equally good, the one whose last stage takes most layers, and the stages before it are
-    cut by the same rule. What is left over then weighs on late stages, which hold fewer micro-batches in flight.
+    The result is unique: of equally good cuts it is the one whose last stage takes most layers, and the stages before
+    it are cut by the same rule. A remainder thus goes to late stages, which hold fewer micro-batches in flight.
 
-        partition([1] * 9, 4)      dearest stage 3      0 1 | 2 3 | 4 5 | 6 7 8
+        partition([1] * 9, 4)      largest sum 3        0 1 | 2 3 | 4 5 | 6 7 8
 
-    Whether a bound on the dearest stage can be kept is seen by filling stages from the end; the least that can be is
-    found by halving (Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D partitioning"). Costs are
-    counted as exact fractions: equal layers make equal sums wherever they stand, and every rank finds the same cut.
+    A bound on the most expensive stage is tested by filling stages from the end. The least bound is found by bisection
+    (Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D partitioning"). Costs are exact fractions:
+    equal layers make equal sums in every position, and every rank finds the same cut.
 
-    With several stages on a rank (``num_stages = pp x interleave``) it is still the single stage that counts: ranks
-    hand on and take stage by stage, and none has more to do than ``interleave`` dearest stages. Not the whole truth
-    where one layer is dearer than a stage should be, as its rank has other stages too: docs/balance.md.
+    With several stages on a rank (``num_stages = pp x interleave``) the single stage still counts. Ranks send and
+    receive stage by stage, and none has more work than ``interleave`` times the most expensive. This bound is not
+    tight where one layer costs more than an average stage, because its rank has other stages too: docs/balance.md.
 
     Args:
-        costs: of each layer, finite, zero or more.
-        interleave: stages of a rank; for the words of the error only.
+        costs: cost of each layer, finite, zero or more.
+        interleave: stages per rank; used only in the error message.
 
     >>> partition([1, 1, 1, 1, 2], 2)
     [range(0, 3), range(3, 5)]
@@ -59,14 +59,20 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
 
 
 def _running_totals(costs: Sequence[float]) -> list[int]:
-    """Sums of the first 0, 1, .. layers in whole units: floats are fractions over powers of two, nothing is lost."""
+    """Return the sums of the first 0, 1, .. layers in integer units.
+
+    They are exact, because floats are fractions over powers of two.
+    """
     exact = [Fraction(cost) for cost in costs]
     unit = max((cost.denominator for cost in exact), default=1)
     return list(accumulate((cost.numerator * (unit // cost.denominator) for cost in exact), initial=0))
 
 
 def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int) -> int:
-    """The smallest bound that ``num_stages`` stages over the first layers keep; ``known`` is one that they do."""
+    """Return the least stage cost with which ``num_stages`` stages can hold the first ``num_layers`` layers.
+
+    ``known`` is a bound that is large enough.
+    """
     dearest_layer = max(stop - start for start, stop in pairwise(total[: num_layers + 1]))
     low, high = max(dearest_layer, -(-total[num_layers] // num_stages)), known
     while low < high:
@@ -79,7 +85,10 @@ def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int)
 
 
 def _keeps(total: list[int], num_layers: int, num_stages: int, bound: int) -> bool:
-    """Whether stages filled up to the bound from the end reach the first layer. No layer is dearer than the bound."""
+    """Return whether stages filled up to ``bound`` from the end reach the first layer.
+
+    No layer may cost more than ``bound``.
+    """
     end = num_layers
     for _ in range(num_stages):
         end = bisect_left(total, total[end] - bound)
@@ -89,7 +98,11 @@ def _keeps(total: list[int], num_layers: int, num_stages: int, bound: int) -> bo
 
 
 def partition_explicit(layers_per_stage: Sequence[int], num_layers: int) -> list[range]:
-    """The user's own cut: the number of layers of each stage, first to last."""
+    """Return the stages of the user's own cut: the number of layers of each stage, first to last.
+
+    Raises:
+        ConfigError: the numbers do not add up to the layers of the model.
+    """
     if sum(layers_per_stage) != num_layers:
         text = " + ".join(map(str, layers_per_stage))
         raise ConfigError(

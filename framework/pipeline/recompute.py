@@ -1,13 +1,13 @@
-"""Activations that are not kept but computed again in backward: whole layers, or the parts that a model names.
+"""Activation checkpointing (recompute): of whole layers, or of the submodules that a model names.
 
-    none        keep everything
+    none        keep all activations
     selective   the submodules that the model names in ``selective_recompute`` (attention's core: cheap to compute,
-                dear to keep; Korthikanti et al. 2022, section 5)
+                expensive to keep; Korthikanti et al. 2022, section 5)
     full        keep the input of each layer only
 
-The second forward must be the first one again. Dropout here is a function of the sample and not of the moment, so what
-has to be brought back is which samples were going through (and the split backward's mode, which notes weight
-gradients): ``context`` says it for a forward that is about to run, and is entered again around the second.
+The second forward must repeat the first one. Dropout here is a function of the sample and not of the random state. So
+only two things must be restored: the samples of the micro-batch, and the split backward's mode that notes weight
+gradients. ``context`` captures both before a forward, and is entered again around the second one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from meshwright.model.build import PlainModel
 from meshwright.seeding import SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Called as a forward begins; what it returns is entered around the second forward."""
+"""Function called as a forward begins; the context that it returns is entered around the second forward."""
 
 
 def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
-    """``function(...)``, of which only the arguments are kept when gradients are wanted."""
+    """Call ``function``, and keep only its arguments for backward when gradients are enabled."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
 
     def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:
-        """A layer may write into the dict that it was handed; the second forward must be handed the first one's."""
+        """Call the function on copies of dicts and lists.
+
+        A layer may write into a dict that it gets, and the second forward needs the same input as the first.
+        """
         args, kwargs = tree_map(_same, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -46,14 +49,14 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
         on_fresh_containers,
         *args,
         use_reentrant=False,
-        preserve_rng_state=False,  # nothing here draws from torch's generators
+        preserve_rng_state=False,  # no layer draws from torch's generators
         context_fn=lambda: (nullcontext(), context()),
         **kwargs,
     )
 
 
 def _with_calls(dropouts: Sequence[SeededDropout], context: Context) -> AbstractContextManager[object]:
-    """The context, and the dropouts at the call numbers that they have now."""
+    """Return the context extended by the dropouts' present call numbers, which it restores while entered."""
     return _at_calls(dropouts, [dropout.num_calls for dropout in dropouts], context())
 
 
@@ -77,7 +80,7 @@ def _same(leaf: Any) -> Any:
 
 
 def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The submodules, and the layer itself, whose full name fits a pattern."""
+    """Return the submodules, and the layer itself, whose full name matches a pattern."""
     return [
         (name, module)
         for name, module in layer.named_modules(prefix=layer_name)
@@ -86,9 +89,9 @@ def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list
 
 
 def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:
-    """Have each submodule whose full name fits a pattern recomputed, in place; the names found."""
+    """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names."""
     found = parts_of(layer_name, layer, patterns)
-    dropouts = dropouts_of(layer)  # a part may call one that lies beside it
+    dropouts = dropouts_of(layer)  # a submodule may call a dropout outside itself
     for _, module in found:
         module.forward = partial(recomputed, module.forward, partial(_with_calls, dropouts, context))
     return [name for name, _ in found]

@@ -1,8 +1,8 @@
-"""Buffers that forward changes (BatchNorm's running statistics): which they are, and where they mean what they should.
+"""Running buffers, which a training forward changes (BatchNorm's statistics), and checks of where they are correct.
 
 A running buffer depends on the order of the micro-batches. Each stage sees all of them in one order, so with one
-replica a pipeline gives what one process gives; two replicas would each have their own, and a layer that is computed
-again in backward would count its micro-batches twice. Both are refused before launch.
+replica a pipeline gives the same buffers as one process. Two replicas would each have their own. A layer with
+activation checkpointing (recompute) would count its micro-batches twice. Both are refused before launch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ INSTEAD = (
 
 
 class BufferWatch:
-    """Sees which buffers of a model a training forward changes."""
+    """Detector of the buffers of a model that a training forward changes."""
 
     def __init__(self, layers: nn.Module) -> None:
         self._layers = layers
         self._before = {name: (buffer, buffer._version) for name, buffer in _named_buffers(layers)}
 
     def changed(self) -> list[str]:
-        """Names of the buffers that have changed since, or have been replaced; their neighbours with them.
+        """Return the names of the buffers that were changed or replaced since construction, and of their neighbours.
 
-        All buffers of a module that changes one count: torch's BatchNorm writes two of its three unseen. What forward
-        changes only ``if not x.is_meta`` is not seen on meta.
+        All buffers of a module with a changed one are listed, because torch's BatchNorm raises the version counter of
+        only one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
         """
         after = dict(_named_buffers(self._layers))
         owners = {
@@ -53,9 +53,9 @@ def _named_buffers(layers: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
-    """Names of the buffers that a training forward changes, found by one forward on meta; see :class:`BufferWatch`.
+    """Return the names of the buffers that a training forward changes, found by one forward on meta.
 
-    ``inputs``: of one micro-batch, on meta.
+    See :class:`BufferWatch`. ``inputs``: inputs of one micro-batch, on meta.
     """
     on_meta = meta_copy(layers)
     watch = BufferWatch(on_meta)
@@ -65,19 +65,22 @@ def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """torch's norms do, where some kinds (InstanceNorm) count no batches that would show it."""
+    """Return whether a module is a torch norm that updates running statistics.
+
+    Some kinds (InstanceNorm) count no batches, so no version counter would show it.
+    """
     statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
     return statistics and module.track_running_stats  # type: ignore[return-value]
 
 
 def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
-    """True where a sample's output depends on the others of its micro-batch, as far as types and buffers tell."""
+    """Return whether a sample's output depends on others of its micro-batch, judged by types and buffers."""
     batch_norm = nn.modules.batchnorm._BatchNorm
     return any(running) or any(isinstance(module, batch_norm) and module.training for module in layers.modules())
 
 
 def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
-    """Floating-point running buffers in the training dtype or their own, whichever is finer; in place."""
+    """Cast floating-point running buffers, in place, to the training dtype or their own, whichever is finer."""
     for name in running:
         owner, _, attribute = name.rpartition(".")
         buffer = layers.get_buffer(name)
@@ -86,7 +89,7 @@ def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dty
 
 
 def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Norms' statistics in eval mode, which are constants, in the training dtype: torch's kernels take no other."""
+    """Cast the constant statistics of norms in eval mode to the training dtype; torch's kernels take no other."""
     for module in layers.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.track_running_stats:
             for name, buffer in module.named_buffers(recurse=False):
@@ -95,7 +98,7 @@ def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
 
 
 def running_values(layers: nn.Sequential, running: Iterable[str]) -> dict[str, Tensor]:
-    """What these layers hold of them now."""
+    """Return the current running buffers of these layers, by name."""
     mine = {name for name, _ in layers.named_children()}
     return {name: layers.get_buffer(name) for name in running if name.partition(".")[0] in mine}
 
@@ -112,9 +115,9 @@ def check_running(
     dtype: torch.dtype,
     recomputed: Iterable[str],
 ) -> None:
-    """Raise :class:`ModelError` where running buffers would not be those of one process.
+    """Raise :class:`ModelError` where running buffers would differ from those of one process.
 
-    ``recomputed``: names of the layers, and of the parts of layers, that backward computes again.
+    ``recomputed``: names of the layers, and of parts of layers, with activation checkpointing (recompute).
     """
     again = list(recomputed)
     for name in running:
@@ -154,7 +157,7 @@ def check_running(
 
 
 def _check_order(schedule: Schedule, what: str) -> None:
-    """Each stage's forwards in the order of the micro-batches."""
+    """Raise :class:`ModelError` unless each stage's forwards are in the order of the micro-batches."""
     for rank in range(schedule.pp):
         last: dict[int, int] = {}
         for _, action in schedule.actions(rank):

@@ -1,14 +1,13 @@
-"""The backward in two halves: input gradients at once, weight gradients when the schedule has time for them.
+"""Backward in two halves: input gradients at once (I), weight gradients when the schedule has time for them (W).
 
     forward     y = x W^T                               under :class:`SplitBackward`, a torch function mode
     I           gx = gy W        notes (W: gy^T x)      one pass of autograd over the stage, without weight products
     W           W.grad += gy^T x                        the notes, in the order in which they were made
 
-Whoever calls ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight takes part: nn.Linear and
-nn.Embedding, their tensor-parallel versions, a user's module; not inside ``torch.func`` transforms. Every other
-parameter (a norm's, a convolution's, one that is multiplied by hand) has its gradient computed with the input
-gradients, in I, and nothing is left for W: later than need be is impossible, earlier is only less of a gain. Between I
-and W a note holds x and gy.
+Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split: nn.Linear and
+nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` transforms are not. All
+other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I, and W has nothing
+left to do for them. Their gradient is never late; only the gain is smaller. Between I and W a note holds x and gy.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -26,14 +25,17 @@ from torch.overrides import TorchFunctionMode
 
 
 class Note(NamedTuple):
-    """A weight gradient that is not computed yet."""
+    """Weight gradient that is not computed yet: the parameter and a function that computes it."""
 
     parameter: Tensor
     gradient: Callable[[], Tensor]
 
 
 class SplitBackward(TorchFunctionMode):
-    """Enter it around a stage's forward. In backward, weight gradients are put off while ``putting_off`` is entered."""
+    """Torch function mode around a stage's forward: backward can then defer weight gradients.
+
+    They are deferred while ``putting_off`` is entered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class SplitBackward(TorchFunctionMode):
 
     @contextmanager
     def putting_off(self) -> Iterator[list[Note]]:
-        """Within: backward notes the weight gradients of linears and embeddings instead of computing them."""
+        """Enter a context in which backward notes the weight gradients of linears and embeddings for later."""
         assert self._notes is None, "one backward at a time"
         self._notes = []
         try:
@@ -50,7 +52,7 @@ class SplitBackward(TorchFunctionMode):
             self._notes = None
 
     def later(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient now, or a note and None."""
+        """Return the gradient; within ``putting_off`` note it instead and return None."""
         if self._notes is None:
             return gradient()
         self._notes.append(Note(parameter, gradient))
@@ -93,14 +95,18 @@ class SplitBackward(TorchFunctionMode):
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """A parameter itself: of a tensor computed from one, autograd must be told the gradient in I."""
+    """Return whether a tensor is itself a trained parameter.
+
+    For a tensor computed from a parameter, autograd needs the gradient in I.
+    """
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def complete(notes: list[Note]) -> None:
-    """Compute the noted gradients and have autograd add each to its parameter, hooks and all. Empties the list.
+    """Compute the noted gradients and accumulate each in its parameter by autograd, hooks included. Empties the list.
 
-    A parameter that was used several times gets the sum, once: whoever counts finished parameters counts right.
+    A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
+    therefore count correctly.
     """
     last = {note.parameter: position for position, note in enumerate(notes)}
     sums: dict[Tensor, Tensor] = {}
@@ -119,26 +125,26 @@ def complete(notes: list[Note]) -> None:
 
 
 def gradient_is_gone() -> Tensor:
-    """Stands in for a gradient that has been computed."""
+    """Raise: the stand-in for a gradient that has been computed already."""
     raise AssertionError("a weight gradient is computed once")
 
 
 def parameters_of(notes: Sequence[Note]) -> set[Tensor]:
-    """Whose gradients are still to come."""
+    """Return the parameters whose gradients are not computed yet."""
     return {note.parameter for note in notes}
 
 
 def _own(output: Tensor) -> Tensor:
-    """Return the output without autograd's note that it is a view.
+    """Return the output without autograd's mark that it is a view.
 
-    ``F.linear`` and ``F.embedding`` return views of what their kernels made. Autograd forbids writing in place into a
-    view that a custom function returns, and ``ReLU(inplace=True)`` behind a linear does so.
+    ``F.linear`` and ``F.embedding`` return views of their kernels' results. Autograd forbids in-place writes to a view
+    that a custom function returns. ``ReLU(inplace=True)`` after a linear makes such a write.
     """
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 class _Linear(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O) or None -> (..., O)."""
+    """Linear with deferrable weight gradients: x (..., I), weight (O, I), bias (O) or None -> (..., O), all local."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward) -> Tensor:
@@ -149,7 +155,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for a gradient within forward
+        gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for gradients in forward
         gw = ctx.mode.later(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
         gb = None
         if ctx.bias is not None:
@@ -158,7 +164,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """ids (...), weight (V, D) -> (..., D)."""
+    """Embedding with a deferrable weight gradient: ids (...) int, weight (V, D) -> (..., D), all local."""
 
     @staticmethod
     def forward(

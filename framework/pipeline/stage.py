@@ -1,4 +1,6 @@
-"""A stage: a piece of the Sequential, what it saved per micro-batch, forward and backward, whole or in halves."""
+"""One pipeline stage: a piece of the Sequential, its saved tensors per micro-batch, forward, and whole or split
+backward.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,24 @@ from meshwright.seeding import dropouts_of, restart_calls
 
 
 class LossPart(NamedTuple):
-    """What one micro-batch contributes to the loss; sums, so that parts of unequal size add up right."""
+    """Loss of one micro-batch as sums, so that parts of unequal size add up correctly."""
 
     loss_sum: Tensor  # () in the logits' accumulation dtype
     num_tokens: Tensor  # () int64, labels that count
 
 
 class _Saved(NamedTuple):
-    """Of a micro-batch between F and its backward: the leaves that came in, and what backward starts from."""
+    """Saved tensors of a micro-batch between F and its backward: the input leaves, and the roots of backward."""
 
     inputs: list[Tensor]
     roots: list[Tensor]
 
 
 class Stage:
-    """One stage on one rank. ``before_layer(name)`` is called just before each layer: weights may be on the way."""
+    """One stage on one rank.
+
+    ``before_layer(name)`` is called just before each layer, because its weights may still be in an all-gather.
+    """
 
     def __init__(
         self,
@@ -54,20 +59,20 @@ class Stage:
         self.num_stages = num_stages
         self.layers = layers
         self.input_spec = input_spec
-        """None: this is the first stage, fed with the samples."""
+        """Spec of the received value; None on the first stage, which takes the samples."""
         self.output_spec = output_spec
-        """None: this is the last stage, which ends in the loss."""
+        """Spec of the sent value; None on the last stage, which computes the loss."""
         self.loss = loss
         self.loss_scale = loss_scale
-        """Gradients are those of ``loss_sum * loss_scale``: 1 / (labels of the global batch), known from the config."""
+        """Factor of ``loss_sum`` in backward: 1 / (labels of the global batch), known from the configuration."""
         self.before_layer = before_layer
         self.recompute = dict(recompute or {})
-        """Layers that are computed again in backward, each with what has to be as it was."""
+        """Layers with activation checkpointing (recompute), each with the context that its second forward restores."""
         self.split = SplitBackward() if splits_backward else None
         self.running = running
         """Names of the buffers that forward may change."""
         self.checks_loss = False
-        """True: the loss is the model's own, and is computed once more in the first forward."""
+        """True for a model's own loss, which the first forward computes once more to check ignored labels."""
         self._layers = tuple(layers.named_children())
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
         self._seen_all = False
@@ -75,8 +80,10 @@ class Stage:
         self._notes: dict[int, list[Note]] = {}
 
     def skip_first_look(self) -> None:
-        """Take it that the layers keep and draw nothing by themselves: the first forward then costs what all others
-        do, and reads no numbers."""
+        """Skip the first forward's checks, as if the layers kept no state and drew no random numbers.
+
+        The first forward then costs as much as all others and reads no values.
+        """
         self._seen_all = True
 
     @property
@@ -91,25 +98,27 @@ class Stage:
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches of which something is held: from F to B, or to W."""
+        """Number of micro-batches with saved tensors: from F to B, or to W."""
         return len(self._saved) + len(self._notes)
 
     def roots_of(self, microbatch: int) -> list[Tensor]:
-        """What its backward will start from."""
+        """Return the tensors that the backward of a micro-batch starts from."""
         return self._saved[microbatch].roots
 
     def splitting(self) -> AbstractContextManager[object]:
-        """Around a forward whose backward comes in halves; entered again by what is recomputed."""
+        """Return the context for a forward with a split backward; its recompute enters it again."""
         return self.split if self.split is not None else nullcontext()
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
-        """Run the layers; keep what backward needs when training.
+        """Run the layers on one micro-batch; when training, save the tensors that backward needs. All shapes are local.
 
         Args:
-            inputs: on the first stage the samples, a value; on others the leaves that the stage before has sent.
-            labels: on the last stage.
+            inputs: on the first stage the samples, a value of tensors (B, ...); on others the list of leaves that the
+                previous stage sent, in the shapes of ``input_spec``.
+            labels: (B, ...) on the last stage, None on others.
 
-        Returns the leaves of the output value, detached, or the last stage's part of the loss.
+        Returns:
+            the leaves of the output value, detached, or the last stage's part of the loss.
         """
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
         leaves: list[Tensor] = []
@@ -140,10 +149,11 @@ class Stage:
             return LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
 
     def _check_outputs(self, outputs: list[Tensor], train: bool) -> None:
-        """What is sent on is what the next stage has made room for: it was worked out on meta, in train mode.
+        """Check the outputs' shapes and dtypes against those that the next stage has allocated, found on meta in train
+        mode.
 
         Raises:
-            ModelError: it is not.
+            ModelError: they differ.
         """
         assert self.output_spec is not None
         expected = self.output_spec.leaves
@@ -161,7 +171,7 @@ class Stage:
         inner: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
 
         def run(value: Any) -> Any:
-            restart_calls(self._dropouts[name])  # in the second forward of what is recomputed too
+            restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
         try:
@@ -181,12 +191,14 @@ class Stage:
             ) from error
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Backward of one micro-batch; weight gradients accumulate where they lie.
+        """Run the backward of one micro-batch; weight gradients accumulate in place.
 
         Args:
-            gradients: of the output leaves that need one; None on the last stage, which starts from its loss.
+            gradients: one per output leaf that needs a gradient, in its shape; None on the last stage, which starts
+                from its loss.
 
-        Returns the gradients of the input leaves that need one (nothing on the first stage).
+        Returns:
+            the gradients of the input leaves that need one, in their shapes; an empty list on the first stage.
         """
         inputs, roots = self._saved.pop(microbatch)
         if self.is_last:
@@ -211,7 +223,7 @@ class Stage:
         return [gradient.contiguous() for gradient in found]
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """I: :meth:`backward` without the weight gradients of linears and embeddings, which are noted."""
+        """Run I: :meth:`backward`, with the weight gradients of linears and embeddings noted for later."""
         assert self.split is not None, f"stage {self.index} was built for whole backwards"
         with self.split.putting_off() as notes:
             found = self.backward(microbatch, gradients)
@@ -219,11 +231,11 @@ class Stage:
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: the weight gradients that I has noted."""
+        """Run W: compute the weight gradients that I has noted."""
         complete(self._notes.pop(microbatch))
 
     def awaited(self, microbatch: int) -> set[Tensor]:
-        """The parameters whose gradients W of this micro-batch will add to."""
+        """Return the parameters to which W of this micro-batch will add gradients."""
         return parameters_of(self._notes[microbatch])
 
 
@@ -232,7 +244,7 @@ def _told(leaves: Sequence[Tensor | TensorSpec]) -> str:
 
 
 class _Watched:
-    """A layer run for the first time: sees that it keeps nothing and draws nothing by itself."""
+    """Layer in its first training forward, checked to keep no state and draw no random numbers by itself."""
 
     def __init__(self, name: str, layer: nn.Module, running: Collection[str]) -> None:
         self.name = name
@@ -240,11 +252,11 @@ class _Watched:
         self.running = running
 
     def __call__(self, value: Any) -> Any:
-        """Run it.
+        """Run the layer.
 
         Raises:
-            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``):
-                what it gives would depend on the layout, and on whether the run was resumed.
+            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``).
+                Its result would depend on the layout, and on whether the run was resumed.
         """
         constant = {
             key: buffer for key, buffer in self.layer.named_buffers() if f"{self.name}.{key}" not in self.running
@@ -270,5 +282,5 @@ class _Watched:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """The same numbers, NaN where NaN was."""
+    """Return whether two tensors have the same shape and values, with NaN equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

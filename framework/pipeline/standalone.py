@@ -1,10 +1,10 @@
-"""Layers that stand alone: a pipeline may put any two of them on different ranks, and call each any number of times.
+"""Detection of layers that do not stand alone.
 
-A layer must therefore compute from its input, its own parameters and buffers, and nothing else. One forward on the meta
-device finds layers that
+A pipeline may put any two layers on different ranks, and call each any number of times. A layer must therefore compute
+from its input, its own parameters and buffers, and nothing else. One forward on the meta device finds layers that
 
     use a parameter that only another layer holds     a head tied by a closure
-    use a tensor that was not handed to them          a module-level dict, a list, what an earlier forward left
+    use a tensor that was not passed to them          a module-level dict, a list, left over from an earlier forward
     write to a parameter                              clamp_, EMA, nn.Embedding(max_norm=...), spectral_norm
     draw random numbers                               F.dropout, torch.rand, numpy, random, generators of their own
 """
@@ -28,7 +28,7 @@ from meshwright.pipeline.outline import Outline, outline_of
 CALLS_BEFORE = 2
 PLAIN = (bool, int, float, str)
 OF_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
-"""Operations of whose argument only shape, dtype and device matter."""
+"""Operations that use only shape, dtype and device of their argument."""
 OWN = {"torch", "meshwright"}
 BY_NAME = (
     "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
@@ -37,32 +37,35 @@ BY_NAME = (
 
 
 class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise :class:`ModelError` as soon as a layer does not stand alone; names the layer, the tensor and the operation.
+    """Dispatch mode that raises :class:`ModelError` as soon as a layer does not stand alone.
+
+    The error names the layer, the tensor and the operation.
 
     Args:
-        layers: a copy of the model on meta, whose layers are run one by one, each within :meth:`running`.
-        original: the model that it was copied from. A reference that the copy did not follow leads to its parameters.
+        layers: a copy of the model on meta, whose layers are run one by one, each by :meth:`run`.
+        original: the model that was copied. A reference that the copy did not follow leads to its parameters.
     """
 
     def __init__(self, layers: nn.Sequential, original: nn.Sequential) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held: dict[int, list[str]] = {}
-        """Storage -> names of the parameters and buffers that it holds."""
+        """Names of the parameters and buffers in each storage."""
         self._left_behind: dict[int, str] = {}
-        """Storage -> name of a parameter of the original."""
+        """Name of the original model's parameter in each storage."""
         self._made: dict[int, str] = {}
-        """Storage -> what made it out of the samples or a weight: a layer. Constants, which anybody may keep, are left
-        out."""
+        """Layer that computed each storage from the samples or a weight. Constants are absent: any layer may keep
+        them.
+        """
         self._trace: list[tuple[Any, ...]] = []
         """Operations of one forward, with their plain arguments."""
         self._fault: ModelError | None = None
-        """The first one, which the layer may have caught."""
-        self._alive: dict[int, Any] = {}  # a storage that is gone could leave its address to another
+        """First error, which the layer may have caught."""
+        self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
         self._layer, self._where, self._is_ours = "", "", False
         self._seen: list[Outline] = []
         self._handed: set[int] = set()
         self._own: dict[int, str] = {}
-        """Parameter of the running layer -> its name there."""
+        """Name within the running layer of each of its parameters, by id."""
         self._parameters = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
         for name, tensor in (
             *layers.named_parameters(remove_duplicate=False),
@@ -80,21 +83,22 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key
 
     def run(self, name: str, layer: nn.Module, value: Any, received: Sequence[Tensor]) -> Any:
-        """Return ``layer(value)``, watched. One that may keep something is called before, with the like of ``value``.
+        """Return ``layer(value)`` and watch its operations.
 
-        A layer that runs only without a dispatch mode (flex_attention) is not watched.
+        A layer of unfamiliar classes may keep state, so it is first called twice with empty copies of ``value``. A
+        layer that runs only without a dispatch mode (flex_attention) is not watched.
 
-        ``received``: tensors of the stage, which the layer is handed as they are; of others a copy.
+        ``received``: tensors of the stage that the layer gets as they are; other tensors are copied.
         """
         self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
-        module = type(layer).__module__  # a layer of the framework may keep what follows from its input alone
+        module = type(layer).__module__  # a framework layer may keep values derived from its input alone
         self._is_ours = module.startswith("meshwright.") and not module.startswith("meshwright.models.")
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
         try:
             return self._watched(name, layer, value, {id(leaf) for leaf in received})
         except ModelError:
             raise
-        except Exception:  # its own fault comes again, and is told by the caller
+        except Exception:  # the layer's own error is raised again, and the caller reports it
             return layer(value)
 
     def _watched(self, name: str, layer: nn.Module, value: Any, kept: Collection[int]) -> Any:
@@ -107,7 +111,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made = {key: mine if maker == name else maker for key, maker in self._made.items()}
         with self._calling(layer, tree_map(lambda leaf: leaf if id(leaf) in kept else _like(leaf), value)) as value:
             handed = layer(value)
-        if traces and traces[-1] != self._trace:  # the first call may make what the others keep
+        if traces and traces[-1] != self._trace:  # the first call may create what later calls keep
             raise ModelError(
                 f"{self._where} does something else in each call for the same input: it counts its calls, or draws "
                 f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
@@ -136,8 +140,11 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ModelError(self._draws(source))
 
     def has_seen(self, layer: nn.Module) -> bool:
-        """Return whether a layer that is alike was watched, of classes of torch and meshwright alone: those keep no
-        functions and no references that a comparison of their attributes would miss."""
+        """Return whether a layer with an equal outline was watched before.
+
+        It is always False for layers with classes from outside torch and meshwright. Other classes keep no functions or
+        references that a comparison of their attributes would miss.
+        """
         if not _is_known(layer):
             return False
         outline = outline_of(layer)
@@ -147,7 +154,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def note(self, name: str, value: Any) -> None:
-        """Remember what a layer handed on that was not run."""
+        """Store the output of a layer that was not run, as made by this layer."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 self._made.setdefault(self._key(leaf), name)
@@ -236,7 +243,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _like(leaf: Any) -> Any:
-    """Return a copy of a tensor on meta, dense as it was; anything else as it is."""
+    """Return an empty copy of a meta tensor with the same strides; anything else unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -244,14 +251,14 @@ def _like(leaf: Any) -> Any:
 
 
 def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Attention kernels and dropouts are tagged as random even where they drop nothing."""
+    """Return whether an operation draws random numbers: torch also tags attention and dropout that drop nothing."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     probability = given.get("dropout_p", given.get("p") if "dropout" in func._schema.name else None)
     return probability != 0.0 and given.get("train", True) is not False
 
 
 def _generator_states(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return the states of Python's and numpy's generators, and of those that the layer's modules hold."""
+    """Return the states of Python's and numpy's generators, and of the generators that the layer's modules hold."""
     numpy = sys.modules.get("numpy")
     found: dict[str, tuple[Any, ...]] = {"Python's random": random.getstate()}
     if numpy is not None:
@@ -266,7 +273,7 @@ def _generator_states(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _of_numpy(state: Any) -> tuple[Any, ...]:
-    """Return the legacy state of numpy in a form that ``==`` compares."""
+    """Return numpy's legacy state in a form that ``==`` compares."""
     name, keys, *rest = state
     return (name, keys.tobytes(), *rest)
 
@@ -278,7 +285,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _state_of(value: Any) -> Any:
-    """Return the state of a random generator; None where it is none."""
+    """Return the state of a random generator; None for any other object."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):

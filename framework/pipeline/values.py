@@ -1,8 +1,8 @@
-"""What goes between layers: a *value*, a tensor or a tuple, list or dict of tensors, some without gradient.
+"""Values that layers pass on: a tensor, or a tuple, list or dict of tensors, some without gradient.
 
-What a stage receives and sends is worked out once, on the meta device, as a :class:`ValueSpec`; at run time only
-numbers travel. All tensors of a value go on to the next stage; of those that need a gradient, gradients come back. A
-layer hands on what later ones want by handing it on unchanged: so a value skips layers, and stages.
+The shapes that a stage receives and sends are found once, on the meta device, as a :class:`ValueSpec`. At run time only
+data travels. All tensors of a value go to the next stage. Gradients come back for those that need one. A tensor skips
+layers, and stages, when the layers between pass it on unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.pipeline.outline import outline_of, outline_of_value
 from meshwright.pipeline.standalone import LayerWatch
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""(output of the last layer, labels) -> loss of each label, of the labels' shape; zero where the label is ignored."""
+"""Loss function: (output of the last layer, labels) -> loss per label, in the labels' shape, zero where ignored."""
 
 IGNORED_LABEL = -100
 
@@ -30,68 +30,68 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a value, local to this rank."""
+    """Spec of one tensor of a value: the shape is local to this rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """A buffer to receive it into."""
+        """Allocate a buffer to receive the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def leaves_of(value: Any) -> list[Tensor]:
-    """The tensors of a value, in the order of its spec; a lone tensor, as most are, needs no walk."""
+    """Return the tensors of a value in the order of its spec. A lone tensor needs no tree traversal."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
 
 
 class ValueSpec(NamedTuple):
-    """The shape of a value between two stages."""
+    """Spec of a value between two stages: its tree and its tensors."""
 
     tree: TreeSpec
     leaves: tuple[TensorSpec, ...]
 
     def value_of(self, leaves: Sequence[Tensor]) -> Any:
-        """The value of these leaves."""
+        """Build the value from its leaves."""
         return leaves[0] if self.is_tensor else tree_unflatten(leaves, self.tree)
 
     @property
     def is_tensor(self) -> bool:
-        """A lone tensor, in no tuple or dict."""
+        """True for a lone tensor, in no tuple or dict."""
         return len(self.leaves) == self.tree.num_nodes == 1
 
     @property
     def with_gradient(self) -> tuple[TensorSpec, ...]:
-        """Those of which gradients come back."""
+        """Specs of the leaves that need a gradient."""
         return tuple(leaf for leaf in self.leaves if leaf.needs_gradient)
 
 
 class Example(NamedTuple):
-    """A micro-batch without numbers: what the first layer takes and what the loss is held against, on meta."""
+    """Micro-batch on meta, without data: the first layer's inputs and the labels of the loss."""
 
     inputs: Any
-    """A tensor, or a tuple or dict of tensors; B, the samples, is the first dim of each."""
+    """Tensor, or tuple or dict of tensors; the first dim of each is B, the samples."""
     labels: Tensor
 
     @property
     def labels_per_sample(self) -> int:
-        """Of which the loss is the mean, when none is ignored."""
+        """Number of labels per sample, ignored ones included."""
         return self.labels[0].numel()
 
     @property
     def tokens_per_sample(self) -> int:
-        """Integers that go in, masks left out; for inputs without any (images), the labels."""
+        """Number of integer inputs per sample, without masks; number of labels for inputs without integers (images)."""
         counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if _is_whole(leaf)]
         return sum(counts) or self.labels_per_sample
 
     @property
     def unit(self) -> str:
-        """What ``tokens_per_sample`` counts."""
+        """Unit of ``tokens_per_sample``: "tokens" or "labels"."""
         return "tokens" if any(_is_whole(leaf) for leaf in tree_leaves(self.inputs)) else "labels"
 
     def cast(self, dtype: torch.dtype) -> Example:
-        """With floating-point numbers in the training dtype: images come in the precision of the weights."""
+        """Cast floating-point tensors to the training dtype, since images come in the precision of the weights."""
         return Example(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
 
 
@@ -100,27 +100,27 @@ def _is_whole(leaf: Tensor) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The value with its floating-point tensors in ``dtype``."""
+    """Cast the floating-point tensors of a value to ``dtype``."""
     return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
 
 
 def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """The loss of logits: of each label, (..., V) and (...) -> (...); in float32, or float64 for float64 logits."""
+    """Return the loss per label: logits (..., V), labels (...) -> (...), in float32, or float64 for float64 logits."""
     logits = output if output.dtype == torch.float64 else output.float()
     flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
     return flat.view(labels.shape)
 
 
 def shapes_of(value: Any) -> str:
-    """The shapes of a value's tensors, for a message: "(2, 6, 8)"."""
+    """Return the shapes of a value's tensors, for a message: "(2, 6, 8)"."""
     return " ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def describe_value(value: Any, where: str) -> ValueSpec:
-    """The spec of a value that a layer handed on.
+    """Return the spec of a layer's output.
 
     Raises:
-        ModelError: something in it is not a tensor.
+        ModelError: a leaf of it is not a tensor.
     """
     leaves, tree = tree_flatten(value)
     for leaf in leaves:
@@ -132,13 +132,15 @@ def describe_value(value: Any, where: str) -> ValueSpec:
 
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:
-    """Without numbers, to be run for its shapes; the original stays as it is."""
+    """Return a copy on the meta device, to run for its shapes; the original is unchanged."""
     return copy_module(layers, {}).to("meta")
 
 
 def copy_module(module: M, twins: dict[int, Any]) -> M:
-    """``copy.deepcopy``, without a thousand steps of Python for the dozen hooks that no module has. ``twins``: by id,
-    what shall stand for an object in the copy; it may be changed."""
+    """Return a deep copy, faster than ``copy.deepcopy``: the empty hook dicts of modules are not traversed.
+
+    ``twins``: replacements of objects in the copy, by id of the original; it may be changed.
+    """
     for each in module.modules():
         for value in vars(each).values():
             if type(value) is OrderedDict and not value:
@@ -149,18 +151,19 @@ def copy_module(module: M, twins: dict[int, Any]) -> M:
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None
 ) -> tuple[list[ValueSpec], ValueSpec]:
-    """What each stage hands to the next one, and what the last layer returns, found by one forward on meta. Layers that
-    are alike and get alike are run once, in the life of a process.
+    """Return the spec of each stage's output to the next, and that of the last layer's output, by one forward on meta.
+
+    Equal layers with equal inputs run once per process.
 
     Args:
-        layers: a :func:`meta_copy` of the whole model with tensor parallelism applied: shapes are this rank's. Buffers
-            that forward changes are other ones afterwards.
-        inputs: of one micro-batch, on meta.
-        watch: checks that each layer stands alone.
+        layers: a :func:`meta_copy` of the full model with tensor parallelism applied: shapes are this rank's. Forward
+            may replace its running buffers.
+        inputs: inputs of one micro-batch, on meta.
+        watch: checks that each layer stands alone; None: no check.
 
     Raises:
-        ModelError: a layer does not take what the one before it hands on, with both named; it decides by numbers that
-            are not there yet, or overwrites what it was handed.
+        ModelError: a layer cannot take the previous layer's output (both are named), branches on values that do not
+            exist yet, or overwrites its input.
     """
     value = inputs
     last_of_stage = {stage[-1] for stage in stages[:-1]}
@@ -188,27 +191,29 @@ def describe_boundaries(
         previous = f"layer {name}"
         if index in last_of_stage:
             specs.append(describe_value(value, previous))
-            # as the next stage will have it: a leaf, which autograd does not let a layer overwrite
+            # a leaf, as on the next stage: autograd does not let a layer overwrite it
             value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
             received = tree_leaves(value)
     return specs, describe_value(value, previous)
 
 
 class _Handed(NamedTuple):
-    """What a layer hands on that changes nothing."""
+    """Output of a layer that overwrites none of its inputs, parameters or buffers."""
 
     tree: TreeSpec
     leaves: tuple[int | tuple[TensorSpec, tuple[int, ...]], ...]
-    """Which of the tensors that it was handed; or of a new one the spec and the strides."""
+    """Index of an input tensor that is passed on, or the spec and strides of a new tensor."""
 
 
 _HANDED: dict[Any, _Handed] = {}
-"""What this process has seen, by all that it depends on: a search draws hundreds of layouts of one model, and a model
-has hundreds of layers that are alike."""
+"""Outputs seen so far in this process, by everything that they depend on.
+
+A search tries hundreds of layouts of one model, and a model has hundreds of layers that are alike.
+"""
 
 
 def _handed_on(layer: nn.Module, value: Any) -> Any:
-    """``layer(value)`` on meta, or the like of what another such layer has handed on."""
+    """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer for an equal input."""
     given, outline = tree_leaves(value), outline_of(layer)
     has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
     if has_hooks or outline.is_passing or not _stand_alone(given):
@@ -238,17 +243,17 @@ def _handed_on(layer: nn.Module, value: Any) -> Any:
 
 
 def _stand_alone(leaves: Sequence[Any]) -> bool:
-    """All are tensors, and who writes into one changes no other."""
+    """Return whether all leaves are tensors, and a write into one changes no other."""
     return all(isinstance(leaf, Tensor) and not leaf._is_view() for leaf in leaves)
 
 
 def _versions(layer: nn.Module, given: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Of all that a forward could write into: which objects there are, and how often each was written."""
+    """Return (id, write count) of every tensor that a forward could write into."""
     return [(id(tensor), tensor._version) for tensor in (*layer.buffers(), *layer.parameters(), *given)]
 
 
 def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
-    """A tensor on meta that came out of a layer: no leaf of autograd's where it needs a gradient."""
+    """Return a meta tensor like a layer's output: no autograd leaf where it needs a gradient."""
     tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
     return tensor.requires_grad_().clone() if spec.needs_gradient else tensor
 
@@ -261,7 +266,7 @@ def _overwrites(where: str, shapes: str) -> str:
 
 
 def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> str:
-    """The message for a layer that fails on meta."""
+    """Return the message for a layer that fails on meta."""
     text = str(error)
     if "in-place operation" in text:
         return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
@@ -299,12 +304,12 @@ def _without_looking(text: str) -> str:
 def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
     """Raise :class:`ModelError` unless a model's own loss gives one number for each label; tried on meta.
 
-    A loss that is reduced already, a mean above all, would count a batch that is cut smaller as less.
+    A loss that is already reduced, such as a mean, would weigh the samples differently when a batch is cut smaller.
     """
     output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
     try:
         found = loss(output, labels)
-    except Exception:  # said with all else that does not run on meta, by meshwright.pipeline.costs
+    except Exception:  # meshwright.pipeline.costs reports failures on meta
         return
     if not isinstance(found, Tensor) or found.shape != labels.shape:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -316,10 +321,9 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
 
 
 def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
-    """Raise :class:`ModelError` unless the loss is zero where labels are ignored. Computes it once more.
+    """Raise :class:`ModelError` unless the loss is zero where labels are ignored. Computes the loss once more.
 
-    ``labels``: (B, ...) of a micro-batch. All of them are replaced by ``IGNORED_LABEL``. Labels that are no integers
-    are left out: they all count.
+    All labels (B, ...) are replaced by ``IGNORED_LABEL``. Labels that are not integers are not checked: they all count.
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return

@@ -1,6 +1,6 @@
-"""The words of a sharding plan, and whether it fits a model: decided before any process group exists.
+"""Kinds of a sharding plan, and checks that the plan fits a model, before any process group exists.
 
-The plan is checked in full also where tp is 1: a typing error in a pattern shows in every layout.
+The plan is checked in full also with tp = 1, so that a typing error in a pattern shows in every layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.errors import ModelError
 
 
 class Kind(StrEnum):
-    """What the plan may say of a module."""
+    """Kind of sharding of a module, as listed in :mod:`meshwright.tensor_parallel.plan`."""
 
     COLUMN = "column"
     ROW = "row"
@@ -37,7 +37,7 @@ ROWS = (Kind.ROW, Kind.ROW_WHOLE)
 
 
 class Placement(NamedTuple):
-    """A module that the plan speaks of, and the pattern that named it."""
+    """A module that the plan names, its kind, and the pattern that matched it."""
 
     name: str
     module: nn.Module
@@ -49,12 +49,13 @@ class Placement(NamedTuple):
 
 
 def check_sequence_length(length: int, tp: int, name: str | None = None) -> None:
-    """Under sequence parallelism each rank holds an equal part of the sequence: of each, where there are several.
+    """Check that tp divides the length of a sequence, since sequence parallelism gives each rank an equal part.
 
-    ``name``: of what is that long, where no key of the configuration says it.
+    Args:
+        name: name of the sequence for the message; None: the length is ``data.sequence_length``.
 
     Raises:
-        ModelError: with the numbers and the two nearest lengths that would do.
+        ModelError: tp does not divide it. Gives the numbers and the two nearest lengths that would do.
     """
     if length % tp == 0:
         return
@@ -77,7 +78,7 @@ def check(
     sequence: bool,
     divisible: Mapping[str, int],
 ) -> dict[str, Placement]:
-    """The planned modules of the plain model by name, once the plan is known to fit it. Needs no process group.
+    """Check the plan against the plain model and return the planned modules by name. Needs no process group.
 
     Raises:
         ModelError: every problem found, each with its pattern, module, numbers and next move.
@@ -95,7 +96,7 @@ def check(
 
 
 def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -> dict[str, Placement]:
-    """Which module each pattern names; what is wrong with the plan itself goes to ``problems``."""
+    """Return the modules that the patterns match, by name; append problems of the plan itself to ``problems``."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     placements: dict[str, Placement] = {}
     for pattern, word in plan.items():
@@ -122,7 +123,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
 
 
 def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str]:
-    """One problem for each pattern and type of module: the blocks of a deep model all have the same one."""
+    """Yield one problem for each pattern and type of module, since the blocks of a deep model all have the same one."""
     found: dict[tuple[str, type[nn.Module]], list[str]] = {}
     for placement in placements.values():
         for problem in _misfits(placement, tp):
@@ -133,7 +134,7 @@ def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str
 
 
 def _misfits(placement: Placement, tp: int) -> Iterator[str]:
-    """Is the module of a type, and of a size, that its kind can split?"""
+    """Yield the reasons why a module's type or size does not allow its kind of split."""
     module, kind = placement.module, placement.kind
     if kind is Kind.FEATURES and any(True for _ in module.parameters()):
         yield (
@@ -182,7 +183,7 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
 
 
 def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) -> Iterator[str]:
-    """Units that must not be cut (heads, groups of kv heads): tp must divide their number."""
+    """Yield modules whose units (heads, groups of kv heads) tp would cut: tp must divide their number."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern, units in divisible.items():
         found = [name for name in names if fnmatchcase(name, pattern)]
@@ -197,7 +198,7 @@ def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) ->
 
 
 def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> Iterator[str]:
-    """Plans that would do nothing, or with which sequence parallelism has no way in or out."""
+    """Yield problems of a plan that splits nothing, or that never cuts or never gathers the sequence."""
     found = list(placements.values())
     if not any(placement.kind in SPLITTING for placement in found):
         yield (
@@ -223,7 +224,7 @@ def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> It
 
 
 def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Tied weights are one weight: all their modules must split it alike."""
+    """Yield tied weights whose modules are split in different ways. They are one weight, so one split must fit all."""
     for names in tied:
         how = {}
         for name in names:
@@ -235,7 +236,7 @@ def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, 
 
 
 def _way(placement: Placement) -> str:
-    """How a weight is split, in a word: equal for what may be one weight."""
+    """Return a word for the split of a weight; modules with a common weight must have the same word."""
     if placement.kind not in SPLITTING:
         return Kind.REPLICATE
     if placement.kind is Kind.COLUMN and isinstance(placement.module, nn.Embedding):
@@ -249,6 +250,6 @@ def _close(word: str, possible: list[str]) -> str:
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
-    """A hint at the end of "names no module": the name most like the pattern."""
+    """Return the hint for the message "names no module": the name most like the pattern."""
     close = difflib.get_close_matches(pattern.replace("*", "0"), list(names), 1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; its modules are {', '.join(list(names)[:8])}, ..."

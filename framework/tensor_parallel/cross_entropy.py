@@ -1,18 +1,18 @@
-"""Cross-entropy of logits that are split over the vocabulary: no rank ever holds a whole row of them.
+"""Cross-entropy of logits that are split over the vocabulary: no rank ever holds a full row of them.
 
 With x the logits of one token, m the largest of them over all ranks, and t its label:
 
     loss = log(sum over V of exp(x - m)) - (x[t] - m)          d loss / d x[v] = exp(x[v] - m) / sum - (v == t)
 
-    rank 0   max |            | sum exp, x[t] - m if t is mine |            | loss
-             --- |-all-reduce-| ------------------------------ |-all-reduce-| ---- the same on all ranks
-    rank 1   max |    max     | sum exp, 0                     |    sum     | loss
+    rank 0   max |            | sum exp, x[t] - m if t is local |            | loss
+             --- |-all-reduce-| ------------------------------- |-all-reduce-| ---- the same on all ranks
+    rank 1   max |    max     | sum exp, 0                      |    sum     | loss
 
-What is kept for backward is the logits themselves, as they came, and two numbers per token; the caller must not
-overwrite them before backward (autograd would notice). megatron-core's function is the oracle in the tests and not
-used: it computes in float32 whatever the input, overwrites float32 logits, knows no padding and reads a global group.
+Backward keeps the input logits themselves and two numbers per token. The caller must not overwrite the logits before
+backward (autograd would notice). megatron-core's function is the reference in the tests and not used here: it computes
+in float32 for every input, overwrites float32 logits, has no padding and reads a global group.
 
-Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank, the last of which may be padding.
+Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank; the last may be padding.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ from meshwright.mesh.comm import Group, PaperGroup
 from meshwright.tensor_parallel.layers import vocab_slice
 
 CHUNK_ELEMENTS = 2**22
-"""Logits converted and exponentiated at a time: bounds the memory besides logits and gradient (16 MiB in float32)."""
+"""Logits converted and exponentiated at a time; bounds the temporary memory (16 MiB in float32)."""
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Group, vocab_size: int, ignore: int = -100
 ) -> Tensor:
-    """Per-token losses (B, S), the same on all ranks: float64 for float64 logits, else float32; 0 where ignored.
+    """Return the per-token losses (B, S), the same on all ranks; 0 where ignored.
 
-    ``logits`` (B, S, L) are this rank's columns; a model whose head is not split over the vocabulary gives (B, S, V)
-    on every rank. ``labels`` (B, S) int64 are in [0, V) or ``ignore``. All ranks of the group call this together; it
-    blocks for two all-reduces of (B, S) and (2, B, S) in forward and says nothing in backward. Logits are never
-    overwritten.
+    They are float64 for float64 logits, else float32. All tp ranks must call it together. Forward blocks for two
+    all-reduces over tp, of (B, S) and (2, B, S): in total 6 B S (tp-1)/tp numbers of the losses' dtype on the wire per
+    rank. Backward does not communicate. Logits are never overwritten.
+
+    Args:
+        logits: (B, S, L), this rank's columns; (B, S, V) on every rank where the head is not split over the vocabulary.
+        labels: (B, S) int64, each in [0, V) or equal to ``ignore``.
+        group: the tp group.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if logits.is_meta and not group.on_paper:
@@ -60,7 +64,10 @@ def vocab_parallel_cross_entropy(
 
 
 def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
-    """Slices of tokens that hold about CHUNK_ELEMENTS logits each. On paper the first stands for all."""
+    """Yield slices of tokens that hold about CHUNK_ELEMENTS logits each.
+
+    In a dry run (:class:`meshwright.mesh.comm.PaperGroup`) the first slice stands for all.
+    """
     tokens, columns = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     starts = range(0, tokens, step)
@@ -73,7 +80,10 @@ def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """On tokens in one row: logits (B*S, L), labels (B*S,) -> losses (B*S,). My columns are [start, stop) of V."""
+    """Cross-entropy of flat tokens: logits (B*S, L), labels (B*S,) -> losses (B*S,).
+
+    This rank's columns are [start, stop) of V.
+    """
 
     @staticmethod
     def forward(
@@ -95,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         mine = (labels >= start) & (labels < stop)
         target = (labels - start).masked_fill_(~mine, 0)
-        sums = logits.new_zeros((2, tokens), dtype=dtype)  # of exp(x - m); x[t] - m: one message
+        sums = logits.new_zeros((2, tokens), dtype=dtype)  # sum of exp(x - m), and x[t] - m: one all-reduce
         if count:
             for part in _chunks(logits, group):
                 shifted = logits[part, :count].to(dtype) - largest[part, None]
@@ -105,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         group.all_reduce(sums).wait()
 
         log_sum = sums[0].log_()
-        ctx.save_for_backward(logits, labels, largest, log_sum)  # their sum would round m's digits away
+        ctx.save_for_backward(logits, labels, largest, log_sum)  # kept apart: largest + log_sum would lose digits
         ctx.start, ctx.stop, ctx.ignore, ctx.group = start, stop, ignore, group
         return (log_sum - sums[1]).masked_fill_(labels == ignore, 0)
 

@@ -1,6 +1,6 @@
-"""megatron-core's regions without anyone to talk to: the same shapes, copies and memory, on the meta device.
+"""Fake versions of megatron-core's regions for dry runs on the meta device: no communication.
 
-What the planner sees of a tensor-parallel layer.
+Shapes, copies and memory are the same, so that the planner can measure a tensor-parallel layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.tensor_parallel.megatron import Mappings
 
 
 class _Pass(torch.autograd.Function):
-    """The identity both ways: sums are made in place."""
+    """Identity in forward and backward, since the real regions sum in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class _Pass(torch.autograd.Function):
 
 
 class _Resize(torch.autograd.Function):
-    """One dim times or over the group's size, and back."""
+    """Resize of one dim to ``length``, undone in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int) -> Tensor:
@@ -42,7 +42,7 @@ class _Resize(torch.autograd.Function):
 
 
 def mappings(size: int) -> Mappings:
-    """For a group of ``size`` ranks."""
+    """Return fake mappings for a group of ``size`` ranks."""
 
     def passes(x: Tensor, group: Any) -> Tensor:
         return _Pass.apply(x)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,11 +1,12 @@
-"""Plain linears and embeddings, split over tp: same parameter names, this rank's slice of each weight.
+"""Linears and embeddings split over tp: the plain modules' parameter names, this rank's slice of each weight.
 
     column   weight (O/tp, I)   y = x W^T + b        input whole, output split along the features
     row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
-    vocab    weight (V/tp, D)   an embedding looks up what it holds and sums; a head is a column, its logits stay split
-    column   weight (N, F/tp)   of an embedding: each row in part, output split along the features
-    column_whole, row_whole     a column whose output is put together, a row that takes its part of a whole input: for
-                                what lies between them and is not cut (a norm over all heads), computed by all alike
+    vocab    weight (V/tp, D)   an embedding looks up the rows it holds and sums; a head is a column, its logits stay
+                                split
+    column   weight (N, F/tp)   of an embedding: a slice of each row, output split along the features
+    column_whole, row_whole     a column that all-gathers its output, a row that takes its slice of a whole input. They
+                                enclose a computation that is not split (a norm over all heads) and runs on every rank
 
 Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
 embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
@@ -13,7 +14,8 @@ them padding:
 
     V=9 tp=4:   0 1 2 | 3 4 5 | 6 7 8 | - - -      V=9 tp=8:   0 1 | 2 3 | 4 5 | 6 7 | 8 - | - - | - - | - -
 
-Padding rows are zero; no id finds them and cross_entropy.py leaves their logits out, so their gradient is exactly zero.
+Padding rows are zero. No id selects them, and cross_entropy.py excludes their logits, so their gradient is exactly
+zero.
 """
 
 from __future__ import annotations
@@ -34,30 +36,31 @@ from meshwright.tensor_parallel.regions import (
 
 
 def even_slice(dim: int, length: int, rank: int, tp: int) -> Slice:
-    """Part ``rank`` of ``length`` rows or columns that tp divides."""
+    """Return part ``rank`` of ``length`` rows or columns; tp must divide ``length``."""
     assert length % tp == 0, (length, tp)
     part = length // tp
     return Slice(dim, rank * part, (rank + 1) * part, part)
 
 
 def vocab_slice(vocab_size: int, rank: int, tp: int) -> Slice:
-    """The rows of the vocabulary of part ``rank``: ceil(V/tp) in memory, of which some or all may be padding."""
+    """Return the vocabulary rows of part ``rank``: ceil(V/tp) in memory, some or all of them possibly padding."""
     padded = -(-vocab_size // tp)
     start = min(rank * padded, vocab_size)
     return Slice(0, start, min(start + padded, vocab_size), padded)
 
 
 def _local(whole: Tensor, part: Slice | None) -> nn.Parameter:
-    """The slice of a whole parameter (meta or real), as a parameter of its own."""
+    """Return a new parameter that holds a slice of a whole one (meta or real)."""
     return nn.Parameter(ParameterInfo("", tuple(whole.shape), part).take(whole.detach()), whole.requires_grad)
 
 
 class ColumnLinear(nn.Module):
-    """An nn.Linear of which this rank holds a contiguous block of output rows.
+    """nn.Linear with this rank's contiguous block of output rows.
 
-    (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: nothing, or all-gather; backward:
-    all-reduce, or all-gather and reduce-scatter. ``in_features`` and ``out_features`` are those of the local weight.
-    ``gathered``: a module around it has gathered the sequence, and sums the gradient: nothing is said here.
+    x (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: no communication, or an all-gather
+    over tp. Backward: all-reduce, or all-gather and reduce-scatter. All block. ``in_features`` and ``out_features`` are
+    those of the local weight. ``gathered``: an enclosing module gathers the sequence and reduces the gradient, so this
+    module does not communicate.
     """
 
     def __init__(self, plain: nn.Linear, group: Group, sequence: bool, gathered: bool = False) -> None:
@@ -74,7 +77,7 @@ class ColumnLinear(nn.Module):
 
     @staticmethod
     def slice_of(plain: nn.Linear, group: Group) -> Slice:
-        """The output rows that this rank holds."""
+        """Return the output rows that this rank holds."""
         return even_slice(0, plain.out_features, group.rank, group.size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,27 +92,27 @@ class ColumnLinear(nn.Module):
 
 
 class VocabHead(ColumnLinear):
-    """A column linear whose rows are the vocabulary: logits (B, S, ceil(V/tp)), padding columns at the end."""
+    """Column linear whose output rows are the vocabulary: logits (B, S, ceil(V/tp)), padding columns at the end."""
 
     @staticmethod
     def slice_of(plain: nn.Linear, group: Group) -> Slice:
-        """The rows of the vocabulary that this rank holds."""
+        """Return the rows of the vocabulary that this rank holds."""
         return vocab_slice(plain.out_features, group.rank, group.size)
 
 
 class WholeColumnLinear(ColumnLinear):
-    """A column linear whose output is put together: (B, S, I) -> (B, S, O) on every rank. Forward: all-gather more."""
+    """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O) on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         return gather_features(super().forward(x), self.group)
 
 
 class RowLinear(nn.Module):
-    """An nn.Linear of which this rank holds a contiguous block of input columns.
+    """nn.Linear with this rank's contiguous block of input columns.
 
-    (B, S, I/tp) -> (B, S, O), under sequence parallelism (B, S/tp, O). Forward: all-reduce, or reduce-scatter;
-    backward: nothing, or all-gather. The bias is whole on each rank, the same Parameter as in the plain module; under
-    sequence parallelism its gradient is a partial sum.
+    x (B, S, I/tp) -> (B, S, O), under sequence parallelism (B, S/tp, O). Forward: all-reduce over tp, or
+    reduce-scatter. Backward: no communication, or an all-gather. All block. The bias is whole on each rank, the same
+    Parameter as in the plain module. Under sequence parallelism its gradient is a partial sum.
     """
 
     def __init__(self, plain: nn.Linear, group: Group, sequence: bool) -> None:
@@ -137,17 +140,20 @@ class RowLinear(nn.Module):
 
 
 class WholeRowLinear(RowLinear):
-    """A row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O). Backward: all-gather more."""
+    """Row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O).
+
+    Backward all-gathers the input's gradient over tp as well.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(split_features(x, self.group))
 
 
 class ColumnEmbedding(nn.Module):
-    """An nn.Embedding of which this rank holds a contiguous block of features: a number per head, say.
+    """nn.Embedding with this rank's contiguous block of features, such as one number per head.
 
-    ids int64 of any shape, the same on all ranks, also under sequence parallelism -> (..., F/tp). No communication; the
-    gradient is that of the slice, complete. ``embedding_dim`` is that of the local weight.
+    ids int64 of any shape, the same on all ranks, also under sequence parallelism -> (..., F/tp). No communication. The
+    gradient of the slice is complete. ``embedding_dim`` is that of the local weight.
     """
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
@@ -165,10 +171,11 @@ class ColumnEmbedding(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """An nn.Embedding of which this rank holds a contiguous block of rows.
+    """nn.Embedding with this rank's contiguous block of rows.
 
-    ids (B, S) int64 -> (B, S, D), under sequence parallelism (B, S/tp, D). Ids of other ranks' rows give zeros here;
-    the sum over the group is the row. Forward: all-reduce, or reduce-scatter; backward: nothing, or all-gather.
+    ids (B, S) int64 -> (B, S, D), under sequence parallelism (B, S/tp, D). An id of another rank's row gives zeros
+    here, so the sum over tp is the row. Forward: all-reduce over tp, or reduce-scatter. Backward: no communication, or
+    an all-gather. All block.
     """
 
     def __init__(self, plain: nn.Embedding, group: Group, sequence: bool) -> None:

@@ -1,8 +1,8 @@
-"""The one door to megatron.core.tensor_parallel: nothing else in the project imports ``megatron``.
+"""Gateway to megatron.core.tensor_parallel; the only module that imports ``megatron``.
 
-Its autograd regions are handed on as they are. They work on the *first* dim, take a bare process group, and have a trap
-(an all-reduce of a non-contiguous tensor is lost without an error): ``regions.py`` is the face that callers use.
-The import takes seconds, so it happens at the first communication and never with tp = 1.
+It passes on megatron-core's autograd regions unchanged. They work on the *first* dim and take a bare process group.
+They lose the all-reduce of a non-contiguous tensor without an error. Callers therefore use ``regions.py``. The import
+takes seconds, so it happens at the first communication, and never with tp = 1.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Mappings(NamedTuple):
     reduce_scatter_sequence: Mapping
     """(S, ...) partial sums -> (S/tp, ...); backward all-gathers."""
     scatter_sequence: Mapping
-    """(S, ...) -> my (S/tp, ...), no communication; backward all-gathers."""
+    """(S, ...) -> this rank's (S/tp, ...), no communication; backward all-gathers."""
     gather_features: Mapping
-    """(..., F/tp) -> (..., F); backward takes my part, without communication."""
+    """(..., F/tp) -> (..., F); backward takes this rank's slice, without communication."""
     scatter_features: Mapping
-    """(..., F) -> my (..., F/tp), no communication; backward all-gathers."""
+    """(..., F) -> this rank's (..., F/tp), no communication; backward all-gathers."""
 
 
 def mappings(device: torch.device) -> Mappings:
-    """megatron-core's mappings for tensors on ``device``.
+    """Return megatron-core's mappings for tensors on ``device``; import it on first use.
 
-    They allocate results on ``torch.cuda.current_device()``. A process that computes on CPU, mostly because there is no
-    CUDA, is given the CPU as the answer: the one line of patching that they need. On CUDA torch's own answer stands.
+    They allocate results on ``torch.cuda.current_device()``. For CPU tensors, that function is patched to return the
+    CPU: the only patch that they need. For CUDA tensors, torch's own function is restored.
     """
     if device.type == "cpu":
         torch.cuda.current_device = _the_cpu  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def mappings(device: torch.device) -> Mappings:
                 "ignore", message="Transformer Engine and Apex are not installed", category=UserWarning
             )
             import megatron.core.tensor_parallel  # noqa: F401
-        # core calls two collectives by the names that torch 2.13 deprecates: nothing that a user could change
+        # megatron-core calls two collectives by names that torch 2.13 deprecates; a user could not change that
         warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated", category=FutureWarning)
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,

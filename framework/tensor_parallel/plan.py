@@ -1,10 +1,10 @@
-"""The sharding plan: patterns of module names -> what tensor parallelism does with them, applied to the whole model.
+"""The sharding plan: patterns of module names -> kinds of tensor parallelism, applied to the whole model.
 
     pattern            kind        what happens with tp > 1                       activations it works on
     "block*.up"        column      nn.Linear, output rows split                   whole -> split
     "block*.down"      row         nn.Linear, input columns split                 split -> whole
-    "block*.qkv"       column_whole   the same, output put together               whole -> all of it, uncut
-    "block*.out"       row_whole      the same, takes its part of the input       all of it, uncut -> whole
+    "block*.qkv"       column_whole   the same, output all-gathered               whole -> full, not split
+    "block*.out"       row_whole      the same, takes its slice of the input      full, not split -> whole
     "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)
     "embedding.tokens" vocab       nn.Embedding, rows split                       ids -> whole
     "head"             vocab       nn.Linear, output rows split, padded           whole -> logits (B, S, V/tp)
@@ -13,10 +13,10 @@
                                    draw their part of the mask along dim 1
     "*.drop_hidden"    features    dropouts draw their part of the mask along      (B, S, F/tp)
                                    the last dim
-    "*.norm_of_q"      uncut       works on all of it, between column_whole       all of it, uncut
+    "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
                                    and row_whole: all ranks compute it alike
     "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
-                                   gathered before it, and not by its columns     then say nothing
+                                   gathered before it, and not by its columns     then do not communicate
     all else           replicate   the same on all ranks
 
 "Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
@@ -46,7 +46,7 @@ from meshwright.tensor_parallel.layers import (
 from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
 
 POSITION_DIM = -2
-"""The sequence dim of what a module of kind ``sequence`` gives: (S, D) or (B, S, D)."""
+"""Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
 
 COLUMNS = {Kind.COLUMN: ColumnLinear, Kind.VOCAB: VocabHead, Kind.COLUMN_WHOLE: WholeColumnLinear}
 ROWS = {Kind.ROW: RowLinear, Kind.ROW_WHOLE: WholeRowLinear}
@@ -62,11 +62,13 @@ def apply(
     sequence: bool,
     divisible: Mapping[str, int],
 ) -> dict[str, ParameterInfo]:
-    """Split the whole model (meta or real) over the group, in place; what became of every parameter, by name.
+    """Split the whole model (meta or real) over the tp group, in place. No communication.
 
-    Planned linears and embeddings are replaced under their names, parameters that were one object stay one, seeded
-    dropouts learn which part of an activation they see. Says nothing to other ranks. With a group of one, nothing is
-    replaced.
+    Planned linears and embeddings are replaced under their names. Parameters that were one object stay one object.
+    Seeded dropouts get the part of the activation that this rank holds. With a group of one, nothing is replaced.
+
+    Returns:
+        the shape, slice and reduction of every parameter, by name.
 
     Raises:
         ModelError: the plan does not fit the model, see :func:`meshwright.tensor_parallel.check.check`.
@@ -83,7 +85,7 @@ def apply(
         if sequence and name in placements and kind is Kind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
         if isinstance(module, SeededDropout):
-            whole = kind in (Kind.SEQUENCE, Kind.UNCUT)  # a cut comes after what it cuts
+            whole = kind in (Kind.SEQUENCE, Kind.UNCUT)  # the sequence is cut after these modules
             split = kind is Kind.HEADS or (sequence and not whole)
             module.shard = (1, group.rank, group.size) if split else None
             if kind is Kind.FEATURES:
@@ -100,8 +102,8 @@ def apply(
 def _swap(
     model: nn.Sequential, placements: Mapping[str, Placement], group: Group, sequence: bool
 ) -> dict[str, Slice | None]:
-    """Replace the modules that are split; the slice of each of their parameters by full name."""
-    swapped: dict[int, Swapped] = {}  # a module, or a parameter, in two places of the model stays one
+    """Replace the modules that are split; return the slice of each of their parameters by full name."""
+    swapped: dict[int, Swapped] = {}  # a module or parameter used twice in the model stays one object
     parameters: dict[int, nn.Parameter] = {}
     slices: dict[str, Slice | None] = {}
     for name, placement in placements.items():
@@ -121,7 +123,7 @@ def _swap(
 
 
 def _around(name: str, placements: Mapping[str, Placement]) -> list[str]:
-    """The planned modules that a module lies in."""
+    """Return the planned modules that contain a module."""
     return [other for other in placements if name.startswith(other + ".")]
 
 
@@ -137,14 +139,14 @@ def _split(plain: nn.Module, kind: Kind, group: Group, sequence: bool, gathered:
 
 
 def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Forward hook of a module of kind ``sequence``: my part of what it gives, without communication."""
+    """Cut this rank's part of the sequence from the output of a module of kind ``sequence``. No communication."""
     return cut_sequence(output, group, POSITION_DIM)
 
 
 def _gather_input(
     group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of a module of kind ``gather``: all of the sequence of what it is called with first."""
+    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D) -> (B, S, D). Blocks."""
     if args:
         return (gather_sequence(args[0], group), *args[1:]), kwargs
     first = next(iter(kwargs))
@@ -152,7 +154,7 @@ def _gather_input(
 
 
 def _kind_of(name: str, placements: Mapping[str, Placement]) -> Kind:
-    """The kind of a module or parameter: its own, or that of the nearest module around it that has one."""
+    """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         placement = placements.get(".".join(parts[:length]))

@@ -1,12 +1,12 @@
-"""A linear over a gathered input that keeps only this rank's part of it for backward.
+"""Linear on a gathered sequence that saves only this rank's part of its input for backward.
 
     forward    x (B, S/tp, I) --keep--> --all-gather--> (B, S, I) --linear--> y (B, S, O/tp)
-                     |                        x kept by the linear: a note where the part is
+                     |                        x saved by the linear: a reference to the part
     backward   dW = dy^T x:  x <--all-gather again--.
 
-Without it each column linear would hold its whole input until backward, and sequence parallelism would save nothing
-there (Korthikanti et al. 2022, section 4.2.2). The part is kept by an autograd node of its own, so that whoever hooks
-saved tensors (activation recomputation, offloading) sees it as any other.
+Otherwise each column linear would save its full input until backward, and sequence parallelism would save no memory
+there (Korthikanti et al. 2022, section 4.2.2). An autograd node of its own saves the part, so that hooks on saved
+tensors (activation checkpointing, offloading) see it as any other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.tensor_parallel.regions import gather_sequence, outside_graphs
 
 
 class _Keep(torch.autograd.Function):
-    """Identity that keeps its input for whoever holds its node."""
+    """Identity that saves its input in its autograd node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """Instead of a gathered tensor: the node that keeps this rank's part, and the shape in which it was saved."""
+    """Stand-in for a saved gathered tensor: the node that saves this rank's part, and the shape of the saved tensor."""
 
     node: Any
     shape: torch.Size
@@ -44,12 +44,17 @@ class _Part(NamedTuple):
 
 @outside_graphs
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """``F.linear(gather_sequence(x), weight, bias)``: (B, S/tp, I) -> (B, S, O). Backward gathers x once more."""
+    """Compute ``F.linear(gather_sequence(x), weight, bias)``: x (B, S/tp, I), this rank's shard -> (B, S, O/tp).
+
+    All-gathers x over tp in forward, and once more in backward, which also reduce-scatters its gradient. Each blocks
+    and sends M (tp-1)/tp bytes per rank, M = bytes of (B, S, I). Weight (O/tp, I) and bias (O/tp,) are this rank's
+    rows.
+    """
     if group.size == 1 or (x.is_meta and not group.on_paper) or not (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(gather_sequence(x, group), weight, bias)
     kept = _Keep.apply(x)  # type: ignore[no-untyped-call]
     whole = gather_sequence(kept, group)
-    node, place, numel = kept.grad_fn, place_of(whole), whole.numel()  # not the tensors: the hooks would hold them
+    node, place, numel = kept.grad_fn, place_of(whole), whole.numel()  # no tensors: the hooks would keep them alive
 
     def pack(saved: Tensor) -> Tensor | _Part:
         if saved.numel() == numel and place_of(saved) == place and saved.is_contiguous():

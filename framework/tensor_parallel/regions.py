@@ -1,4 +1,4 @@
-"""Where activations enter and leave the tensor-parallel part of a model: megatron-core's regions, batch first.
+"""Regions that bring activations into and out of the tensor-parallel part of a model: megatron-core's, batch first.
 
     plain (B, S, D)   --copy_in-->                 column ... row   --reduce_out-->                 (B, S, D)
     cut (B, S/tp, D)  --gather_sequence--> (B, S, D) column ... row --reduce_scatter_sequence-->    (B, S/tp, D)
@@ -7,15 +7,18 @@
     copy_in                   -                 sum              all-reduce
     reduce_out                all-reduce        -                -
     gather_sequence           all-gather        sum and cut      reduce-scatter
-    reduce_scatter_sequence   reduce-scatter    put together     all-gather
-    split_sequence            -                 put together     all-gather
-    gather_features           all-gather        my part          -
-    split_features            -                 put together     all-gather
+    reduce_scatter_sequence   reduce-scatter    concatenate      all-gather
+    split_sequence            -                 concatenate      all-gather
+    gather_features           all-gather        take own slice   -
+    split_features            -                 concatenate      all-gather
 
-All ranks of the tp group call them, in the same order; they block (on CUDA: the stream). Each counts its message in the
-group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is said to anyone.
+All ranks of the tp group must call them in the same order. They block (on CUDA: the stream). Each counts its collective
+in the group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is sent.
 
-Shapes: B micro-batch, S sequence, D features; dim 1 is the sequence.
+Bytes on the wire per rank, M = bytes of the full activation: all-reduce 2 M (tp-1)/tp, all-gather and reduce-scatter M
+(tp-1)/tp.
+
+Shapes: B micro-batch, S sequence, D and F features; dim 1 is the sequence.
 """
 
 from __future__ import annotations
@@ -36,17 +39,20 @@ Region = TypeVar("Region", bound=Callable[..., Tensor])
 
 
 def outside_graphs(region: Region) -> Region:
-    """Let torch.compile leave this function alone and compile what lies before and after it.
+    """Exclude a function from torch.compile, which still compiles the code before and after it.
 
-    Traced, it would be compiled anew for each micro-batch, since it counts its traffic, until torch gives up.
+    A traced region would be compiled anew for each micro-batch, because it counts its traffic, until torch gives up.
     """
     return torch.compiler.disable(region)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @outside_graphs
 def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
-    """Identity; its gradient is summed over the group. ``fresh``: the gradient that arrives is nobody else's (a matrix
-    product has just made it), so it may be summed in place; otherwise the sum is made in a copy.
+    """Return ``x`` (any shape, the same on all ranks); backward all-reduces the gradient over tp. Blocks in backward.
+
+    Args:
+        fresh: the incoming gradient is read by no other code (a matrix product has just made it), so it may be summed
+            in place; otherwise a copy is summed.
     """
     if group.size == 1 or _only_shapes(x, group):
         return x
@@ -56,8 +62,11 @@ def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
 
 @outside_graphs
 def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
-    """Sum over the group; the gradient passes as it is. ``fresh``: nobody else reads ``x``, so it may be summed in
-    place (autograd would not notice that a tensor it has kept was overwritten); otherwise the sum is made in a copy.
+    """All-reduce (sum) ``x`` over tp, any shape; backward passes the gradient unchanged. Blocks in forward.
+
+    Args:
+        fresh: no other code reads ``x``, so it may be summed in place; otherwise a copy is summed. Autograd would not
+            notice that a tensor it has saved was overwritten.
     """
     if group.size == 1 or _only_shapes(x, group):
         return x
@@ -70,7 +79,10 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
 
 @outside_graphs
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """(B, S/tp, D) -> (B, S, D) for a computation that is split over the group; the gradient is summed, then cut."""
+    """All-gather the sequence over tp: (B, S/tp, D) -> (B, S, D), for a computation split over tp. Blocks.
+
+    Backward reduce-scatters the gradient: (B, S, D) partial sums -> this rank's (B, S/tp, D).
+    """
     if group.size == 1:
         return x
     if _only_shapes(x, group):
@@ -84,7 +96,10 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
 
 @outside_graphs
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """(B, S, D) partial sums -> my (B, S/tp, D) of their sum; the gradients are put together."""
+    """Reduce-scatter partial sums over tp: (B, S, D) -> this rank's (B, S/tp, D) of their sum. Blocks.
+
+    Backward all-gathers the gradient along the sequence.
+    """
     if group.size == 1:
         return x
     if _only_shapes(x, group):
@@ -98,8 +113,9 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 @outside_graphs
 def split_sequence(x: Tensor, group: Group) -> Tensor:
-    """(B, S, D), the same on all ranks -> my (B, S/tp, D); the gradients are put together, so that all ranks have the
-    whole one again.
+    """Return this rank's part of the sequence: (B, S, D), the same on all ranks -> (B, S/tp, D). No communication.
+
+    Backward all-gathers the gradient over tp and blocks, so that all ranks have the full gradient again.
     """
     if group.size == 1:
         return x
@@ -111,8 +127,9 @@ def split_sequence(x: Tensor, group: Group) -> Tensor:
 
 @outside_graphs
 def gather_features(x: Tensor, group: Group) -> Tensor:
-    """(..., F/tp) -> (..., F) for a computation that all ranks make alike: of its gradient, the same on all of them,
-    mine is a part.
+    """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks do alike. Blocks.
+
+    Backward takes this rank's slice of the gradient, which is the same on all ranks. It needs no communication.
     """
     if group.size == 1:
         return x
@@ -126,8 +143,9 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
 
 @outside_graphs
 def split_features(x: Tensor, group: Group) -> Tensor:
-    """(..., F), the same on all ranks -> my (..., F/tp); the gradients are put together, so that all ranks have the
-    whole one again.
+    """Return this rank's slice of the features: (..., F), the same on all ranks -> (..., F/tp). No communication.
+
+    Backward all-gathers the gradient over tp and blocks, so that all ranks have the full gradient again.
     """
     if group.size == 1:
         return x
@@ -138,14 +156,17 @@ def split_features(x: Tensor, group: Group) -> Tensor:
 
 
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """My part of ``x`` along ``dim``, without any communication: the gradient of what made ``x`` stays partial."""
+    """Return this rank's part of ``x`` along ``dim``, a view with 1/tp of its length.
+
+    It needs no communication in backward either: the gradient of the operation that computed ``x`` stays a partial sum.
+    """
     length = x.shape[dim]
     assert length % group.size == 0, (tuple(x.shape), dim, group.size)
     return x.narrow(dim, group.rank * (length // group.size), length // group.size)
 
 
 def _only_shapes(x: Tensor, group: Group) -> bool:
-    """On meta nobody is told anything, unless the group itself is on paper and wants to count."""
+    """Return whether to compute shapes only: ``x`` is on meta, and the group is no dry run's, which counts traffic."""
     return x.is_meta and not group.on_paper
 
 
@@ -158,9 +179,10 @@ def _my_part(x: Tensor, group: Group) -> Tensor:
 
 
 class _WatchGradient(torch.autograd.Function):
-    """Identity that looks at the gradient before a mapping does: tells of its collective, makes it contiguous.
+    """Identity; its backward counts the collective that follows, and makes the gradient contiguous.
 
-    megatron-core sums ``gradient.contiguous()`` and returns ``gradient``: a non-contiguous one comes back unsummed.
+    It runs just before the backward of a mapping. megatron-core sums ``gradient.contiguous()`` and returns
+    ``gradient``, so a non-contiguous gradient comes back unsummed.
     """
 
     @staticmethod
@@ -178,8 +200,12 @@ class _WatchGradient(torch.autograd.Function):
 
 
 def _watch_gradient(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
-    """``y``: what a mapping has made. ``parts``: how many gradients like y's make up the message. ``own``: hand on a
-    copy, which may be written."""
+    """Attach the count of a backward collective to ``y``, the output of a mapping; return it.
+
+    Args:
+        parts: ratio of the collective's message to the bytes of ``y``.
+        own: pass a copy of the gradient on, which may be overwritten.
+    """
     if not y.requires_grad:
         return y
     assert y.grad_fn is not None
