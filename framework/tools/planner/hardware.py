@@ -88,11 +88,15 @@ class Hardware(Section):
 
     @property
     def usable_bytes(self) -> int:
-        """For tensors."""
+        """Bytes of a device that tensors can use."""
         return self.memory_bytes - self.reserved_bytes
 
     def check_dtype(self, dtype: str) -> None:
-        """Raises ConfigError where nobody has said how fast it computes in ``dtype``."""
+        """Check that the compute rate for ``dtype`` is set.
+
+        Raises:
+            ConfigError: ``flops_per_s`` has no such dtype.
+        """
         if dtype not in self.flops_per_s:
             told = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
@@ -102,7 +106,7 @@ class Hardware(Section):
 
 
 def time_on(curve: list[Rate], size: float) -> float:
-    """Seconds of an operation of this size: between two measured ones on a line, beyond at the rate of the last."""
+    """Interpolate the seconds of an operation from measured sizes; beyond the last, use its rate."""
     times = [rate.size / rate.per_s for rate in curve]
     if size >= curve[-1].size:
         return size / curve[-1].per_s
