@@ -1,6 +1,6 @@
-"""Curves as a part of a page: SVG that stretches with the page, its letters beside it as text that does not.
+"""Line charts for HTML pages: an SVG that stretches with the page, and labels beside it as HTML text that does not.
 
-Loss  nats per token                     step 400: training 4.21, validation 4.35     what is under the pointer
+Loss  nats per token                     step 400: training 4.21, validation 4.35     values under the pointer
 6.0 |\\                                   values of y, as HTML, at their height
 5.0 | \\__  ....                          the curves: an SVG of 10,000 x 10,000, stretched; lines keep their width
 4.0 |    \\__________
@@ -16,32 +16,32 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 SIDE = 10_000
-"""Of the square that is stretched: places are whole numbers in it."""
+"""Side of the square SVG before stretching; coordinates are whole numbers in it."""
 MOST_POINTS = 600
-"""Of a curve; of more, the lowest and the highest of neighbours stay, so that no spike is lost."""
+"""Most points of one curve. A longer curve keeps the lowest and highest of neighbours, so that no spike is lost."""
 MOST_LABELS = 6
 MOST_DOTS = 50
 NUM_COLOURS = 6
 LOG_FROM = 30.0
-"""From which largest value over the median a scale is logarithmic, where it may be."""
+"""Ratio of the largest value to the median above which the y axis is logarithmic, if the chart allows it."""
 
 Point = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """One line, or points on one."""
+    """One line of a chart, or separate points."""
 
     name: str
-    """For the legend; "": not told."""
+    """Name in the legend; "" leaves it out."""
     points: Sequence[Point]
-    """x rising; a y that is not finite is a gap."""
+    """(x, y) with rising x; a y that is not finite is a gap."""
     colour: int = 0
     look: str = ""
-    """Of ``pale`` (behind others), ``lost`` (what does not count), ``dots`` (if they are few); with blanks between."""
+    """Any of ``pale`` (behind others), ``lost`` (steps that do not count), ``dots`` (if few), separated by blanks."""
 
 
 class Mark(NamedTuple):
-    """A place on the x axis at which something happened; the legend tells each name once."""
+    """An event at one place of the x axis; the legend lists each name once."""
 
     x: float
     name: str
@@ -60,7 +60,13 @@ def chart(
     levels: Iterable[tuple[float, str]] = (),
     legend: bool = True,
 ) -> Markup:
-    """A figure of HTML; "" where no curve has a point. ``levels``: (y, name) of lines across."""
+    """Return a chart as an HTML figure, or "" if no curve has a finite point.
+
+    Args:
+        from_zero: include zero in the y axis.
+        may_be_log: use a logarithmic y axis if the values call for one (see ``LOG_FROM``).
+        levels: (y, name) of horizontal lines.
+    """
     levels = list(levels)
     finite = [(x, y) for curve in curves for x, y in curve.points if math.isfinite(y)]
     if not finite:
@@ -98,7 +104,7 @@ def chart(
 
 
 def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]], frame: Frame) -> Markup:
-    """The paths, from behind to in front."""
+    """Return the SVG paths, back to front."""
     drawn = [Markup('<path class="grid" d="{}"/>').format(_across(frame.y))]
     for mark in marks:
         look = "mark bad" if mark.bad else "mark"
@@ -116,13 +122,13 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
 
 
 def _alone(points: Sequence[Point]) -> list[Point]:
-    """Those between two gaps, of which a line shows next to nothing."""
+    """Return the points between two gaps, which a line would hardly show."""
     there = [False, *(math.isfinite(y) for _, y in points), False]
     return [point for i, point in enumerate(points, 1) if there[i] and not there[i - 1] and not there[i + 1]]
 
 
 def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]]) -> Markup:
-    """The legend, each name once; nothing where there is one curve alone."""
+    """Return the legend, each name once; "" if it has fewer than two entries."""
     span = Markup('<span class="{}">{}</span>')
     told = [
         span.format(f"{curve.look} c{curve.colour % NUM_COLOURS}", curve.name)
@@ -134,7 +140,7 @@ def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[
 
 
 class Frame(NamedTuple):
-    """From values to places in the square."""
+    """Mapping from values to coordinates in the SVG square."""
 
     x: Axis
     y: Axis
@@ -143,27 +149,27 @@ class Frame(NamedTuple):
         return round(SIDE * self.x.share(x))
 
     def top(self, y: float) -> int:
-        """On a logarithmic axis what is not above zero lies at its foot."""
+        """Return the y coordinate. On a logarithmic axis, values that are not positive lie at the bottom."""
         if self.y.is_log:
             y = math.log10(y) if y > 0 else self.y.low
         return round(SIDE * (1 - self.y.share(y)))
 
 
 class Axis(NamedTuple):
-    """From low to high, with labels at round values."""
+    """Range of an axis, with labels at round values."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
     is_log: bool = False
-    """These are logarithms to base 10."""
+    """True if low, high and ticks are logarithms to base 10."""
 
     def share(self, value: float) -> float:
-        """Where a value lies, 0..1."""
+        """Return the position of a value on the axis, 0..1."""
         return (value - self.low) / (self.high - self.low)
 
     def label(self, tick: float) -> str:
-        """With as many digits as tell it from its neighbour, and the letter of the largest."""
+        """Format a tick with enough digits to differ from its neighbour, and the unit letter of the largest tick."""
         if self.is_log:
             return short(10**tick)
         apart = self.ticks[1] - self.ticks[0] if self.ticks[1:] else 0.0
@@ -178,8 +184,10 @@ def axis(
     margin: float = 0.04,
     whole: bool = False,
 ) -> Axis:
-    """That holds all values, and beyond them so much of their range. ``is_log``: these are logarithms; ``whole``: they
-    are whole numbers, as its labels are."""
+    """Return an axis that holds all values, extended on both sides by ``margin`` times their range.
+
+    ``is_log``: the values are logarithms. ``whole``: the values are whole numbers, and so are the labels.
+    """
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -197,13 +205,13 @@ def axis(
 
 
 def _round_step(least: float) -> float:
-    """1, 2, 2.5 or 5 times a power of ten."""
+    """Return the smallest 1, 2, 2.5 or 5 times a power of ten that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, and of few decades what lies between."""
+    """Return ticks at powers of ten, and between them if the range has few decades."""
     decades = range(math.floor(low), math.ceil(high) + 1)
     factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.7 else tuple(range(1, 10))
     ticks = [decade + math.log10(factor) for decade in decades for factor in factors]
@@ -212,8 +220,10 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float, apart: float = 0.0, largest: float = 0.0) -> str:
-    """``0``, ``0.05``, ``3e-04``, ``1,200``, ``25k``, ``3.5M``; for an axis: of labels that lie ``apart``, up to
-    ``largest``."""
+    """Format a number: ``0``, ``0.05``, ``3e-04``, ``1,200``, ``25k``, ``3.5M``.
+
+    For axis labels: ``apart`` is their distance and ``largest`` the largest of them.
+    """
     if value == 0 or abs(value) < 1e-9 * apart:
         return "0"
     size, letter = 1.0, ""
@@ -233,7 +243,7 @@ def short(value: float, apart: float = 0.0, largest: float = 0.0) -> str:
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about so many: of neighbours the lowest and the highest, and all ends of gaps."""
+    """Reduce a curve to about ``most`` points: the lowest and highest of neighbours, and all ends of gaps."""
     if len(points) <= most:
         return list(points)
     width = -(-2 * len(points) // most)
@@ -252,7 +262,10 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:
-    """The ``d`` of a curve. A point alone, and each of ``dots``, is a line of no length: with round ends, a dot."""
+    """Return the ``d`` attribute of a curve's path.
+
+    A single point, and each of ``dots``, is a line of length zero: with round ends, it shows as a dot.
+    """
     drawn: list[str] = []
     open_ = alone = False
     for x, y in points:
@@ -271,7 +284,7 @@ def _across(y_axis: Axis) -> str:
 
 
 def _labels(of: Axis, side: str) -> Markup:
-    """At their places: y from the top, x from the left."""
+    """Return the labels at their positions: y from the top, x from the left."""
     spans = []
     for tick in of.ticks:
         share = 1 - of.share(tick) if side == "top" else of.share(tick)

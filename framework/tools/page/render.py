@@ -1,4 +1,4 @@
-"""A page out of a template, and pictures of matplotlib's as a part of it."""
+"""Rendering of HTML pages from templates, and of matplotlib figures as inline SVG."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARED = Path(__file__).parent / "templates"
-"""``page.html.j2``: the frame that each page extends."""
+"""Directory of ``page.html.j2``, the frame that each page extends."""
 OFTEN = 8
-"""From how many uses a style gets a name."""
+"""Number of uses from which a style becomes a class."""
 _STYLE = re.compile(r' style="([^"]*)"')
 _TAG = re.compile(r"<[^>]*>")
 _LONG = re.compile(r"(\d+\.\d\d)\d+")
@@ -30,7 +30,7 @@ _INDENT = re.compile(r"\s*\n\s*")
 
 
 def render(template: Path, **values: Any) -> str:
-    """The text of the file. Values are escaped, unless they are marked as HTML."""
+    """Return the rendered file. Values are escaped, unless they are marked as HTML."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, SHARED]),
         undefined=jinja2.StrictUndefined,
@@ -42,8 +42,11 @@ def render(template: Path, **values: Any) -> str:
 
 
 def svg_of(drawn: Figure, title: str) -> str:
-    """As text that stands in a page; ``title`` is for those who do not see it. Less than half of the file:
-    places to a hundredth of a point, groups without names, few fonts, and what many things look like said once."""
+    """Return a figure as SVG text for use inside a page; ``title`` is its label for screen readers.
+
+    The text is less than half of matplotlib's file: coordinates are rounded to a hundredth of a point, groups have no
+    names, fonts are few, and frequent styles become classes.
+    """
     import matplotlib
 
     target = io.StringIO()
@@ -57,7 +60,7 @@ def svg_of(drawn: Figure, title: str) -> str:
 
 
 def _with_classes(svg: str) -> str:
-    """Styles that come often as classes; each is named by what it says, so that pictures of one page agree."""
+    """Replace frequent styles by classes. A class is named by the hash of its style, so pictures of one page agree."""
     often = [style for style, times in Counter(_STYLE.findall(svg)).items() if times >= OFTEN]
     names = {style: f"s{sha256(style.encode()).hexdigest()[:8]}" for style in often}
     svg = _STYLE.sub(lambda found: f' class="{names[found[1]]}"' if found[1] in names else found[0], svg)

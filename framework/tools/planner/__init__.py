@@ -1,1 +1,1 @@
-"""What a run will hold, say and take, before it is started: profiles, memory, time, and the search for a layout."""
+"""Planner: predicts memory, messages and time of a run before it starts, and searches for the best layout."""

@@ -1,4 +1,4 @@
-"""What ``meshwright stages`` tells: what each layer costs, on which stage it is, and how far from equal the stages are.
+"""Output of ``meshwright stages``: cost of each layer, its stage, and the imbalance of the stages.
 
 Pure: a config and the model's outline, no process group and no GPU.
 """
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     last: str
     num_layers: int
     cost: LayerCost
-    """Of each of them."""
+    """Cost of each of these layers."""
     stage: int
 
     @property
@@ -39,25 +39,25 @@ class Row(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The stages that one balance makes."""
+    """Stages that one balance setting produces."""
 
     balance: str
     stages: list[range]
     imbalance: float
-    """Of the stages' times."""
+    """Time of the slowest stage over the mean."""
     step: float
-    """Time of a step, simulated, over that of ranks that are equally and always busy."""
+    """Simulated step time over that of ranks that are always busy with equal work."""
     chosen: bool
 
 
 def imbalance(times_s: Sequence[float], stages: Sequence[range]) -> float:
-    """Time of the dearest stage over the mean: 1 when all are equal."""
+    """Return the time of the slowest stage over the mean: 1 if all are equal."""
     of_stage = [sum(times_s[layer] for layer in stage) for stage in stages]
     return max(of_stage) * len(stages) / sum(of_stage) if sum(of_stage) else 1.0
 
 
 def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
-    """How long the schedule takes with stages of these layers, messages free: 1 without any bubble or imbalance.
+    """Simulate a step with free messages; return its time over that without any bubble or imbalance.
 
     The halves of a split backward count as equal.
     """
@@ -73,7 +73,7 @@ def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
 
 
 def cuts(blueprint: Blueprint) -> list[Cut]:
-    """The cut of each balance into as many stages, and the user's own if there is one; one of them is chosen."""
+    """Return the cut of each balance into the same number of stages, and the user's own list if there is one."""
     costs, chosen = blueprint.layer_costs, blueprint.config.pipeline.balance
     times_s = [cost.time_s for cost in costs]
     by_balance = {balance: partition(weights(costs, balance), len(blueprint.stages)) for balance in BALANCES}
@@ -86,7 +86,7 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
 
 
 def rows(blueprint: Blueprint) -> list[Row]:
-    """All layers, first to last."""
+    """Return all layers, first to last, with equal neighbours of a stage as one row."""
     placed = [(blueprint.layer_costs[layer], stage) for stage, run in enumerate(blueprint.stages) for layer in run]
     found = []
     for (cost, stage), alike in groupby(placed, key=lambda each: (each[0]._replace(name=""), each[1])):
@@ -96,7 +96,7 @@ def rows(blueprint: Blueprint) -> list[Row]:
 
 
 def describe(blueprint: Blueprint) -> str:
-    """The whole text."""
+    """Return the report as text."""
     config = blueprint.config
     by = reference(config.train.device, config.train.dtype)
     shared = len(blueprint.stages) > config.parallel.pp
@@ -119,7 +119,7 @@ def describe(blueprint: Blueprint) -> str:
 
 
 def _layer_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
-    """A line for neighbours that are alike; all figures are of one of them."""
+    """Format one line per group of equal neighbouring layers; all figures are of one layer."""
     total_s = sum(cost.time_s for cost in blueprint.layer_costs)
     lines: list[tuple[str, ...]] = [("layer", "", "parameters", "FLOPs", "bytes", "of the time", "stage")]
     for row in rows(blueprint):
@@ -138,7 +138,7 @@ def _layer_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
 
 
 def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
-    """A line for each stage. ``shared``: ranks hold several, and each stage says whose it is."""
+    """Format one line per stage. ``shared``: ranks hold several stages, so each line names its pipeline rank."""
     total_s = sum(cost.time_s for cost in blueprint.layer_costs)
     lines = [("stage", *(["pp_rank"] if shared else []), "layers", "parameters", "of the time")]
     for stage, layers in enumerate(blueprint.stages):
@@ -157,7 +157,7 @@ def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
 
 
 def _balance_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
-    """A line for each balance: how far from equal its stages are in time, what that makes of a step, what it cuts."""
+    """Format one line per balance: imbalance, relative step time, layers of its stages."""
     lines: list[tuple[str, ...]] = [("pipeline.balance", "dearest stage / mean", "step", "layers of the stages")]
     for cut in cuts(blueprint):
         runs = [(size, len(list(alike))) for size, alike in groupby(len(stage) for stage in cut.stages)]

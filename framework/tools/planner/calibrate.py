@@ -28,30 +28,30 @@ from meshwright.tools.planner.rates import MEASURED, work_s
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
 COPIED = tuple(4**power for power in range(5, 12))
-"""Elements."""
+"""Numbers of elements of the tensors in elementwise measurements."""
 POOL_BYTES = 2**27
-"""Of tensors that are taken in turns: more than caches hold, as the activations of a model are."""
+"""Total size of tensors used in turn: more than caches hold, as for the activations of a model."""
 MOST_IN_POOL = 2000
 ROW = 256
-"""Elements that are normed together."""
+"""Elements per row of softmax and layer norm."""
 ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: x + 1.0,
     torch.nn.functional.gelu,
     lambda x: x.view(-1, ROW).softmax(-1),
     lambda x: torch.nn.functional.layer_norm(x.view(-1, ROW), (ROW,)),
 )
-"""Of the operations that read and write once: cores are held up by the memory, or by a function. All count alike."""
+"""Elementwise operations, limited by memory or by a function; all have equal weight."""
 AIM_S = 0.06
 REPEATS = 5
 SUMMED = 2**19
-"""Elements of a message that shows the rate of a link."""
+"""Number of elements of the message that measures a link's rate."""
 MESSAGES = 20
 BEFORE_SIDE = 384
-"""Of the product before each message: about a millisecond."""
+"""Side of the square product before each message, which takes about a millisecond."""
 
 
 class Measured(NamedTuple):
-    """By one process."""
+    """Rates measured by one process."""
 
     products: list[Rate]
     copies: list[Rate]
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
-    """Seconds of one call: the fastest of several runs of as many as take a while, as whatever else runs only slows."""
+    """Return the seconds of one call: the fastest of ``REPEATS`` runs of about ``aim_s``, as load only slows."""
     run()
     start = time.perf_counter()
     run()
@@ -74,7 +74,7 @@ def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
 
 
 def measure_device(dtype: torch.dtype) -> Measured:
-    """This process, beside whatever else is running."""
+    """Measure the rates of this process while the other processes run."""
     products = []
     for side in SIDES:
         a, b = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
@@ -95,7 +95,7 @@ def _on_next(kind: Callable[[torch.Tensor], torch.Tensor], turns: Iterator[torch
 
 
 class _Block(nn.Module):
-    """A transformer's layer of common proportions, (B, S, D) -> (B, S, D)."""
+    """Transformer layer of common proportions, (B, S, D) -> (B, S, D)."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Block(nn.Module):
 
 
 def measure_block(hardware: Hardware) -> float:
-    """Of the rates in ``hardware``, what a layer reaches in which everything comes together, 0..1."""
+    """Return the fraction of the rates in ``hardware`` that a whole transformer layer reaches, 0..1."""
     block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
     meta = torch.empty_like(x, device="meta").requires_grad_()
     practice = Practice(takes_everything=False)
@@ -129,7 +129,7 @@ def _no_loss(output: object, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[Rate]) -> float:
-    """Of a network so small that its operations are nothing but started: time over operations, less what they take."""
+    """Return the start-up seconds per operation, from a tiny network: time minus computation, over operations."""
     layers = nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(8))
     ).to(dtype)
@@ -150,10 +150,10 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
 
 
 def measure_links(group: Group) -> dict[Message, Link]:
-    """Each kind of message between the processes of a group, which all call it.
+    """Measure each kind of message between the ranks of ``group``. Collective and blocking.
 
-    A collective comes behind a product, as in a run: the cores that compute carry it, and the last to be ready is
-    waited for. What the products take alone is not counted. What is sent on is waited for by nobody else.
+    A collective follows a product, as in a run: the compute cores also carry it, and it waits for the slowest rank. The
+    products' own time is subtracted. A "send" is timed alone, around a ring.
     """
     before, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
     ahead, behind = (group.rank + 1) % n, (group.rank - 1) % n
@@ -208,14 +208,14 @@ def measure_links(group: Group) -> dict[Message, Link]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def put_together(
     measured: Sequence[dict[str, Measured]], links: dict[Message, Link], memory_bytes: int, ranks: int
 ) -> Hardware:
-    """The file's content: the median process. ``ranks``: that a node of this kind is to have."""
+    """Build the hardware description from the median process. ``ranks``: number per node of this kind."""
 
     def middle(rates: Sequence[list[Rate]]) -> list[Rate]:
         return [
@@ -249,7 +249,7 @@ def put_together(
 
 
 def to_toml(hardware: Hardware) -> str:
-    """The file."""
+    """Return the hardware file as TOML text."""
     lines = [
         f'name = "{hardware.name}"',
         f'kind = "{hardware.kind}"',

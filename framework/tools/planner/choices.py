@@ -1,4 +1,4 @@
-"""Every layout that a cluster and the rules allow, one after the other; and the rules that the others break."""
+"""Enumeration of every layout that the rules allow on a cluster, and of the rules that other layouts break."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = (
     ("v_half", 2),
     ("v_min", 2),
 )
-"""With the stages of a rank. GPipe is never better than 1f1b."""
+"""Schedules with their stages per rank. GPipe is never better than 1f1b."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MOST_CHUNKS = 1024
 
@@ -48,12 +48,12 @@ class Choice(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, str, int, int]:
-        """All but what is sharded and what is recomputed."""
+        """All fields except sharding and recompute."""
         return self.pp, self.dp, self.tp, self.schedule, self.interleave, self.micro_batch_size
 
     @property
     def effort(self) -> int:
-        """How much is computed again."""
+        """Amount of recompute: 0 none, 1 selective, 2 full."""
         return ("none", "selective", "full").index(self.recompute)
 
     def __str__(self) -> str:
@@ -70,22 +70,22 @@ class Choice(NamedTuple):
 
 
 class Rejection(NamedTuple):
-    """Layouts that cannot be run, or do not fit."""
+    """Layouts that cannot be run or do not fit, for one reason."""
 
     rule: str
-    """With the number that breaks it."""
+    """Broken rule, with the number that breaks it."""
     example: str
     times: int
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """Return all divisors of a number, smallest first."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
 
 def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
-    """The configuration that runs it; resolved."""
+    """Return the resolved configuration that runs a choice."""
     parallel = {
         "pp": choice.pp,
         "dp": choice.dp,
@@ -117,7 +117,7 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
 
 
 def choice_of(config: RunConfig) -> Choice:
-    """The layout that a resolved configuration names."""
+    """Return the layout of a resolved configuration."""
     parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
     assert isinstance(parallel.dp, int)
     return Choice(
@@ -139,7 +139,7 @@ def choice_of(config: RunConfig) -> Choice:
 def choices(
     workbench: Workbench, hardware: Hardware, nodes: int, *, offload: bool = False
 ) -> Iterator[Choice | Rejection]:
-    """All of them. ``offload``: with the optimizer on the host."""
+    """Yield all layouts and rejections. ``offload``: with the optimizer on the host."""
     size, global_batch = nodes * hardware.devices_per_node, batch_numbers(workbench.config).global_batch
     num_layers = len(workbench.names)
     recomputes = ["none", *(["selective"] if workbench.model.selective_recompute else []), "full"]
@@ -185,7 +185,7 @@ def _of_degrees(
     hardware: Hardware,
     offload: bool,
 ) -> Iterator[Choice | Rejection]:
-    """Batch, schedule, ZeRO stage and recompute."""
+    """Yield choices of batch, schedule, ZeRO stage and recompute for these parallel degrees."""
     in_node = max(1, hardware.devices_per_node // tp)
     for size in MICRO_BATCH_SIZES:
         if per_replica % size:

@@ -1,9 +1,9 @@
-"""How long a step takes: the work of each layer on a device, its messages on the links, the schedule simulated.
+"""Time of a step: work of each layer on a device, messages on the links, and the simulated schedule.
 
 Work, Said -> seconds by meshwright.tools.planner.rates
 stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
 schedule -> Timeline  meshwright.schedule.analysis.simulate
-step     =  Timeline + what is left of the sums over replicas + optimizer
+step     =  Timeline + exposed gradient reduction and weight all-gather + optimizer
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class StageTime(NamedTuple):
     backward: float
     weight_half: float
     message: float
-    """To the next stage."""
+    """Seconds of the message to the next stage."""
     tp: float
-    """Of forward and backward, what messages of tensor parallelism take."""
+    """Seconds of tensor-parallel messages in forward and backward."""
 
 
 class StepTime(NamedTuple):
@@ -43,11 +43,11 @@ class StepTime(NamedTuple):
 
     total: float
     pipeline: float
-    """The schedule, simulated."""
+    """Seconds of the simulated schedule."""
     reduce: float
-    """What is left of the sums over replicas when the last backward is done."""
+    """Seconds of gradient reduction that computation does not hide."""
     gather: float
-    """What is left of gathering weights."""
+    """Seconds of weight all-gathers that computation does not hide."""
     optimizer: float
     bubble_share: float
     timeline: Timeline
@@ -63,7 +63,7 @@ def layer_s(
     habits: Habits,
     context: Wire | None = None,
 ) -> tuple[float, float, float, float]:
-    """(forward, backward, weight half, of these messages)."""
+    """Return a layer's seconds: (forward, backward, weight half, messages in forward and backward)."""
     narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
 
     tokens = {work.shape[1] for work in layer.forward if work.kind is Kind.PRODUCT}
@@ -113,10 +113,10 @@ def layer_s(
 
 
 def beside_products(layer: LayerProfile, habits: Habits) -> tuple[dict[str, float], dict[str, float]]:
-    """Calls of each operation that products can hide, in forward and in backward.
+    """Count the calls of each collective that products can hide, in forward and in backward.
 
-    Those of weight gradients, in backward: as many sums as in forward, and gathers that are more than the scatters, of
-    inputs that were kept as shards.
+    For ``tp_beside_weight_gradients``, backward hides as many reductions as forward has, and the all-gathers in excess
+    of the reduce-scatters (of inputs that were kept as shards).
     """
     forward = {message.operation: float(message.calls) for message in layer.forward_says}
     backward = {message.operation: float(message.calls) for message in layer.backward_says}
@@ -133,7 +133,7 @@ def beside_products(layer: LayerProfile, habits: Habits) -> tuple[dict[str, floa
 
 
 def exchanged_s(layer: LayerProfile, context: Wire, habits: Habits) -> tuple[float, float]:
-    """Messages among the ranks of one sequence, in forward and in backward."""
+    """Return the seconds of context-parallel messages, in forward and in backward."""
     forward = backward = 0.0
     others = context.size - 1
     for queries, keys in layer.attended:
@@ -156,8 +156,11 @@ def step_time(
     simulated: bool = True,
     seen: dict[Any, Any] | None = None,
 ) -> StepTime:
-    """Of one layout. ``simulated = False``: the schedule by a formula, good enough to choose what to look at. ``seen``:
-    what has been timed before, of the same model on the same hardware."""
+    """Return the time of a step for one layout.
+
+    ``simulated = False``: the schedule's time by a formula, good enough to rank layouts. ``seen``: cache of earlier
+    times for the same model and hardware.
+    """
     on_cores = hardware.kind == "cpu"
     reached, habits = reached or (MEASURED if on_cores else Reached()), habits or (ON_CORES if on_cores else Habits())
     config = sketch.config
@@ -197,7 +200,7 @@ def step_time(
 
 
 def _all_cores_s(sketch: Sketch, stages: Sequence[StageTime], ranks: float, hardware: Hardware) -> float:
-    """Of the whole pipeline's computing, if no core is ever idle. ``ranks``: that run a stage at once."""
+    """Return the pipeline's seconds if no core is ever idle. ``ranks``: number that run one stage at once."""
     busy = sum(stage.forward + stage.backward + stage.weight_half for stage in stages)
     return float(batch_numbers(sketch.config).chunks * busy * ranks / hardware.processors)
 
@@ -205,7 +208,7 @@ def _all_cores_s(sketch: Sketch, stages: Sequence[StageTime], ranks: float, hard
 def _stage_times(
     sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, tp: Wire, pp: Wire, context: Wire
 ) -> list[StageTime]:
-    """Of each stage. Layers that are alike are timed once."""
+    """Return the times of each stage; equal layers are timed once."""
     times: dict[int, tuple[float, float, float, float]] = {}
     stages = []
     for index in range(len(sketch.stages)):
@@ -231,16 +234,16 @@ def _by_rank(pp: int, num_stages: int, placement: Placement) -> list[list[int]]:
 
 
 def stages_by_rank(schedule: Schedule) -> list[list[int]]:
-    """The stages of each pipeline rank."""
+    """Return the stages of each pipeline rank."""
     return _by_rank(schedule.pp, schedule.num_stages, schedule.placement)
 
 
 FILL = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
-"""Of the bubble of 1f1b, what schedules leave that split the backward, as simulated with halves that are not equal."""
+"""Bubble of schedules that split the backward, as a fraction of 1f1b's; simulated with unequal halves."""
 
 
 def _costs(stages: Sequence[StageTime], habits: Habits) -> list[Costs]:
-    """A message that both sides wait for belongs to the computation before it."""
+    """Return the simulation costs of each stage. A blocking message is added to the computation before it."""
     costs = []
     waits = 0.0 if habits.sends_beside else 1.0
     for index, stage in enumerate(stages):
@@ -258,20 +261,20 @@ def _costs(stages: Sequence[StageTime], habits: Habits) -> list[Costs]:
 
 
 def one_more_s(timeline: Timeline, schedule: Schedule) -> float:
-    """What a micro-batch more adds in the middle of a schedule: as the last of its last stage are apart."""
+    """Return the seconds per additional micro-batch: the spacing of the last stage's final backwards."""
     last = schedule.num_stages - 1
     ends = [s.end for s in timeline.spans if s.action.stage == last and s.action.kind in (Does.B, Does.I)]
     return (ends[-1] - ends[-1 - schedule.pp]) / schedule.pp
 
 
 def steady_s(sketch: Sketch, stages: Sequence[StageTime], habits: Habits) -> float:
-    """What one micro-batch more adds: one of the dearest rank."""
+    """Return the seconds per additional micro-batch: one forward and backward of the slowest rank."""
     costs, schedule = _costs(stages, habits), sketch.schedule
     return max(sum(costs[s].f + costs[s].b for s in schedule.stages_of(rank)) for rank in range(schedule.pp))
 
 
 def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -> float:
-    """What a stage hands to the next one, on its way."""
+    """Return the seconds of a stage's message to the next stage."""
     sent = sketch.footprints[stage].outputs
     if not sent:
         return 0.0
@@ -282,7 +285,7 @@ def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -
 
 
 def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
-    """Of all ranks, or the longest that one of them is at it, from its first forward on."""
+    """Return the pipeline's seconds: all ranks together, or the longest span of one rank if steps may overlap."""
     if habits.steps_together:
         return max(span.end for span in timeline.spans)
     own: dict[int, tuple[float, float]] = {}
@@ -294,7 +297,7 @@ def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
 
 
 def formula_s(sketch: Sketch, costs: Sequence[Costs], habits: Habits) -> float:
-    """All micro-batches on the dearest rank, and one pass through the others; the halves fill what they can."""
+    """Estimate the pipeline's seconds: all micro-batches on the slowest rank, plus bubble and messages."""
     schedule = sketch.schedule
     per_rank = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
     messages = 2 * sum(cost.comm for cost in costs[:-1])
@@ -307,7 +310,7 @@ def formula_s(sketch: Sketch, costs: Sequence[Costs], habits: Habits) -> float:
 def _replicas(
     sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, stages: Sequence[StageTime]
 ) -> tuple[float, float]:
-    """Seconds that sums over replicas, and gathering weights, add to the step: the dearest rank's."""
+    """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
     config = sketch.config
     parallel = config.parallel
     dp, shards = parallel.dp, shard_factor(config)
@@ -348,7 +351,7 @@ def _replicas(
 
 
 def _left(seconds: float, beside: float, reached: Reached, hides: bool) -> float:
-    """Of a message of so many seconds, what is not hidden by so many seconds of computation."""
+    """Return the seconds of a message that ``beside`` seconds of computation do not hide."""
     if not hides:
         return seconds
     return max(seconds - reached.hidden * beside, (1 - reached.hidden) * min(seconds, beside))
@@ -362,7 +365,7 @@ def _optimizer_s(
     reached: Reached,
     habits: Habits,
 ) -> float:
-    """Reading gradient, weights and states of a shard and writing them back; clearing the gradients."""
+    """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients."""
     trained = sum(elements[stage].trained for stage in stages)
     shards = shard_factor(config)
     per_element = habits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)

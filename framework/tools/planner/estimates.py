@@ -1,10 +1,10 @@
-"""What a layout takes, without drawing it whole: good enough to choose what to look at.
+"""Quick estimates of a layout's time and memory, good enough to select layouts for full evaluation.
 
-    computed, drawn   its schedule, or one of fewer micro-batches that stands for it
-    in_flight         micro-batches that each pipeline rank holds; of a long pipeline as shorter ones say
-    quick_s           seconds by formula, quick_bytes the highest point of its fullest rank
+    computed, drawn   its schedule, or an equivalent one with fewer micro-batches
+    in_flight         micro-batches that each pipeline rank holds; long pipelines are extrapolated from shorter ones
+    quick_s           seconds by formula, quick_bytes the peak of its fullest rank
 
-What has been found of a workbench's model is kept in ``Workbench.seen``.
+Results are cached in ``Workbench.seen``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from meshwright.tools.planner.layout_model import Sketch, Workbench
 from meshwright.tools.planner.rates import Habits, Reached
 
 SHORT = 8
-"""Pipeline ranks, and twice as many: from these is seen what longer pipelines hold."""
+"""Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
 ENOUGH = 3
-"""Micro-batches for each pipeline rank, of a schedule that is looked at."""
+"""Micro-batches per pipeline rank in a shortened schedule."""
 
 
 def hollow(choice: Choice) -> Schedule:
-    """A schedule of which only the numbers are there."""
+    """Return a schedule without actions, with the numbers of a choice."""
     placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
     rows: tuple[tuple[()], ...] = ((),) * choice.pp
     return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
 
 
 def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
-    """For each pipeline rank the micro-batches that it holds at most, each counted once per stage. Of a long pipeline
-    the first, the middle and the last as two shorter ones say."""
+    """Return the peak number of micro-batches that each pipeline rank holds, counted once per stage.
+
+    In a long pipeline, the first, middle and last ranks are extrapolated from two shorter pipelines.
+    """
     chunks = _in_full_swing(choice)
     key = ("in flight", choice.schedule, choice.pp, chunks, choice.interleave)
     if key not in workbench.seen:
@@ -61,14 +63,16 @@ def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
 
 
 def _in_full_swing(choice: Choice) -> int:
-    """So many micro-batches that the others add one more each, and no memory. Interleaved ones go in groups of pp, and
-    what is over makes groups larger: it stays."""
+    """Return a number of micro-batches beyond which each further one adds constant time and no memory.
+
+    Interleaved schedules work in groups of pp, and a remainder makes the groups larger, so the remainder is kept.
+    """
     pp, chunks = choice.pp, choice.chunks
     return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
 
 
 def computed(workbench: Workbench, choice: Choice) -> Schedule:
-    """Its computations, or those of one of fewer micro-batches that stands for it."""
+    """Return the choice's schedule of computations, or an equivalent one with fewer micro-batches."""
     chunks = _in_full_swing(choice)
     key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
     if key not in workbench.seen:
@@ -78,7 +82,7 @@ def computed(workbench: Workbench, choice: Choice) -> Schedule:
 
 
 def drawn(workbench: Workbench, choice: Choice) -> Schedule:
-    """Its schedule, or one of fewer micro-batches that stands for it."""
+    """Return the choice's lowered schedule, or an equivalent one with fewer micro-batches."""
     key = ("schedule", id(computed(workbench, choice)))
     if key not in workbench.seen:
         workbench.seen[key] = lower(computed(workbench, choice))
@@ -91,7 +95,7 @@ def _rough(workbench: Workbench, choice: Choice) -> Sketch:
 
 
 def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
-    """Of large micro-batches, drawn straight through those of one and of two samples."""
+    """Evaluate ``value``; micro-batches above 2 samples are extrapolated linearly from those of 1 and 2."""
     if choice.micro_batch_size <= 2:
         return value(choice)
     one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
@@ -101,7 +105,7 @@ def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
 def quick_s(
     workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
 ) -> float:
-    """Seconds of a step."""
+    """Return the estimated seconds of a step."""
 
     def seconds(of: Choice) -> float:
         sketch = _rough(workbench, of)
@@ -111,7 +115,7 @@ def quick_s(
 
 
 def quick_bytes(workbench: Workbench, choice: Choice) -> int:
-    """At rest and besides, of the fullest of the first, the middle and the last pipeline rank."""
+    """Return the estimated peak bytes of the fullest among the first, middle and last pipeline ranks."""
     flying = in_flight(workbench, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
@@ -134,7 +138,7 @@ def quick_bytes(workbench: Workbench, choice: Choice) -> int:
 
 
 def least_bytes(workbench: Workbench, choice: Choice) -> int:
-    """What a rank holds at rest if all pipeline ranks hold alike."""
+    """Return the bytes of a rank at rest if all pipeline ranks hold the same."""
     config = with_choice(workbench.config, choice)
     total = workbench.total_elements(choice.tp, choice.sequence)
     share = type(total)(*(number // choice.pp for number in total))
@@ -142,7 +146,7 @@ def least_bytes(workbench: Workbench, choice: Choice) -> int:
 
 
 def least_host_bytes(workbench: Workbench, alike: Sequence[Choice]) -> int:
-    """The same in the host's memory, of the choice that shards most."""
+    """Return the same in host memory, for the choice that shards most."""
     most = max(alike, key=lambda each: (each.zero, each.shard_factor))
     total = workbench.total_elements(most.tp, most.sequence)
     share = type(total)(*(number // most.pp for number in total))

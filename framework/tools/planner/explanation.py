@@ -1,4 +1,4 @@
-"""What a plan says in the field's own words: what fits where, what that calls for, the simple formulas beside it."""
+"""Explanation of a plan: parallelism that the model's size calls for, lead of the first layout, rules of thumb."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from meshwright.tools.planner.layout_model import Workbench
 from meshwright.tools.planner.search import Found, Plan, usable_bytes
 
 ALIKE_SHARE = 1e-4
-"""Of a step's time."""
+"""Fraction of a step's time below which two layouts count as equally fast."""
 
 
 def strategy(workbench: Workbench, plan: Plan) -> list[str]:
-    """Sentences, the simplest way that would do first."""
+    """Return sentences on the simplest parallelism that the model's size and the links call for."""
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
     elements = workbench.total_elements(1, False).trained
     width = DTYPES[workbench.config.train.dtype].itemsize
@@ -44,7 +44,7 @@ def strategy(workbench: Workbench, plan: Plan) -> list[str]:
 
 
 def why(first: Found, other: Found) -> str:
-    """What the first has that the second lacks, in seconds."""
+    """Explain why the first layout is faster than the other, in seconds by cause."""
     parts = {
         "in its bubble and messages between stages": _idle(other) - _idle(first),
         "in computing": _busy(other) - _busy(first),
@@ -62,7 +62,7 @@ def why(first: Found, other: Found) -> str:
 
 
 def duration(seconds: float, digits: int = 4) -> str:
-    """In the unit that is nearest."""
+    """Format seconds as s, ms or us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if abs(seconds) * factor >= 1:
             return f"{seconds * factor:,.{digits}g} {unit}"
@@ -100,7 +100,7 @@ def _replicas(found: Found) -> float:
 
 
 def sanity(workbench: Workbench, found: Found) -> list[str]:
-    """The field's simple formulas, where the model's options are those of a transformer, beside what was counted."""
+    """Compare counted figures with rules of thumb, where the model's options are those of a transformer."""
     options, config = workbench.config.model.options, found.config
     elements = max(sum(found.sketch.elements[s].trained for s in stages) for stages in _stages(found))
     fullest = max(found.memory, key=lambda each: each.at_rest + each.host)

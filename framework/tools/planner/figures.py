@@ -1,4 +1,4 @@
-"""What a plan shows as pictures, SVG text for a page or a file: memory of each rank, time against memory."""
+"""Figures of a plan, for a page or a file: memory of each rank, time against memory, the simulated step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ CATEGORIES = {
     "temporaries": "#bab0ac",
 }
 COLOURS = ["#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f"]
-"""Of dots: neither pale nor dark, so that they stand out on paper and, turned round, in the dark."""
+"""Colours of dots: mid-tones that stand out in light mode and, inverted, in dark mode."""
 MOST_BARS = 64
 LEAST_BARS = 8
-"""Room for so many: one bar alone is no wall."""
+"""Number of bars with space reserved, so that a single bar is not too wide."""
 NEAR = 24
-"""Pixels: points whose numbers would lie on each other."""
+"""Distance in pixels below which the numbers of two points would overlap."""
 FAR = 6
-"""Times as much room as the fullest rank takes: it is told and not drawn, or the rest would be a line."""
+"""Ratio of room to peak memory above which the room is text, not a line, to keep the rest readable."""
 
 
 def _unit(most: int) -> tuple[str, int]:
-    """In which so many bytes are readable."""
+    """Return a readable (name, bytes) unit for this many bytes."""
     return next(((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size), ("KiB", 2**10))
 
 
 def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure:
-    """A stacked bar for each pipeline rank; a line at what a device has room for."""
+    """Draw a stacked memory bar for each pipeline rank, and a line at a device's usable memory."""
     from matplotlib.figure import Figure as Drawn
 
     shown = list(enumerate(memory))
@@ -82,7 +82,7 @@ def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure
 
 
 def trade_off(plan: Plan) -> Figure:
-    """Time of a step against memory, a point for each layout that fits; the best ones are numbered."""
+    """Plot step time against memory, one point per layout that fits; the best ones are numbered."""
     from matplotlib.figure import Figure as Drawn
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -125,13 +125,13 @@ def trade_off(plan: Plan) -> Figure:
 
 
 def _far(room: int) -> str:
-    """What is said where it cannot be seen."""
+    """Return the label of a memory limit beyond the axis."""
     unit, size = _unit(room)
     return f"room {room / size:.3g} {unit}, far beyond"
 
 
 def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """A ring and a number for each point; those of points that lie together stand in one line below the lowest."""
+    """Draw a ring and a number at each point; close points share one label below the lowest of them."""
     x, y = zip(*points, strict=True)
     axes.scatter(x, y, s=42, facecolor="none", edgecolor="#c44e52", linewidth=1.2)
     drawn.draw_without_rendering()
@@ -156,7 +156,7 @@ def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) ->
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """1 2 3 5 -> ``1-3, 5``."""
+    """Format numbers with ranges: 1 2 3 5 -> ``1-3, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -167,5 +167,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def schedule_picture(timeline: Timeline) -> Figure:
-    """The simulated step."""
+    """Draw the simulated step."""
     return figure([Panel(timeline)], Unit.SECONDS)

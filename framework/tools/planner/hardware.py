@@ -1,7 +1,7 @@
-"""What a cluster is made of: rates of a device and of its links, from a small TOML file.
+"""Hardware of a cluster: rates of a device and of its links, from a small TOML file.
 
-configs/clusters/{a100,h100,h200,b200}.toml     data sheets, and what large products are seen to reach
-meshwright calibrate --out FILE                           measured on the machine at hand, with curves by size
+configs/clusters/{a100,h100,h200,b200}.toml     data sheets, and the rates that large products reach
+meshwright calibrate --out FILE                           measured on this machine, with curves by size
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send
 
 
 class Link(Section):
-    """One way, of one device."""
+    """Link of one device, in one direction."""
 
     bytes_per_s: PositiveFloat
     latency_s: float = Field(ge=0)
 
 
 class Rate(Section):
-    """How fast operations of one size go; between sizes, the time is read off a line."""
+    """Rate of operations of one size; times between sizes are interpolated linearly."""
 
     size: PositiveFloat
     """FLOPs of a product, bytes of another operation."""
@@ -45,38 +45,37 @@ class Hardware(Section):
     kind: str = Field(default="cuda", pattern="^(cuda|cpu)$")
     devices_per_node: PositiveInt
     memory_bytes: PositiveInt
-    """Of a device."""
+    """Memory of a device."""
     reserved_bytes: int = Field(default=0, ge=0)
-    """Of it, what is gone before the first tensor."""
+    """Part of ``memory_bytes`` that is used before the first tensor."""
     host_memory_bytes: PositiveInt = 2 * 2**40
-    """Of a node, for what ``parallel.offload`` puts there."""
+    """Memory of a node's host for ``parallel.offload``."""
     processors: PositiveInt
-    """Of a device: products are cut into tiles that so many work on at once. CPU: cores of a node, which its ranks
-    share."""
+    """Processors of a device, which work on the tiles of a product. CPU: cores of a node, shared by its ranks."""
     memory_bytes_per_s: PositiveFloat
     flops_per_s: dict[str, PositiveFloat]
-    """By dtype, dense."""
+    """Dense peak by dtype."""
     product_share: float = Field(default=1.0, gt=0, le=1)
-    """Of that, what the largest products are seen to reach."""
+    """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
-    """Of that peak, what the usual fused attention kernel reaches in forward, causal work counted half."""
+    """Fraction of the peak that the usual fused attention kernel reaches in forward; causal work counts half."""
     attention_backward_share: float | None = Field(default=None, gt=0, le=1)
-    """Likewise in backward, where both were measured on the device; left out: said by others, and constants fit."""
+    """Same fraction in backward, if both were measured on the device; None: published values and fitted constants."""
     node_link: Link
     cluster_link: Link
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
-    """To the host's memory and back."""
+    """Link to host memory, each way."""
     operation_s: float = Field(default=0.0, ge=0)
-    """What each operation takes to be started, if nothing hides that (CPU)."""
+    """Seconds to start each operation, if nothing hides them (CPU)."""
     whole_share: float = Field(default=1.0, gt=0, le=1)
-    """Of the measured rates below, what a layer reaches in which all of them come together."""
+    """Fraction of the measured rates below that a whole layer reaches."""
     products: list[Rate] = []
-    """Measured, smallest first; left out: by the formula for tiles."""
+    """Measured products, smallest first; empty: the formula for tiles."""
     copies: list[Rate] = []
-    """Measured, of elementwise operations, smallest first; left out: ``memory_bytes_per_s``."""
+    """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
 
     messages: dict[Message, Link] = {}
-    """Measured, by kind, among processes whose cores carry them; the latency of a hop. Left out: the links."""
+    """Measured links by kind of message, carried by CPU cores; latency per hop. Empty: the links above."""
 
     @field_validator("products", "copies")
     @classmethod
@@ -88,11 +87,15 @@ class Hardware(Section):
 
     @property
     def usable_bytes(self) -> int:
-        """For tensors."""
+        """Bytes of a device that tensors can use."""
         return self.memory_bytes - self.reserved_bytes
 
     def check_dtype(self, dtype: str) -> None:
-        """Raises ConfigError where nobody has said how fast it computes in ``dtype``."""
+        """Check that the compute rate for ``dtype`` is set.
+
+        Raises:
+            ConfigError: ``flops_per_s`` has no such dtype.
+        """
         if dtype not in self.flops_per_s:
             told = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
@@ -102,7 +105,7 @@ class Hardware(Section):
 
 
 def time_on(curve: list[Rate], size: float) -> float:
-    """Seconds of an operation of this size: between two measured ones on a line, beyond at the rate of the last."""
+    """Interpolate the seconds of an operation from measured sizes; beyond the last, use its rate."""
     times = [rate.size / rate.per_s for rate in curve]
     if size >= curve[-1].size:
         return size / curve[-1].per_s
@@ -114,16 +117,16 @@ def time_on(curve: list[Rate], size: float) -> float:
 
 
 def known() -> list[str]:
-    """Names that ``--cluster`` takes besides paths."""
+    """Return the names that ``--cluster`` accepts besides paths."""
     folder = resources.files("meshwright.configs") / "clusters"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def read_hardware(name: str) -> Hardware:
-    """By name, or from a file.
+    """Read a hardware description by name, or from a file.
 
     Raises:
-        ConfigError: no such name or file, or what is wrong in it.
+        ConfigError: no such name or file, or the file is invalid.
     """
     if name.lower() in known():
         text = (resources.files("meshwright.configs") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
@@ -157,7 +160,7 @@ def _parse(text: str, name: str) -> Hardware:
 
 
 def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:
-    """What is wrong at one key."""
+    """Describe a validation error at one key."""
     if place[-1:] == ("[key]",):
         place, kind = place[:-1], "extra_forbidden"
     key, last = ".".join(map(str, place)), str(place[-1]) if place else ""

@@ -1,7 +1,7 @@
-"""A run drawn without building it whole: its schedule, its stages, and the profile of each layer on a tp rank.
+"""Layout model: schedule, stages and layer profiles of a run, without building the run.
 
-A :class:`Workbench` holds one model and remembers: layers that are alike are one, and what one layout has shown serves
-the next. So a search looks at hundreds of layouts of a model of 405B parameters in seconds.
+A :class:`Workbench` holds one model and caches results: equal layers are profiled once, and layouts share what they
+have in common. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ class Sketch:
     stages: list[range]
     layers: tuple[LayerProfile, ...]
     elements: list[Elements]
-    """Of each stage, on one tp rank."""
+    """Parameter elements of each stage, on one tp rank."""
     footprints: list[Footprint]
-    """Of each stage."""
+    """Memory of each stage for one micro-batch."""
 
     def stage(self, index: int) -> tuple[LayerProfile, ...]:
-        """The profiles of a stage's layers."""
+        """Return the profiles of a stage's layers."""
         return self.layers[self.stages[index].start : self.stages[index].stop]
 
     def unlike_ranks(self) -> list[int]:
-        """Of the pipeline ranks whose stages hold alike the first and the last: no other one holds more than both."""
+        """Return the first and the last pipeline rank of each group with equal footprints.
+
+        No other rank of a group holds more than both of them.
+        """
         first: dict[tuple[Footprint, ...], int] = {}
         last: dict[tuple[Footprint, ...], int] = {}
         for rank in range(self.schedule.pp):
@@ -64,7 +67,7 @@ class Sketch:
         return sorted({*first.values(), *last.values()})
 
     def memory(self, pp_rank: int, transport: Transport) -> RankMemory:
-        """The highest point of a pipeline rank."""
+        """Return the peak memory of a pipeline rank."""
         stages = self.schedule.stages_of(pp_rank)
         return rank_memory(
             self.config,
@@ -78,30 +81,30 @@ class Sketch:
 
 @dataclass
 class Workbench:
-    """One model, and what has been found out about it."""
+    """One model with cached results about it."""
 
     config: RunConfig
-    """The model, the data and the precision are its; layouts are given with each sketch."""
+    """Configuration with the model, the data and the precision; each sketch brings its own layout."""
     practice: Practice
     draw: Callable[[RunConfig], Schedule] = draw_schedule
-    """How a layout gets its schedule; by itself checked, as for a run."""
+    """Function that returns the schedule of a layout; the default also checks it, as for a run."""
     seen: dict[Any, Any] = field(default_factory=dict)
-    """What layouts have in common, by what it depends on."""
+    """Cache of results that layouts share, by the values on which they depend."""
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> PlainModel:
-        """As built, whole, on meta."""
+        """Whole plain model, on meta."""
         return build_model(self.config.model.builder, self.config.model.options, self.config.run.seed)
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the layers."""
+        """Names of the layers."""
         return list(self.model.layers._modules)
 
     @cached_property
     def representatives(self) -> list[str]:
-        """For each layer the first one that is like it: with as many patterns' worth of difference as names make."""
+        """Name of the first equal layer, for each layer: equal outline and sharding kinds, no own tie."""
         first: dict[Any, str] = {}
         tied = {name.partition(".")[0] for names in self.model.tied for name in names}
         found = []
@@ -111,7 +114,7 @@ class Workbench:
         return found
 
     def _patterns_of(self, name: str) -> tuple[str, ...]:
-        """What the sharding plan says of the modules of a layer."""
+        """Return the sharding plan's kind for each module of a layer; "" if no pattern matches."""
         from fnmatch import fnmatchcase
 
         parts = [part for part, _ in self.model.layers.get_submodule(name).named_modules(prefix=name)]
@@ -121,12 +124,12 @@ class Workbench:
         )
 
     def example(self, micro_batch_size: int) -> Example:
-        """A micro-batch without numbers."""
+        """Return a micro-batch on meta, in the training dtype."""
         dtype = DTYPES[self.config.train.dtype]
         return Example(*example(self.config, micro_batch_size)).cast(dtype)
 
     def recomputed(self, config: RunConfig) -> tuple[str, ...]:
-        """Names of the layers, or parts of layers, that backward computes again."""
+        """Return the names of the layers, or parts of layers, that are recomputed in backward."""
         key = ("recomputed", config.pipeline.recompute, tuple(config.pipeline.recompute_layers))
         if key not in self.seen:
             check_recompute(config.pipeline, self.model, config.model.builder)
@@ -135,7 +138,7 @@ class Workbench:
         return names
 
     def costs(self, config: RunConfig) -> list[LayerCost]:
-        """What the cut into stages is made by: the same as for a run."""
+        """Count the layers' costs by which layers are assigned to stages, exactly as for a run."""
         size = batch_numbers(config).micro_batch_size
         names = self.recomputed(config)
         key = ("costs", size, names)
@@ -159,8 +162,12 @@ class Workbench:
     def split(
         self, tp: int, sequence: bool
     ) -> tuple[nn.Sequential, PaperGroup, dict[str, list[tuple[str, int, bool, bool]]]]:
-        """The representatives of the layers on a tp rank; of each its parameters: name, local elements, in blocks,
-        trained."""
+        """Shard the representative layers over ``tp`` ranks.
+
+        Returns:
+            The layers on one tp rank, their group, and for each layer its parameters as (name, local elements, in
+            blocks, trained).
+        """
         key = ("split", tp, sequence)
         if key not in self.seen:
             kept = nn.Sequential()
@@ -190,7 +197,7 @@ class Workbench:
         return found
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
-        """Of each layer."""
+        """Return the profile of each layer."""
         parallel, size = config.parallel, batch_numbers(config).micro_batch_size
         names = self.recomputed(config)
         sequence = parallel.sequence and parallel.tp > 1
@@ -214,7 +221,7 @@ class Workbench:
         return profiles
 
     def total_elements(self, tp: int, sequence: bool) -> Elements:
-        """Of a tp rank, all stages together."""
+        """Count the parameter elements of a tp rank over all stages."""
         _, _, parameters = self.split(tp, sequence and tp > 1)
         key = ("all elements", tp, sequence)
         if key not in self.seen:
@@ -223,13 +230,13 @@ class Workbench:
         return found
 
     def flops_per_step(self, config: RunConfig) -> float:
-        """Model FLOPs: forward once, backward twice as much; no recompute, full attention."""
+        """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
         batch = batch_numbers(config)
         forward = sum(cost.forward.flops for cost in self.costs(config))
         return 3.0 * forward * batch.global_batch / batch.micro_batch_size
 
     def loss(self, layers: nn.Sequential, group: PaperGroup) -> Loss:
-        """As ``meshwright.build`` picks it."""
+        """Return the loss that ``meshwright.build`` would choose."""
         if self.model.loss is not None:
             return self.model.loss
         heads = [name for name, module in layers[-1].named_modules() if isinstance(module, VocabHead)]
@@ -243,13 +250,12 @@ class Workbench:
         return loss
 
     def sketch(self, config: RunConfig, schedule: Schedule | None = None, *, roughly: bool = False) -> Sketch:
-        """One layout; ``config`` is resolved, and differs from the workbench's in layout and batch only.
+        """Build the layout model; ``config`` is resolved, and differs from the workbench's only in layout and batch.
 
-        ``schedule``: what it runs; left out, it is drawn and checked. ``roughly``: stages are cut as for micro-batches
-        of one sample.
+        ``schedule``: None draws and checks one. ``roughly``: stages are cut as for micro-batches of one sample.
 
         Raises:
-            UserError: the layout cannot be run; the reason is the one that a launch would give.
+            UserError: the layout cannot be run, for the reason that a launch would give.
         """
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
@@ -264,7 +270,7 @@ class Workbench:
     def _elements(
         self, parameters: dict[str, list[tuple[str, int, bool, bool]]], stages: list[range]
     ) -> list[Elements]:
-        """Of each stage: a weight that several of its layers share counts once."""
+        """Count the parameter elements of each stage; a weight shared by several of its layers counts once."""
         elements = []
         for run in stages:
             counted: set[str] = set()
@@ -279,7 +285,7 @@ class Workbench:
         return elements
 
     def cut(self, config: RunConfig, num_stages: int) -> list[range]:
-        """The stages, as a run makes them."""
+        """Cut the layers into stages, as a run does."""
         size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
         key = ("cut", size, names, num_stages, config.parallel.pp, str(config.pipeline.balance))
         if key not in self.seen:
@@ -306,6 +312,6 @@ def _of_samples(config: RunConfig, size: int) -> RunConfig:
 
 
 def predicted_peaks(config: RunConfig, transport: Transport, practice: Practice) -> list[int]:
-    """The highest point of each pipeline rank, in bytes."""
+    """Predict the peak memory of each pipeline rank, in bytes."""
     drawn = Workbench(config, practice).sketch(config)
     return [drawn.memory(pp_rank, transport).total for pp_rank in range(config.parallel.pp)]

@@ -1,9 +1,9 @@
-"""What a rank holds at its highest point, by category: layer profiles put together along its row of the schedule.
+"""Peak memory of a rank, by category: layer profiles combined along its row of the schedule.
 
 at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.run.summary counts them
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
-              messages       what has been received for an action to come, what is being sent
-              temporaries    the highest point of the action that is running, sums over replicas under way
+              messages       received for a later action, or still being sent
+              temporaries    peak of the running action, and reductions over replicas in progress
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from meshwright.tools.planner.profile import LayerProfile
 
 
 class Point(NamedTuple):
-    """A layer's backward, as one comes by on the way back through a stage."""
+    """One layer's turn in the backward of a stage."""
 
     bytes: int
-    """Its highest point, above what was there at the start of the stage's backward."""
+    """Peak bytes, above those live at the start of the stage's backward."""
     elements: int
-    """Its parameters."""
+    """Number of the layer's parameters."""
     elements_before: int
-    """Those whose gradients are there by then: of the layers after it."""
+    """Number of parameters whose gradients exist by then, which are those of the later layers."""
 
 
 class Footprint(NamedTuple):
-    """Bytes of one stage and one micro-batch."""
+    """Memory of one stage for one micro-batch, in bytes."""
 
     inputs: int
-    """What comes from the stage before: held from its receive to its backward."""
+    """Tensors from the previous stage, held from their receive to their backward."""
     kept: int
-    """By the layers between forward and backward, what they hand on included, what came in left out."""
+    """Tensors that the layers keep between forward and backward, with values between layers, without ``inputs``."""
     forward_peak: int
-    """Above what was there."""
+    """Peak in forward, above the bytes live before it."""
     backward: tuple[Point, ...]
-    """The way of a whole backward, or its first half: the last layer first, and then its end."""
+    """Path of a whole backward, or of its first half: from the last layer to the first, then the end."""
     noted: int
-    """Between the halves of a split backward."""
+    """Bytes kept between the halves of a split backward."""
     weight_half: tuple[Point, ...]
-    """The way of its second half."""
+    """Path of the second half of a split backward."""
     outputs: int
-    """Of what goes to the stage after, and is held for backward."""
+    """Outputs sent to the next stage and held for backward."""
     input_gradients: int
     output_gradients: int
-    """Of what is received from the stage after."""
+    """Gradients received from the next stage."""
 
 
 def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]], *, last: bool) -> Footprint:
-    """Put the layers of a stage together.
+    """Combine the layers of a stage.
 
     Args:
-        inputs: bytes of each tensor that the stage before hands on and whether a gradient goes back; of the first
-            stage none (its samples are small, and counted where a layer keeps them).
-        last: whether it ends in the loss.
+        inputs: (bytes, needs gradient) of each tensor from the previous stage. Empty for the first stage: its samples
+            are small, and counted where a layer keeps them.
+        last: True if the stage ends in the loss.
     """
     value: list[int] = []
     sizes: dict[int, int] = {}  # of tensors between layers that the layer before does not keep itself
@@ -122,7 +122,7 @@ def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]]
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank, on its device, at its highest point."""
+    """Peak memory of one rank on its device, in bytes."""
 
     weights: int
     gradients: int
@@ -131,35 +131,35 @@ class RankMemory(NamedTuple):
     messages: int
     temporaries: int
     host: int
-    """In the host's memory instead, at rest."""
+    """Bytes at rest in host memory instead."""
     at: str
-    """The action of the row at which it is highest."""
+    """Action of the row at the peak."""
 
     @property
     def at_rest(self) -> int:
-        """Between steps."""
+        """Bytes held between steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """All of the device's."""
+        """Bytes of all categories on the device."""
         return self.at_rest + self.activations + self.messages + self.temporaries
 
 
 class Transport(NamedTuple):
-    """What messages cost in memory, besides the tensors themselves."""
+    """Extra memory that a communication backend needs besides the tensors themselves."""
 
     holds_sends: bool
-    """A sent tensor is let go only when 2 x pp others have been sent (gloo says late that one is done)."""
+    """True if a sent tensor is freed only after 2 x pp others have been sent (gloo reports completion late)."""
     sums_in_copies: bool
-    """A reduce-scatter needs room for all that is summed (gloo has none of its own)."""
+    """True if a reduce-scatter needs a copy of its whole input (gloo has no buffers of its own)."""
 
 
 GLOO, NCCL = Transport(True, True), Transport(False, False)
 
 
 class Moment(NamedTuple):
-    """What is held on top of what is at rest while one action runs."""
+    """Bytes held in addition to those at rest while one action runs."""
 
     activations: int
     messages: int
@@ -168,7 +168,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Bytes of all three categories."""
         return self.activations + self.messages + self.temporaries
 
 
@@ -180,7 +180,7 @@ def rank_memory(
     elements: Mapping[int, Elements],
     transport: Transport,
 ) -> RankMemory:
-    """The highest point of one pipeline rank.
+    """Return the peak memory of one pipeline rank.
 
     Args:
         footprints: of the stages of this rank.
@@ -196,24 +196,26 @@ def rank_memory(
 
 
 class _Sums(NamedTuple):
-    """What it takes besides to sum a stage's gradients over the replicas, and to gather its weights."""
+    """Temporary memory of gradient reduction over replicas and of weight all-gathers."""
 
     config: RunConfig
     transport: Transport
 
     @property
     def narrow(self) -> int:
-        """Bytes of an element that is computed with."""
+        """Bytes per element of the compute dtype."""
         return {"bfloat16": 2, "float32": 4, "float64": 8}[self.config.train.dtype]
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of a gradient that is summed."""
+        """Bytes per element of a gradient that is reduced."""
         return max(4, self.narrow)
 
     def at(self, point: Point, whole: int, *, reduces: bool, at_once: bool = False) -> int:
-        """While one layer's backward runs. ``whole``: elements of the stage; ``at_once``: its first gradient is made
-        before its highest point."""
+        """Return the temporary bytes while one layer's backward runs.
+
+        ``whole``: elements of the stage. ``at_once``: the first gradient exists before the first layer's peak.
+        """
         parallel = self.config.parallel
         if shard_factor(self.config) == 1:
             return 0
@@ -232,7 +234,7 @@ class _Sums(NamedTuple):
         return (there if point.elements == 0 else there // bucket * bucket) * copies
 
     def after(self, elements: int) -> int:
-        """Between the last backward and REDUCE."""
+        """Return the temporary bytes between the last backward and REDUCE, for ``elements`` gradients."""
         if shard_factor(self.config) == 1 or self.config.parallel.zero == 3:
             return 0
         if self.config.parallel.zero == 2 and reduces_each_microbatch(self.config):
@@ -243,12 +245,12 @@ class _Sums(NamedTuple):
 def walk(
     schedule: Schedule, pp_rank: int, footprints: Mapping[int, Footprint], sums: _Sums, transport: Transport
 ) -> Moment:
-    """Go along a row; the moment in which most is held. A schedule that is not lowered gives about that."""
+    """Walk along a row and return its moment of peak memory; approximate for a schedule that is not lowered."""
     last = schedule.last_backwards(pp_rank)
     each = reduces_each_microbatch(sums.config)
     sends: deque[tuple[int, Action]] = deque()
     gone: set[Action] = set()
-    """Forwards whose backward is done, and whose output is still being sent."""
+    """Forwards whose backward is done while their output is still being sent."""
     activations = messages = under_way = 0
     highest = Moment(0, 0, 0, "rest")
     for item in _row(schedule, pp_rank, last):
@@ -298,7 +300,7 @@ def walk(
 
 
 def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:
-    """A row; of a schedule that is not lowered with each receive as late, each send as early as can be."""
+    """Return a row; if the schedule is not lowered, with each receive as late and each send as early as possible."""
     row = schedule.rows[pp_rank]
     if row and row[-1] == Action(Kind.STEP):
         return row
@@ -311,12 +313,12 @@ def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[
 
 
 def _sent(backward: Action) -> Action:
-    """What a backward's forward has sent."""
+    """Return the send of the forward that belongs to this backward."""
     return backward._replace(kind=Kind.SEND_F)
 
 
 def _after(schedule: Schedule, action: Action, of: Footprint, activations: int, messages: int) -> tuple[int, int]:
-    """Activations and messages when an action is done. What was received for it stays, as an input, till backward."""
+    """Return (activations, messages) in bytes after an action. A received input is held until its backward is done."""
     if action.kind is Kind.F:
         if schedule.receive_for(action) is not None:
             messages -= of.inputs

@@ -1,7 +1,7 @@
-"""What comes nearest to a request that nothing serves, as options of the command; none is named that was not tried.
+"""Nearest requests that have a solution, as command line options. Every suggested option has been tried.
 
 no layout keeps the rules   --global-batch below and above, fewer --nodes, fewer --devices-per-node
-none has room               more --nodes, shorter sequences; else a known device with more memory, or how much it takes
+none fits into memory       more --nodes, shorter sequences; else a known device with more memory, or the memory needed
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from meshwright.tools.planner.layout_model import Workbench
 from meshwright.tools.planner.search import BEST, Plan, search
 
 DOUBLINGS = 6
-"""Of nodes, and of sequences halved."""
+"""Most doublings of the number of nodes, and most halvings of the sequence length."""
 HALVINGS = 3
-"""Of what lies between a number of nodes that is too small and one that does."""
+"""Bisection steps between a number of nodes that is too small and one that is enough."""
 TRIED = 2
-"""Candidates of one kind that keep the rules and may yet have no room."""
+"""Most candidates of one kind to try; a candidate keeps the rules but may not fit into memory."""
 
 
 def search_hard(workbench: Workbench, hardware: Hardware, nodes: int, best: int = BEST) -> Plan:
-    """Search, and where nothing has room once more with the optimizer on the host."""
+    """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host."""
     found = search(workbench, hardware, nodes, best=best)
     if found.best or found.closest is None:
         return found
@@ -34,8 +34,7 @@ def search_hard(workbench: Workbench, hardware: Hardware, nodes: int, best: int 
 
 
 def nearest(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
-    """Options, such as ``--nodes 4``: with each line of them something is found. ``found``: the search that found
-    nothing."""
+    """Return options, such as ``--nodes 4``, that each make the search succeed. ``found``: the failed search."""
     if found.closest is None:
         ways = [
             _other_batch(workbench, hardware, nodes, -1),
@@ -59,7 +58,7 @@ def _samples(workbench: Workbench) -> int:
 
 
 def _serves(workbench: Workbench, hardware: Hardware, nodes: int, samples: int) -> bool:
-    """Whether a plan for so many samples of a step finds something."""
+    """Check if a plan with this global batch, in samples, has a layout that fits."""
     return bool(search_hard(_with_samples(workbench, samples), hardware, nodes, best=1).best)
 
 
@@ -71,18 +70,18 @@ def _with_samples(workbench: Workbench, samples: int) -> Workbench:
 
 
 def _tps(workbench: Workbench, hardware: Hardware) -> list[int]:
-    """Degrees of tensor parallelism that the model and a node allow."""
+    """Return the tensor-parallel degrees that the model and a node allow."""
     offered = choices(_with_samples(workbench, hardware.devices_per_node), hardware, 1)
     return sorted({each.tp for each in offered if isinstance(each, Choice)})
 
 
 def _width(per_replica: int) -> int | None:
-    """The smallest micro-batch by which so many samples become few enough micro-batches."""
+    """Return the smallest micro-batch size that splits ``per_replica`` samples into at most ``MOST_CHUNKS``."""
     return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MOST_CHUNKS), None)
 
 
 def _batches(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> list[int]:
-    """Numbers of samples that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
+    """Return global batches that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
     samples, size, found = _samples(workbench), nodes * hardware.devices_per_node, set()
     pipelines = {tp * pp for tp in _tps(workbench, hardware) for pp in range(1, len(workbench.names) + 1)}
     for dp in {size // ranks for ranks in pipelines if size % ranks == 0}:
@@ -94,13 +93,13 @@ def _batches(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> 
 
 
 def _other_batch(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> str | None:
-    """The nearest below or above; the rules are kept, and room is tried."""
+    """Return the nearest global batch below or above that keeps the rules and fits into memory."""
     near = islice(_batches(workbench, hardware, nodes, way), TRIED)
     return next((f"--global-batch {each}" for each in near if _serves(workbench, hardware, nodes, each)), None)
 
 
 def _fewer(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
-    """Of devices that take these samples, the most below."""
+    """Return the largest smaller number of nodes, or of devices on one node, that works with this global batch."""
     samples = _samples(workbench)
     for fewer in islice(_sizes_below(workbench, hardware, nodes), TRIED):
         if _serves(workbench, hardware, fewer, samples):
@@ -113,7 +112,7 @@ def _fewer(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
 
 
 def _sizes_below(workbench: Workbench, hardware: Hardware, nodes: int) -> list[int]:
-    """Numbers of nodes below, on which some layout keeps the rules; the largest first."""
+    """Return smaller numbers of nodes on which some layout keeps the rules, the largest first."""
     samples, per_node = _samples(workbench), hardware.devices_per_node
     small = [each for each in range(1, math.isqrt(samples) + 1) if samples % each == 0]
     replicas = [dp for dp in {*small, *(samples // each for each in small)} if _fills(samples // dp)]
@@ -128,7 +127,7 @@ def _fills(per_replica: int) -> bool:
 
 
 def _more_nodes(workbench: Workbench, hardware: Hardware, nodes: int) -> int | None:
-    """The fewest that are found, by doubling and then by halving what lies between."""
+    """Return the smallest number of nodes found to be enough, by doubling and then bisection."""
     samples = _samples(workbench)
     doubled = (nodes << doublings for doublings in range(1, DOUBLINGS + 1))
     enough = next((each for each in doubled if _serves(workbench, hardware, each, samples)), None)
@@ -147,7 +146,7 @@ def _more_nodes(workbench: Workbench, hardware: Hardware, nodes: int) -> int | N
 
 
 def _more_with_other_batch(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
-    """Where no number of samples alone is enough."""
+    """Return more nodes and another global batch, for requests that no global batch alone can solve."""
     for more in (nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
         if (way := _other_batch(workbench, hardware, more, 1)) is not None:
             return f"--nodes {more} {way}"
@@ -155,7 +154,7 @@ def _more_with_other_batch(workbench: Workbench, hardware: Hardware, nodes: int)
 
 
 def _shorter(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
-    """Half of the tokens of a sample, a quarter ..."""
+    """Return the longest sequence that fits, among half of the current length, a quarter, and so on."""
     data = workbench.config.data
     if data.builder is not None:
         return None
@@ -171,7 +170,7 @@ def _shorter(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None
 
 
 def _larger(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
-    """Known hardware with more memory, the smallest of it."""
+    """Return the known hardware with the least memory that is enough and more than the current one's."""
     others = [
         (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
     ]
@@ -185,7 +184,7 @@ def _larger(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
 
 
 def _roomier(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
-    """Devices that there may not be: so many times the memory."""
+    """Return the memory that would be enough, in doublings of the current one's; no real device may have it."""
     for doublings in range(1, 2 * DOUBLINGS + 1):
         memory_bytes = hardware.memory_bytes << doublings
         box = hardware.model_copy(update={"memory_bytes": memory_bytes})

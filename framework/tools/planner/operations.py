@@ -1,10 +1,10 @@
-"""What a computation does, operation by operation, taken down as it runs on the meta device: work and live bytes.
+"""Operation tape: records work and live bytes of a computation that runs on the meta device.
 
     op          FLOPs   bytes   storages read and written        -> Work: kinds of operations, to be timed on a device
-    storages    born when an operation makes them, gone when nobody holds them any more -> live and highest bytes
+    storages    created by an operation, freed with their last reference  -> live and peak bytes
 
-Operations that are not products are counted one by one (``fused = False``, torch as it is) or, where a compiler or
-hand-written kernels run them together, as one that reads what comes from outside and writes what goes out again.
+Operations that are not products are counted one by one (``fused = False``, eager torch). Where a compiler or
+hand-written kernels fuse them, a group counts as one operation that reads its inputs and writes its outputs.
 """
 
 from __future__ import annotations
@@ -34,108 +34,110 @@ GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.embe
 
 
 class Practice(NamedTuple):
-    """How operations are run, where that is not the model's own matter."""
+    """Execution choices that the model does not fix: fusion, kernels, saved tensors."""
 
     fused: bool = False
-    """Neighbouring operations that are no products run as one: by a compiler, or kernels written for it."""
+    """Neighbouring operations other than products are fused, by a compiler or by special kernels."""
     fused_attention: bool = True
     """Attention never writes its scores."""
     takes_everything: bool = True
-    """That kernel takes dropout, and masks that need a gradient."""
+    """The fused attention kernel supports dropout, and masks that need a gradient."""
     drops_probabilities: bool = False
-    """Where attention writes its scores, it also drops some of its probabilities: one more pass, and a mask."""
+    """Unfused attention applies dropout to its probabilities: one more pass, and a mask."""
     context: int = 1
-    """Ranks over which a sequence is split (context parallelism): what is given is one rank's part, and it attends to
-    as many times its keys."""
+    """Number of ranks over which a sequence is split (context parallelism).
+
+    Inputs are one rank's part, which attends to ``context`` times its own keys.
+    """
     any_order: bool = False
-    """No copies that only change the order of elements: kernels read them as they lie."""
+    """Copies that only reorder elements are left out: kernels read any memory layout."""
     norm_kernel: bool = False
-    """An RMSNorm is one operation, which keeps what it is given and nothing in between (torch's own on CUDA)."""
+    """An RMSNorm is one operation that keeps only its input (torch's own kernel on CUDA)."""
     loss_kernel: bool = False
-    """So is the cross-entropy, which writes its gradient over the logits."""
+    """Cross-entropy is one operation, which writes its gradient over the logits."""
     saves_inputs: bool = False
-    """A gated activation keeps what it is given and makes its product again."""
+    """A gated activation keeps its inputs and recomputes its product in backward."""
     accumulates: bool = False
-    """A product adds to the gradient itself: a block needs no room for the gradient of a weight besides."""
+    """A product accumulates into the gradient itself, so a weight's gradient needs no extra memory."""
     recomputes_whole: bool = False
-    """What runs again in backward runs to its end, also where nobody needs that any more."""
+    """Recompute runs to its end, even past the last tensor that backward needs."""
 
 
 class Kind(StrEnum):
-    """What bounds an operation."""
+    """Limiting resource of an operation."""
 
     PRODUCT = "product"
     """A matrix product."""
     ATTENTION = "attention"
-    """The fused kernel."""
+    """The fused attention kernel."""
     MEMORY = "memory"
-    """All else: its bytes."""
+    """All other operations, limited by memory bandwidth."""
 
 
 class Work(NamedTuple):
-    """Operations that are alike."""
+    """A group of equal operations."""
 
     kind: Kind
     flops: float
-    """Computed by one of them (half of all, in causal attention)."""
+    """FLOPs computed by one of them (causal attention: half of the full matrix)."""
     bytes: float
-    """Read and written by one of them."""
+    """Bytes read and written by one of them."""
     shape: tuple[int, int, int, int] = (1, 0, 0, 0)
-    """(batch, m, n, k) of a product; of attention the first two are samples times heads, and queries."""
+    """(batch, m, n, k) of a product; for attention (samples times heads, queries, keys, head dim)."""
     times: int = 1
 
 
 @dataclass
 class Op:
-    """One operation as it ran."""
+    """One recorded operation."""
 
     kind: Kind
     flops: float
     bytes: float
     shape: tuple[int, int, int, int] = (1, 0, 0, 0)
     reads: dict[int, float] = field(default_factory=dict)
-    """Storage -> bytes."""
+    """Bytes read, by storage number."""
     writes: dict[int, float] = field(default_factory=dict)
     fusable: bool = False
     times: int = 1
-    """It stands for so many."""
+    """Number of equal operations that this record represents."""
     copies: bool = False
-    """All that it does is to lay its input out anew."""
+    """True if the operation only copies its input into another memory layout."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within: operations are taken down. Only storages that are made within count as live."""
+    """Context that records operations. Only storages created inside it count as live."""
 
     def __init__(self, group: PaperGroup) -> None:
-        """``group``: says when one pass of a loop stands for all."""
+        """Create an empty tape; ``group.times`` is the number of loop passes that one recorded pass represents."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
         self.ops: list[Op] = []
         self.attended: list[tuple[int, int]] = []
         self.no_room: tuple[set[tuple[int, ...]], set[int]] = set(), set()
-        """Products of these shapes over so many elements are written to where there is room already."""
+        """Products of these weight shapes over these numbers of tokens need no new memory: they accumulate in place."""
         self.live = 0
         self.peak = 0
         self.watched = 0
         self.peak_unwatched = 0
-        """The highest point, without storages that are watched."""
+        """Peak live bytes without watched storages."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._watched_numbers: set[int] = set()
         self._number = 0
 
     def restart_peak(self) -> None:
-        """The highest point from here on."""
+        """Restart peak tracking at the current live bytes."""
         self.peak = self.live
         self.peak_unwatched = self.live - self.watched
 
     def watch(self, tensor: Tensor) -> None:
-        """Leave its storage out of ``peak_unwatched``: somebody else has it, too."""
+        """Exclude the tensor's storage from ``peak_unwatched``, because it is also held and counted elsewhere."""
         key = tensor.untyped_storage()._cdata
         self._watched_numbers.add(self._known[key][0])
         self.watched += tensor.untyped_storage().nbytes()
 
     def number_of(self, tensor: Tensor) -> int:
-        """Of its storage: the same for views, another one for whatever takes the same address later."""
+        """Return the number of a tensor's storage: shared by views, not reused for a later storage at its address."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
@@ -159,7 +161,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._number
 
     def alive(self) -> set[int]:
-        """The numbers of the storages that somebody holds."""
+        """Return the numbers of the storages that still exist."""
         return {number for number, storage in self._known.values() if storage() is not None}
 
     def add(
@@ -210,7 +212,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def work(self, start: int, stop: int, practice: Practice) -> tuple[Work, ...]:
-        """Of the operations ``start`` to ``stop``, those that are alike together."""
+        """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""
         ops: Iterable[Op] = _fuse(self.ops, start, stop) if practice.fused else self.ops[start:stop]
         if practice.any_order:
             ops = [op for op in ops if not op.copies]
@@ -221,7 +223,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
-    """(batch, m, n, k) of a product; of one that has no such form, a square one of as many FLOPs."""
+    """Return (batch, m, n, k) of a product; any other operation becomes a square product with the same FLOPs."""
     if packet in PRODUCTS:
         a, b = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         batch = a.shape[0] if a.dim() == 3 else 1
@@ -231,8 +233,7 @@ def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
 
 
 def _fuse(ops: list[Op], start: int, stop: int) -> Iterator[Op]:
-    """Neighbouring operations that hand each other what they have made, as one: what is made and used up within it
-    costs nothing."""
+    """Group neighbouring operations that consume each other's results; intermediates within a group cost no bytes."""
     used_later: dict[int, int] = {}
     for position, op in enumerate(ops):
         for number in op.reads:
@@ -272,9 +273,9 @@ def _as_one(group: list[Op], end: int, used_later: dict[int, int]) -> Op:
 
 
 class AttentionKernel(TorchFunctionMode):
-    """Within: ``F.scaled_dot_product_attention`` is one operation on the tape, as on a real device.
+    """Context in which ``F.scaled_dot_product_attention`` is one operation on the tape, as on a real device.
 
-    Unless attention is fused, it is taken apart into two products and a softmax of all scores.
+    Unless attention is fused, it is computed as two products and a softmax of all scores.
     """
 
     def __init__(self, tape: Tape, practice: Practice) -> None:
@@ -297,7 +298,7 @@ class AttentionKernel(TorchFunctionMode):
         return result
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept of a tensor for backward: of an activation that is multiplied with its gate, only its form."""
+        """Return the saved form of a tensor: only shape and dtype if it is a SiLU output in a product."""
         is_factor = self._called is Tensor.mul and not tensor.is_leaf
         if is_factor and self.tape.number_of(tensor) in self._made_again:
             return tensor.shape, tensor.dtype
@@ -305,7 +306,7 @@ class AttentionKernel(TorchFunctionMode):
 
     @staticmethod
     def unpack(kept: Any) -> Tensor:
-        """The other way."""
+        """Restore a saved tensor; one saved as shape and dtype becomes an empty meta tensor."""
         return kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1], device="meta")
 
     def _attend(
@@ -337,16 +338,11 @@ class AttentionKernel(TorchFunctionMode):
 
 
 class _Kernel(torch.autograd.Function):
-    """Attention that nobody computes: two products in forward, five in backward, which makes the scores again.
+    """Fused attention without computation: two products in forward, five in backward, which recomputes the scores.
 
-    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as torch's own formulas have it. What it
-        output = torch.empty_like(query)
-        if practice.any_order or practice.saves_inputs:  # as whoever comes next reads it
-            *batch, heads, length, _ = query.shape
-            output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
-        elif value.shape[-1] != query.shape[-1]:
-            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        context = practice.context
+    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps its
+    inputs, its output and one number per row of scores (float32 or wider). ``context`` multiplies the keys. The output
+    lies as (B, S, H, d) in memory if ``any_order`` or ``saves_inputs`` is set, as the next operation reads it.
     """
 
     @staticmethod
@@ -382,7 +378,7 @@ class _Kernel(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """A norm as one kernel: it keeps what it is given, and a number for each row."""
+    """Norm as one kernel that keeps its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -401,7 +397,7 @@ def _normed(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps:
 
 
 class LossKernel(torch.autograd.Function):
-    """Cross-entropy as one kernel, which writes the gradient over the logits that it was given."""
+    """Cross-entropy as one kernel, which writes the gradient over its logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing else: no network, readable on a phone and in the dark."""
+"""HTML page of a plan: one self-contained file, no network, readable on a phone and in dark mode."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshwright.tools.planner.text import CATEGORIES
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MOST_DRAWN = 4096
-"""Actions of a schedule that is drawn."""
+"""Most actions of a schedule that is drawn."""
 
 
 def page(workbench: Workbench, plan: Plan) -> str:
-    """The text of the file. There is at least one layout that fits."""
+    """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
     grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
     spans = len(first.time.timeline.spans)

@@ -1,12 +1,12 @@
-"""What each layer does and holds for one micro-batch on one tp rank: the modules that will run, run on the meta device.
+"""Profiles of layers for one micro-batch on one tp rank, measured by running the real modules on the meta device.
 
     plain model on meta -> split over tp -> one layer after the other, forward and backward, on a Tape
 
     LayerProfile   work      operations of forward and backward, to be timed on a device
-                   messages  what it says to its tp group
-                   memory    what it keeps for backward, and how high it gets in forward and in backward
+                   messages  collectives of its tp group
+                   memory    bytes kept for backward, and peaks in forward and in backward
 
-Nothing is written down per model. Layers that are alike, and get alike, are run once.
+There are no formulas per model. Equal layers with equal inputs are run once.
 """
 
 from __future__ import annotations
@@ -41,54 +41,54 @@ class Said(NamedTuple):
     operation: str
     calls: int
     wire_bytes: float
-    """That one rank puts on the wire, all calls together."""
+    """Bytes that one rank puts on the wire, all calls together."""
 
 
 class Leaf(NamedTuple):
-    """A tensor of the value that a layer hands on."""
+    """A tensor in the output of a layer."""
 
     bytes: int
     comes_from: int | None
-    """It is the tensor (or lies in the storage) that came in as this leaf; None: the layer has made it."""
+    """Index of the input leaf whose storage this tensor shares; None if the layer created it."""
     kept: bool
-    """The layer itself keeps it for its backward."""
+    """True if the layer itself keeps the tensor for its backward."""
     needs_gradient: bool
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer, one micro-batch, one tp rank; the loss in the last. Bytes are of live tensors."""
+    """Profile of a layer for one micro-batch on one tp rank; the last includes the loss. Bytes are of live tensors."""
 
     name: str
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     weight_half: tuple[Work, ...]
-    """Where backward comes in halves, the second one; ``backward`` is then the first."""
+    """Weight-gradient half of a split backward; ``backward`` is then the input-gradient half."""
     forward_says: tuple[Said, ...]
     backward_says: tuple[Said, ...]
     num_parameters: int
-    """Local elements; a weight tied to another layer's counts in both."""
+    """Number of local parameter elements; a weight tied to another layer's counts in both."""
     kept_bytes: int
-    """Between forward and backward, without what came in; what goes out is in it if the layer keeps that."""
+    """Bytes kept between forward and backward, without inputs; includes the output if the layer keeps it."""
     inputs_kept: tuple[bool, ...]
-    """Which of the tensors that came in the layer keeps."""
+    """True for each input leaf that the layer keeps for backward."""
     outputs: tuple[Leaf, ...]
     forward_peak: int
-    """The highest point in forward, above what was there, without what came in."""
+    """Peak bytes in forward, above the bytes live before it, without inputs."""
     backward_peak: int
-    """The highest point in backward, above what was there and what is kept (which goes bit by bit)."""
+    """Peak bytes in backward, above the bytes live before it, including those kept (which are freed gradually)."""
     backward_peak_from_outside: int
-    """The same, when the gradient that comes in is held elsewhere, and counted there."""
+    """The same peak if the incoming gradient is held and counted elsewhere."""
     noted_bytes: int = 0
-    """Where backward comes in halves: what is kept between them."""
+    """Bytes kept between the halves of a split backward."""
     weight_peak: int = 0
-    """The highest point of the second half, above what was there and what is kept."""
+    """Peak bytes in the second half of a split backward, above the bytes live before it and those kept."""
     attended: tuple[tuple[int, int], ...] = ()
-    """Of each attention in forward the bytes of its queries, and of its keys and values."""
+    """(bytes of queries, bytes of keys and values) of each attention in forward."""
 
     @property
     def output_bytes(self) -> int:
-        """Of the tensors that it hands on."""
+        """Bytes of the output tensors."""
         return sum(leaf.bytes for leaf in self.outputs)
 
 
@@ -107,12 +107,12 @@ def profile_layers(
     """Profile every layer, first to last.
 
     Args:
-        layers: by name; split over ``tp`` already, in the training dtype, on meta. One that stands for several is there
-            as often.
-        inputs: of one micro-batch, on meta; whole, as every tp rank gets them.
+        layers: (name, module), split over ``tp`` already, in the training dtype, on meta. A module that represents
+            several layers is repeated.
+        inputs: of one micro-batch, on meta; full tensors, as every tp rank gets them.
         labels: of that micro-batch; None leaves the loss out.
-        recompute: names of the layers and modules that run again in backward.
-        seen: what has been profiled before under the same arguments but the model's.
+        recompute: names of the layers and modules that are recomputed in backward (activation checkpointing).
+        seen: cache shared by calls for the same model and loss.
 
     Raises:
         ModelError: a layer, or the loss, fails on meta.
@@ -148,7 +148,7 @@ def _renamed(profile: LayerProfile, name: str) -> LayerProfile:
 
 
 def _ready(original: nn.Module, draw: Draw) -> nn.Module:
-    """A copy on meta in train mode whose dropouts draw for samples without values."""
+    """Return a copy of a layer on meta in train mode, whose dropouts draw for samples without values."""
     layer = copy.deepcopy(original).to("meta").train()
     for module in layer.modules():
         if isinstance(module, SeededDropout):
@@ -157,7 +157,7 @@ def _ready(original: nn.Module, draw: Draw) -> nn.Module:
 
 
 class _Given(torch.autograd.Function):
-    """Hands a leaf on under a storage of the same size that only the layer holds: so it is seen who keeps it."""
+    """Identity that gives an input leaf its own storage, so that the tape sees if the layer keeps it."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _given(leaf: Tensor) -> Tensor:
 
 
 class _Begin(torch.autograd.Function):
-    """Where the gradients of what a layer hands on come from: made in backward, held by nobody else."""
+    """Source of the output gradients: created in backward and watched by the tape, with no other reference."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, *outputs: Tensor) -> Tensor:
@@ -191,14 +191,14 @@ class _Begin(torch.autograd.Function):
 
 @contextmanager
 def _again(kernel: AttentionKernel, split: SplitBackward | None) -> Iterator[None]:
-    """Around a layer that runs once more in backward, where the modes of the first time are off."""
+    """Enter the attention and split-backward modes again for a recomputed layer, because backward runs outside them."""
     with AttentionKernel(kernel.tape, kernel.practice), split or nullcontext():
         yield
 
 
 @contextmanager
 def _as_it_is_run(kernel: AttentionKernel) -> Iterator[None]:
-    """What is kept for backward, and how far what runs again goes."""
+    """Apply the practice's choices for saved tensors and for the extent of recompute."""
     practice = kernel.practice
     hooks = saved_tensors_hooks(kernel.pack, kernel.unpack) if practice.saves_inputs else nullcontext()
     with hooks, set_checkpoint_early_stop(not practice.recomputes_whole):
@@ -334,12 +334,12 @@ class _Spec(NamedTuple):
 
 
 def _spec_of(leaf: Any) -> Any:
-    """What is to be known of a tensor to make another one like it."""
+    """Return the shape, stride, dtype and gradient flag of a tensor; any other value unchanged."""
     return _Spec(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _like(spec: Any) -> Any:
-    """A tensor of its own, as the next layer gets it."""
+    """Create a new tensor from its spec, as the next layer's input."""
     if not isinstance(spec, _Spec):
         return spec
     fresh = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
@@ -347,12 +347,12 @@ def _like(spec: Any) -> Any:
 
 
 def _forget(parameter: Tensor) -> None:
-    """What happens to a gradient when autograd has added it: it lies in a bucket, which was there before."""
+    """Drop a gradient after accumulation: in a run it lies in a bucket, which was allocated before."""
     parameter.grad = None
 
 
 def _said(tp: PaperGroup) -> tuple[Said, ...]:
-    """Since this was asked last."""
+    """Return the messages counted since the last call, and reset the counters."""
     counts = {operation: counted for (_, operation), counted in tp.traffic.counts.items()}
     tp.traffic.reset()
     return tuple(Said(operation, *_numbers(counted)) for operation, counted in counts.items())
@@ -363,5 +363,5 @@ def _numbers(counted: Counted) -> tuple[int, float]:
 
 
 def paper_group(tp: int) -> PaperGroup:
-    """A tensor-parallel group of so many ranks, seen from the first one, in which nothing is said to anybody."""
+    """Return a fake tensor-parallel group of ``tp`` ranks, seen from rank 0; it counts traffic and sends nothing."""
     return PaperGroup("tp", tuple(range(tp)), 0)

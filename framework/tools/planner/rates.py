@@ -1,11 +1,11 @@
-"""How fast a device computes and its links carry: an operation -> seconds, a message -> seconds.
+"""Rates of a device and its links: operation -> seconds, message -> seconds.
 
     Work     -> seconds   product     tiles over processors, short inner dims, the largest rate seen; at least its bytes
                           attention   a share of the peak
                           the rest    bytes over bandwidth
-    Said     -> seconds   latency + bytes on the wire over what the link reaches
+    Said     -> seconds   latency + bytes on the wire over the link's reached bandwidth
 
-Constants that are no data sheet's are in :class:`Reached`, one set for all devices, models and sources.
+Constants that no data sheet contains are in :class:`Reached`, one set for all devices, models and sources.
 """
 
 from __future__ import annotations
@@ -18,90 +18,97 @@ from meshwright.tools.planner.operations import Kind, Work
 
 
 class Reached(NamedTuple):
-    """Shares of what a data sheet promises, the same for all devices, models and frameworks.
+    """Fractions of data sheet rates that are reached, the same for all devices, models and frameworks.
 
     The defaults fit the published runs of ``benchmarks/published_runs.csv`` (``docs/planner-accuracy.md``), rounded.
     """
 
     product: float = 0.92
-    """Of the largest rate that products are seen to reach alone: in a whole run clocks are lower."""
+    """Fraction of the largest rate that a product reaches alone; clocks are lower in a whole run."""
     short_k: float = 260.0
-    """A product with an inner dim of so many elements reaches half of that."""
+    """Inner dim, in elements, at which a product reaches half of that rate."""
     tiling: float = 0.52
-    """How much of a last wave of tiles that leaves processors idle is lost."""
+    """Exponent for the loss in a partial last wave of tiles: 0 no loss, 1 all idle processors lost."""
     memory: float = 0.64
     attention: float = 0.84
-    """Of what the fused kernel is said to reach, by itself."""
+    """Fraction of the fused kernel's published standalone rate."""
     attention_backward: float = 0.72
-    """Of its share of the peak in forward."""
+    """Backward share of the peak over the forward share."""
     last_wave: float = 0.5
-    """Rounds of all processors that attention loses in forward: under a causal mask their parts are unequal. (In
-    backward, kernels were measured to lose next to nothing.)"""
+    """Rounds of all processors that attention loses in forward: under a causal mask their parts are unequal.
+
+    In backward, kernels were measured to lose next to nothing.
+    """
     node_link: float = 0.76
     cluster_link: float = 0.73
     message_s: float = 20e-6
-    """Of a message among GPUs, at least, besides the links' latencies (NCCL; measured on B200: 22 to 26 us)."""
+    """Minimum seconds per message among GPUs, besides link latency (NCCL; measured on B200: 22 to 26 us)."""
     operation_s: float = 4e-6
-    """Of an operation on a GPU, at least."""
+    """Minimum seconds per operation on a GPU."""
     hidden: float = 0.7
-    """Of a message that runs beside computation, how much it does not delay."""
+    """Fraction of an overlapped message that does not delay computation."""
     waits: float = 0.005
-    """Of a step's time, for each doubling of the devices: the slowest of many is waited for."""
+    """Fraction of step time added per doubling of the devices, because every step waits for the slowest one."""
     step_s: float = 0.0
-    """Of each step, for what is not modelled."""
+    """Seconds per step for everything that is not modelled."""
 
 
 class Habits(NamedTuple):
-    """What a framework does in its own way. The defaults are this one's."""
+    """Framework-specific choices that affect time. The defaults are meshwright's."""
 
     reduces_beside: bool = True
-    """Sums over replicas run beside the last backward."""
+    """Gradient reduction over replicas overlaps the last backward."""
     gathers_beside: bool = True
-    """Weights are gathered beside the forward."""
+    """All-gather of weights overlaps the forward."""
     tp_beside: bool = False
-    """Messages of tensor parallelism run beside products."""
+    """Tensor-parallel messages overlap products."""
     tp_beside_weight_gradients: bool = False
-    """In backward, what can be: the sums of input gradients, and gathering inputs once more, run beside products."""
+    """In backward, reductions of input gradients and repeated all-gathers of inputs overlap products."""
     sends_beside: bool = True
-    """A pipeline rank computes on while it sends; otherwise both sides wait until a message is there."""
+    """A pipeline rank computes on while it sends; otherwise both sides block until the message has arrived."""
     scatters_sends: bool = False
-    """Each tp rank sends its part of what all of them have, and they gather it on the other side (Narayanan 2021)."""
+    """Each tp rank sends its part of a replicated tensor, and the receivers all-gather it (Narayanan 2021)."""
     accumulates_in_product: bool = False
-    """A product adds to the gradient itself."""
+    """A product accumulates into the gradient itself."""
     wide_gradient_bytes: int = 4
-    """Of an element of a gradient that is accumulated, and summed over replicas."""
+    """Bytes per element of an accumulated gradient, which is reduced over replicas."""
     optimizer_bytes: float = 38.0
-    """Read and written per element of a shard: norm, clipping, AdamW, the weights that are computed with."""
+    """Bytes read and written per element of a shard: norm, clipping, AdamW, compute weights."""
     steps_together: bool = True
-    """No pipeline rank begins the next step before all are done (they agree on the gradient's norm)."""
+    """No pipeline rank begins the next step before all are done, because they share the gradient norm."""
     product_dtype: str = ""
-    """Of the products of layers, where it is another than the rest's: their factors are cast for them."""
+    """Dtype of the layers' products if it differs from the rest; their factors are cast to it."""
     casts: float = 0.5
-    """Of both factors for each of a layer's three products. Half: what one product has cast serves another one too."""
+    """Casts of both factors per product of a layer. 0.5: each cast serves two products."""
     cast_product_speed: float = 1.0
-    """Of products of such factors, where it is another than the hardware's."""
+    """Speed of products of cast factors, relative to the hardware's rate."""
     tp_in_parts: bool = False
-    """A product whose factor comes in, or whose result goes out, as the product is made is cut into a part per rank
-    (torch's ``_micro_pipeline_tp``). An input's gradient is the sum of several products: it goes out behind them."""
+    """A product overlapped with its all-gather or reduce-scatter is cut into one part per rank.
+
+    This is torch's ``_micro_pipeline_tp``. An input gradient is the sum of several products, so it is sent after them.
+    """
     attention_speed: float = 1.0
-    """Of the fused attention kernel, where it is another than the device's usual one."""
+    """Speed of the fused attention kernel, relative to the device's usual one."""
     attention_head_dims: tuple[int, ...] = (32, 64, 96, 128, 160, 192, 224, 256)
-    """That the fused kernel is made for (FlashAttention-2's): others take as long as the next larger one."""
+    """Head dims of the fused kernel (FlashAttention-2's); others take as long as the next larger one."""
     context: int = 1
-    """Ranks over which each sequence is split."""
+    """Number of ranks over which each sequence is split."""
     context_exchange: str = "heads"
-    """"heads": queries, keys, values and outputs change places, so that a rank has all of some heads. "keys": keys and
-    values go round."""
+    """Exchange of context parallelism: "heads" or "keys".
+
+    "heads": an all-to-all of queries, keys, values and outputs gives each rank all tokens of some heads.
+    "keys": keys and values go round a ring.
+    """
 
 
 MEASURED = Reached(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
-"""Of rates that are measured, all is reached."""
+"""Fractions for measured rates, which need no reduction."""
 ON_CORES = Habits(reduces_beside=False, gathers_beside=False)
-"""Where messages are carried by the cores that compute."""
+"""Habits of devices whose compute cores also carry the messages."""
 
 TILE = (128, 128)
 ROWS = 128
-"""Of queries that a processor works on at once in attention."""
+"""Queries per processor at a time in attention."""
 
 
 def _peak(hardware: Hardware, dtype: str) -> float:
@@ -111,7 +118,7 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 def work_s(
     work: Work, hardware: Hardware, dtype: str, reached: Reached, *, backward: bool, habits: Habits | None = None
 ) -> float:
-    """Seconds of one of these operations."""
+    """Return the seconds of one operation of this kind."""
     if hardware.products:
         return _measured(work, hardware)
     memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
@@ -127,7 +134,7 @@ def work_s(
 
 
 def attention_share(queries: int, hardware: Hardware, reached: Reached, *, backward: bool) -> float:
-    """Of the peak, what the fused kernel reaches with so many queries of all heads."""
+    """Return the fused kernel's share of the peak, 0..1; ``queries`` is their number over all heads."""
     measured = hardware.attention_backward_share
     waves = queries / ROWS / hardware.processors
     filled_waves = waves / (waves + reached.last_wave)
@@ -138,12 +145,12 @@ def attention_share(queries: int, hardware: Hardware, reached: Reached, *, backw
 
 
 def filled(head_dim: int, made_for: tuple[int, ...]) -> float:
-    """Of the dims that a kernel works on, how many a head has."""
+    """Return the head dim over the next larger dim of the kernel, 0..1."""
     return max((head_dim / dims for dims in made_for if dims >= head_dim), default=1.0)
 
 
 def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: Reached) -> float:
-    """Of the peak, what a product of (batch, m, n, k) reaches."""
+    """Return a product's share of the peak, 0..1; ``shape`` is (batch, m, n, k)."""
     batch, m, n, k = shape
     tiles = batch * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
     waves = tiles / hardware.processors
@@ -160,22 +167,22 @@ def _measured(work: Work, hardware: Hardware) -> float:
 
 
 class Wire(NamedTuple):
-    """The links of one axis for one layout."""
+    """Links of one mesh axis in one layout."""
 
     bytes_per_s: float
     ring_s: float
-    """Of the way once around."""
+    """Latency of once around the ring, in seconds."""
     size: int
     call_s: float = 0.0
-    """Of each message, to be started."""
+    """Start-up seconds of each message."""
     measured: tuple[tuple[str, Link], ...] = ()
-    """By kind, where messages were measured."""
+    """Measured links by kind of message; empty if none were measured."""
 
     def seconds(self, wire_bytes: float, calls: float = 1, kind: str = "") -> float:
-        """Of so many messages of a kind, which together put so many bytes on the wire per rank.
+        """Return the seconds of ``calls`` messages of one kind; ``wire_bytes`` is their total per rank.
 
-        Gathering and scattering go once around a ring, however long it is; a sum to all goes around twice or, among
-        many, up and down a tree (NCCL's choices).
+        An all-gather or reduce-scatter goes once around a ring of any length. An all-reduce goes around twice or, among
+        many ranks, up and down a tree (NCCL's choices).
         """
         if self.size == 1:
             return 0.0
@@ -190,10 +197,10 @@ class Wire(NamedTuple):
 
 
 def wire_of(size: int, stride: int, hardware: Hardware, reached: Reached) -> Wire:
-    """The links that ``size`` ranks talk over which stand ``stride`` apart.
+    """Return the links between ``size`` ranks that stand ``stride`` apart.
 
-    Those of one node go by the node's link. Across nodes, each device has a way out of its own: of a group with
-    several ranks in a node, all of theirs carry its messages.
+    Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with several
+    ranks per node uses all of theirs.
     """
     node, cluster = hardware.node_link, hardware.cluster_link
     within = node.bytes_per_s * reached.node_link

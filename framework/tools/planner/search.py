@@ -29,12 +29,12 @@ from meshwright.tools.planner.memory import GLOO, NCCL, RankMemory, Transport
 from meshwright.tools.planner.rates import Habits, Reached
 
 HEADROOM_SHARE = 0.08
-"""Of a device's usable memory, what is left free: an allocator that cuts memory into blocks, kernels' workspaces."""
+"""Fraction of a device's usable memory that is left free for allocator fragmentation and kernel workspaces."""
 BEST = 10
 MOST_LOOKED_AT = 40
 UNKNOWN_BYTES = 2**62
 Shape: TypeAlias = tuple[int, int, int, str, int, int]
-"""Of a choice."""
+"""Type of ``Choice.shape``."""
 
 
 @dataclass(frozen=True)
@@ -46,43 +46,43 @@ class Found:
     sketch: Sketch
     time: StepTime
     memory: tuple[RankMemory, ...]
-    """Of each pipeline rank; of a layout that was not drawn whole, of those that may be the fullest."""
+    """Memory of each pipeline rank; for a layout that was not drawn whole, only of ranks that may have the peak."""
     mfu: float
     """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return max(each.total for each in self.memory)
 
 
 @dataclass
 class Plan:
-    """What a search has found."""
+    """Result of a search."""
 
     base: RunConfig
     hardware: Hardware
     nodes: int
     best: list[Found]
-    """By predicted time."""
+    """Best layouts, ordered by predicted time."""
     rejected: list[Rejection]
     num_choices: int
-    """Layouts that the rules allow."""
+    """Number of layouts that the rules allow."""
     num_fitting: int
-    """Of them those that fit into memory by formula."""
+    """Number of those layouts that fit into memory by formula."""
     trade_off: list[tuple[float, int, Choice]] = field(default_factory=list)
-    """Of all of those: (seconds, bytes, choice), by formula."""
+    """(seconds, bytes, choice) of fitting layouts, by formula."""
     closest: tuple[int, Choice] | None = None
-    """Where nothing fits: what needs least memory, and how much."""
+    """(bytes, choice) of the layout that needs the least memory, if nothing fits."""
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.nodes * self.hardware.devices_per_node
 
 
 class _Quick(NamedTuple):
-    """By formula; what goes first is looked at first."""
+    """Estimate of a layout by formula, in the order in which layouts are evaluated."""
 
     seconds: float
     zero: int
@@ -91,12 +91,12 @@ class _Quick(NamedTuple):
 
 
 def transport_of(hardware: Hardware) -> Transport:
-    """How messages are sent there."""
+    """Return the transport of the hardware's communication backend: gloo on CPU, NCCL on GPUs."""
     return GLOO if hardware.kind == "cpu" else NCCL
 
 
 def usable_bytes(hardware: Hardware) -> int:
-    """Of a device, what a layout may take."""
+    """Return the bytes of a device that a layout may use."""
     return int(hardware.usable_bytes * (1 - HEADROOM_SHARE))
 
 
@@ -110,7 +110,7 @@ def search(
     reached: Reached | None = None,
     habits: Habits | None = None,
 ) -> Plan:
-    """Look at every layout of the workbench's model and batch on so many nodes."""
+    """Search all layouts of the workbench's model and batch on ``nodes`` nodes."""
     base = workbench.config
     hardware.check_dtype(base.train.dtype)
     plan = Plan(base, hardware, nodes, [], [], 0, 0)
@@ -120,7 +120,7 @@ def search(
     tried: set[tuple[int, int, int, int]] = set()
     fits: set[tuple[int, int, int, int]] = set()
     spared: dict[Shape, list[Choice]] = defaultdict(list)
-    """Not looked at: one that shards or recomputes less, and so is never slower, fits by formula."""
+    """Choices not evaluated because one that shards or recomputes less, and so is never slower, fits by formula."""
     all_of_them = choices(workbench, hardware, nodes, offload=offload)
     for rejected, group in groupby(all_of_them, key=lambda each: each if isinstance(each, Rejection) else each.shape):
         if isinstance(rejected, Rejection):
@@ -160,13 +160,13 @@ def search(
 
 @dataclass
 class _Contest:
-    """Of layouts that fit by formula the quickest: timed by their schedules, and the first drawn as it will run."""
+    """Ranking of the layouts that fit by formula: timed from their schedules; the first also drawn as it will run."""
 
     workbench: Workbench
     hardware: Hardware
     room: int
     estimates: list[_Quick]
-    """By formula; those that were spared come to it when they take part."""
+    """Estimates by formula; spared choices are added when a faster one turns out not to fit."""
     spared: dict[Shape, list[Choice]]
     too_large: dict[str, list[tuple[int, Choice]]]
     reached: Reached | None
@@ -174,7 +174,7 @@ class _Contest:
     failed: set[Choice] = field(default_factory=set)
 
     def best(self, number: int) -> list[Found]:
-        """So many, or as many as there are; by time."""
+        """Return up to ``number`` layouts that fit, ordered by time."""
         waiting = sorted(self.estimates)
         found: list[Found] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
@@ -200,7 +200,10 @@ class _Contest:
         return found[:number]
 
     def _look(self, choice: Choice) -> Found | None:
-        """Timed by its schedule's computations; its memory walked, messages about where they are."""
+        """Evaluate a layout: time from its computations, memory from a walk with approximate message positions.
+
+        Returns None if it does not fit.
+        """
         config = with_choice(self.workbench.config, choice)
         sketch = self.workbench.sketch(config, computed(self.workbench, choice))
         memory = tuple(sketch.memory(rank, transport_of(self.hardware)) for rank in sketch.unlike_ranks())
@@ -212,7 +215,7 @@ class _Contest:
         return _found(self.workbench, self.hardware, choice, sketch, time, memory)
 
     def _first_fits(self, found: list[Found]) -> bool:
-        """Draw the first as it will run: it takes its place, if it still fits."""
+        """Draw the fastest layout as it will run, and replace its estimate if it still fits."""
         choice, config = found[0].choice, found[0].config
         if found[0].sketch.schedule.is_lowered:
             return True
@@ -225,7 +228,7 @@ class _Contest:
         return True
 
     def _give_way(self, choice: Choice, waiting: list[_Quick]) -> None:
-        """It does not fit: those take part that it has spared, which shard or recompute more."""
+        """Drop a layout that does not fit, and add the choices that it spared, which shard or recompute more."""
         self.failed.add(choice)
         known = {each.choice for each in self.estimates}
         for each in self.spared.pop(choice.shape, ()):
@@ -237,7 +240,7 @@ class _Contest:
 
 
 def _is_spared(choice: Choice, fitting: Sequence[Choice]) -> bool:
-    """One that shards or recomputes less, and so is never slower, fits."""
+    """Check if a layout that shards or recomputes less, and so is never slower, fits."""
     return any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting)
 
 
@@ -252,8 +255,10 @@ def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterato
 def _that_fit(
     workbench: Workbench, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
 ) -> Iterator[tuple[Choice, int | None]]:
-    """Of choices that differ in what is sharded and recomputed only: those that fit, with their bytes; without, where
-    one fits that shards and recomputes less, and so is never slower."""
+    """Yield the choices that fit, out of those that differ only in sharding and recompute.
+
+    Each comes with its bytes, or with None if a fitting one shards and recomputes less, and so is never slower.
+    """
     least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
     at_rest = least_bytes(workbench, least)
     if at_rest > room:
@@ -285,7 +290,7 @@ def examine(
     reached: Reached | None = None,
     habits: Habits | None = None,
 ) -> Found:
-    """A configuration as it stands."""
+    """Evaluate a configuration as it stands."""
     hardware.check_dtype(config.train.dtype)
     sketch = workbench.sketch(config, schedule)
     memory = tuple(sketch.memory(rank, transport_of(hardware)) for rank in range(sketch.schedule.pp))
@@ -307,6 +312,6 @@ def _found(
 
 
 def tokens_per_second(found: Found, workbench: Workbench) -> float:
-    """Of all devices together."""
+    """Return the throughput of all devices together, in tokens/s."""
     batch = batch_numbers(found.config)
     return batch.global_batch * workbench.example(1).tokens_per_sample / found.time.total

@@ -1,4 +1,4 @@
-"""A plan as text: the ten best layouts, why the first beats the next, its memory rank by rank, what was rejected."""
+"""Text form of a plan: the best layouts, the first one's lead over the second, memory per rank, rejected layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "t
 
 
 def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
-    """The whole text."""
+    """Return a plan as text."""
     config, hardware = plan.base, plan.hardware
     lines = [
         f"model      {config.model.builder}, {len(workbench.names)} layers, {config.train.dtype}",
@@ -54,7 +54,7 @@ def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
 
 
 def table(workbench: Workbench, found: Sequence[Found]) -> list[str]:
-    """A line for each layout."""
+    """Format one line per layout."""
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
     ]
@@ -83,7 +83,7 @@ def table(workbench: Workbench, found: Sequence[Found]) -> list[str]:
 
 
 def memory_table(found: Found) -> list[str]:
-    """A line for each pipeline rank; neighbours that hold alike as one."""
+    """Format one line per pipeline rank; with more than nine ranks, only the first and last four."""
     rows: list[tuple[str, ...]] = [("pp_rank", *CATEGORIES, "in all", "at")]
     ranks = list(enumerate(found.memory))
     shown = ranks if len(ranks) <= 9 else [*ranks[:4], *ranks[-4:]]
@@ -98,7 +98,7 @@ def memory_table(found: Found) -> list[str]:
 
 
 def rejections(plan: Plan) -> list[str]:
-    """The rules that were broken, the commonest first."""
+    """List the broken rules, most frequent first, each with an example."""
     times: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for each in plan.rejected:
@@ -113,7 +113,7 @@ def rejections(plan: Plan) -> list[str]:
 
 
 def chosen_config(plan: Plan, name: str) -> RunConfig:
-    """The first layout as a configuration that `meshwright train` runs."""
+    """Return the best layout as a configuration for `meshwright train`."""
     first = plan.best[0].config
     return first.model_copy(
         update={

@@ -1,1 +1,1 @@
-"""A page for a run, or for several side by side: everything that a run directory tells, in one HTML file."""
+"""HTML report of one run, or of several side by side: everything in the run directories, in one file."""

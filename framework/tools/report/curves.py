@@ -1,4 +1,4 @@
-"""The curves of a run, and of several runs over each other."""
+"""Charts of one run, and of several runs on shared axes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshwright.tracking.plot import SMOOTHED_FROM, running_mean
 from meshwright.tracking.record import GIB, StepRecord
 
 MOST_BAD = 200
-"""Marks of steps that were not finite."""
+"""Most marks of non-finite steps in one chart."""
 
 
 class Quantity(NamedTuple):
-    """A number of each step, as it is drawn."""
+    """A quantity recorded at each step, and how to draw it."""
 
     title: str
     unit: str
@@ -52,7 +52,7 @@ def tokens_of(record: StepRecord) -> float:
 
 
 def of_run(run: RunSeen) -> list[Markup]:
-    """Loss first, then all else that was measured."""
+    """Build the charts of a run: loss first, then every other recorded quantity."""
     marks = list(marks_of(run))
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
     charts = [chart(LOSS.title, loss_curves(run), unit=LOSS.unit, marks=marks, levels=levels)]
@@ -72,7 +72,7 @@ def of_run(run: RunSeen) -> list[Markup]:
 
 
 def loss_curves(run: RunSeen) -> list[Curve]:
-    """Training, smoothed where there are many steps; validation; what was lost and taken again."""
+    """Build the loss curves: training (with a running mean if there are many steps), validation, and repeated steps."""
     training = points(run.records, LOSS)
     curves = []
     if len(training) >= SMOOTHED_FROM:
@@ -88,7 +88,7 @@ def loss_curves(run: RunSeen) -> list[Curve]:
 
 
 def lost_curves(run: RunSeen, quantity: Quantity) -> list[Curve]:
-    """Of each start the steps that a later one took again."""
+    """Build one curve for each start whose steps were lost and repeated by a later start."""
     lost = [attempt.again for attempt in run.attempts if attempt.again]
     return [Curve("taken again", points(each, quantity), 0, "lost") for each in lost]
 
@@ -96,20 +96,20 @@ def lost_curves(run: RunSeen, quantity: Quantity) -> list[Curve]:
 def points(
     records: Sequence[StepRecord], quantity: Quantity, x: Callable[[StepRecord], float] = steps_of
 ) -> list[Point]:
-    """Where it was measured; what is not finite leaves a gap."""
+    """Return a point for each record that has the quantity. Values that are not finite become NaN, a gap."""
     found = ((x(record), quantity.of(record)) for record in records)
     return [(at, y if math.isfinite(y) else math.nan) for at, y in found if y is not None]
 
 
 def marks_of(run: RunSeen) -> list[Mark]:
-    """Restarts, and steps that were not taken."""
+    """Build marks for restarts, and for steps that were skipped or whose loss is not finite."""
     marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
     bad = [record.step for record in run.records if record.skipped or not math.isfinite(record.loss)]
     return marks + [Mark(step, "not finite", bad=True) for step in bad[:MOST_BAD]]
 
 
 def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
-    """Of several runs: losses by step and by tokens, and how fast they were."""
+    """Build charts that compare runs: losses by step and by tokens, gradient norm and throughput by step."""
     charts = []
     for quantity, x, x_name in (
         (LOSS, steps_of, "step"),
@@ -142,7 +142,7 @@ def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
 
 
 class Final(NamedTuple):
-    """The figures that a run is compared by."""
+    """Figures by which runs are compared, as text."""
 
     steps: str
     tokens: str
@@ -166,7 +166,7 @@ FINAL_NAMES = Final(
 
 
 def final(run: RunSeen) -> Final:
-    """Of a run that has taken a step or more; otherwise dashes."""
+    """Return the final figures of a run; dashes if it has taken no step."""
     records = run.records
     layout = layout_of(run)
     if not records:
@@ -193,7 +193,7 @@ def final(run: RunSeen) -> Final:
 
 
 def _memory(run: RunSeen) -> str:
-    """Of the rank that has the most, as far as that is known."""
+    """Format the largest known peak memory of all ranks, with its rank."""
     peaks = (max(record.memory_bytes for record in run.records), *(run.peaks.peaks[1:] if run.peaks else ()))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return f"{peaks[rank] / GIB:.3g} GiB, rank {rank}"
@@ -204,7 +204,7 @@ def _rate(tokens_per_s: float) -> str:
 
 
 def layout_of(run: RunSeen) -> str:
-    """Of its last start: degrees, and what else of the configuration says how it is laid out."""
+    """Describe the configured layout: parallel degrees, schedule and ZeRO stage."""
     parallel, pipeline = run.config.get("parallel", {}), run.config.get("pipeline", {})
     degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp") if axis in parallel)
     said = [degrees, str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))]

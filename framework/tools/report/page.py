@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, of one run or of several side by side."""
+"""HTML report of one run or of several side by side, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from meshwright.tracking.console import duration, memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MOST_DRAWN = 2000
-"""Actions of the panels of a picture: of more, the page would be large and the boxes hair-thin; then it is text."""
+"""Most actions in a picture. With more, the page is large and the boxes hair-thin, so the schedule becomes text."""
 TEXT_WIDTH = 100
 MOST_STRAGGLERS = 8
 MOST_ROWS = 60
-"""Of attempts and of checkpoints: those of the middle are left out."""
+"""Most rows of the tables of attempts and checkpoints; rows in the middle are left out."""
 PARTS = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other")
-"""Of a rank's time, in the order of their colours."""
+"""Parts of a rank's time, in the order of their colours."""
 
 
 class Drawn(NamedTuple):
-    """A schedule: a picture, or text where there is too much for one."""
+    """A schedule, as a picture or, if that would be too large, as text."""
 
     title: str
     picture: Markup
@@ -46,25 +46,25 @@ class Drawn(NamedTuple):
 
 
 class TimeRow(NamedTuple):
-    """Where the time of one rank went: (name, share, words) of each part."""
+    """Time of one rank by part: (name, share, words) each."""
 
     rank: str
     parts: tuple[tuple[str, float, str], ...]
 
 
 class Memory(NamedTuple):
-    """Where the memory went."""
+    """Peak memory of a run by pipeline rank and by rank."""
 
     said: str
     stages: tuple[tuple[str, float, str], ...]
     """(pipeline rank, its largest peak as a share of the largest of all, words)."""
     axes: tuple[str, ...]
     ranks: list[tuple[str, ...]]
-    """(rank, its places on the axes, words)."""
+    """(rank, its coordinates on the axes, words)."""
 
 
 def page(runs: Sequence[RunSeen]) -> str:
-    """The text of the file."""
+    """Return the HTML report of these runs."""
     names = names_of(runs)
     return render(
         TEMPLATE,
@@ -80,13 +80,13 @@ def page(runs: Sequence[RunSeen]) -> str:
 
 
 def names_of(runs: Sequence[RunSeen]) -> list[str]:
-    """What to call them: by their directory, whole where two have one name."""
+    """Return a name for each run: its directory's name, or the full path if two runs share a name."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.directory) for run, name in zip(runs, names, strict=True)]
 
 
 def view(run: RunSeen, name: str) -> dict[str, Any]:
-    """What the template shows of a run."""
+    """Return the template's values for one run."""
     before = (*run.attempts[:1], *run.attempts)
     attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
     has_jobs = any("slurm_job" in attempt.start for attempt in run.attempts)
@@ -119,7 +119,7 @@ def view(run: RunSeen, name: str) -> dict[str, Any]:
 
 
 def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
-    """The figures at the top."""
+    """Yield the key figures at the top of the page, as (name, text)."""
     found, model = final(run), run.config.get("model", {})
     size = f", {run.checkpoints[-1].parameters:,} parameters" if run.checkpoints else ""
     yield "model", f"{model.get('builder', '?')}{size}"
@@ -140,7 +140,10 @@ def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
 
 
 def memory_of(run: RunSeen) -> Memory | None:
-    """The peaks of all ranks: of each pipeline rank the least and the most, since its stages are its own; and all."""
+    """Return the peak memory of all ranks, and the lowest and highest peak of each pipeline rank.
+
+    The range is per pipeline rank because pipeline ranks hold different stages.
+    """
     if run.peaks is None:
         return None
     peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
@@ -157,7 +160,10 @@ def memory_of(run: RunSeen) -> Memory | None:
 
 
 def schedule_of(run: RunSeen) -> Drawn | None:
-    """Measured above simulated where a step was traced; otherwise simulated, in ticks. None: nothing to draw."""
+    """Draw the schedule; return None if there is nothing to draw.
+
+    If a step was traced: measured above simulated. Otherwise: simulated, in ticks.
+    """
     if run.trace is not None:
         trace, schedule, timeline, readings = run.trace
         simulated = simulate(schedule, measured_costs(schedule, timeline))
@@ -184,7 +190,7 @@ def schedule_of(run: RunSeen) -> Drawn | None:
 
 
 def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECONDS) -> Drawn:
-    """As a picture, if it is not too much and matplotlib is there."""
+    """Draw panels as a picture, or as text if they have too many actions or matplotlib is missing."""
     if sum(len(panel.timeline.spans) for panel in panels) <= MOST_DRAWN:
         try:
             return Drawn(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
@@ -194,7 +200,7 @@ def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECO
 
 
 def time_rows(run: RunSeen) -> list[TimeRow]:
-    """Of the traced step, for each pipeline rank of the first replica, and their mean."""
+    """Split the traced step's time into parts, for each pipeline rank of the first replica and their mean."""
     if run.trace is None:
         return []
     accounts = account(run.trace.timeline, run.trace.readings)
@@ -213,7 +219,7 @@ def time_rows(run: RunSeen) -> list[TimeRow]:
 
 
 def whole(run: RunSeen) -> Iterator[tuple[str, str]]:
-    """Where the time of all steps went, as far as metrics.jsonl tells."""
+    """Yield totals over all steps as (name, text), as far as metrics.jsonl has them."""
     kept = sum(record.step_s for record in run.records)
     if not kept:
         return
@@ -237,7 +243,7 @@ def whole(run: RunSeen) -> Iterator[tuple[str, str]]:
 
 
 def stragglers(run: RunSeen) -> list[tuple[str, str, str]]:
-    """Who made the others wait: (who, how often, the largest share of a step); the worst first."""
+    """List the stragglers, worst first: (rank, number of steps, largest share of a step)."""
     found: dict[str, list[float]] = {}
     for record in run.records:
         if record.straggler:
@@ -247,8 +253,10 @@ def stragglers(run: RunSeen) -> list[tuple[str, str, str]]:
 
 
 def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
-    """Number, when, layout, where, from which step, what it has taken, what of it was lost. ``before``: the layout of
-    the start before it."""
+    """Return a table row: number, time, layout, host, first step, steps kept, steps lost, Slurm job.
+
+    ``before``: the layout of the previous start.
+    """
     start, kept, again = attempt.start, attempt.kept, attempt.again
     nodes = start.get("nodes")
     where = f"{start.get('host', '?')}" + (f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else "")
@@ -265,7 +273,7 @@ def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
 
 
 def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Those of the middle left out."""
+    """Leave out the rows in the middle if there are more than ``MOST_ROWS``."""
     if len(rows) <= MOST_ROWS:
         return rows
     half = MOST_ROWS // 2
@@ -273,13 +281,13 @@ def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def config_text(run: RunSeen) -> str:
-    """The resolved configuration as a file that `meshwright train` takes; as JSON where it is not understood."""
+    """Return the resolved configuration as a file for `meshwright train`; as JSON if this version cannot parse it."""
     config: RunConfig | None = run.resolved
     return to_toml(config) if config is not None else json.dumps(run.config, indent=2)
 
 
 def differences(runs: Sequence[RunSeen]) -> list[tuple[str, ...]]:
-    """Keys that are not the same in all of these configurations, with each one's value; not where they are kept."""
+    """List configuration keys whose values differ between runs, except the run's name and directory."""
     flat = [dict(_leaves(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for each in flat for key in each))
     rows = []

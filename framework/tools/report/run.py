@@ -1,7 +1,7 @@
-"""What a run directory tells, read once: of a run that goes on, was torn in the middle of a line, or has taken no step.
+"""Contents of a run directory, read once. The run may be live, have a torn last line, or have taken no step.
 
-Nothing here needs torch, and nothing is written. What cannot be read is a remark and no error: the page is most wanted
-when something is wrong.
+Nothing here needs torch, and nothing is written. An unreadable file becomes a remark, not an error: the page is most
+needed when something is wrong.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from meshwright.watch.trace import read as read_trace
 
 MOST_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB
-"""Of a small file of a run."""
+"""Largest size of a small text file of a run, in bytes."""
 
 
 class Saved(NamedTuple):
-    """A checkpoint, by its manifest alone: no byte of its files is read."""
+    """A checkpoint, as described by its manifest alone; its data files are not read."""
 
     step: int
     samples_seen: int
     layout: str
     size: int
-    """Bytes of its files."""
+    """Size of its files, in bytes."""
     parameters: int
-    """Elements of its weights."""
+    """Number of weight elements."""
     at_s: float
-    """Seconds since 1970."""
+    """Time of saving, in seconds since 1970."""
 
 
 class Attempt(NamedTuple):
-    """One start of a run, and what came of it."""
+    """One start of a run and its steps."""
 
     number: int
-    """Counted from 0; the ``restarts`` of its records."""
+    """Index of the start, from 0; equals ``restarts`` in its records."""
     start: dict[str, Any]
-    """Its line in ``starts.jsonl``; empty where that is lost."""
+    """Its line in ``starts.jsonl``; empty if that is lost."""
     kept: tuple[StepRecord, ...]
-    """Steps that count."""
+    """Records of the steps that count."""
     again: tuple[StepRecord, ...]
-    """Steps that were lost, and were taken again by a later start."""
+    """Records of the steps that were lost and repeated by a later start."""
 
     @property
     def layout(self) -> str:
@@ -76,7 +76,7 @@ class Attempt(NamedTuple):
 
     @property
     def from_step(self) -> int:
-        """Of the checkpoint that it went on from."""
+        """Step of the checkpoint from which this start resumed."""
         known = self.start.get("step")
         records = (*self.kept, *self.again)
         return known if isinstance(known, int) else min((record.step for record in records), default=1) - 1
@@ -84,41 +84,41 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSeen:
-    """All of it."""
+    """Everything that could be read from a run directory."""
 
     directory: Path
     name: str
     config: dict[str, Any]
-    """As the file has it."""
+    """Resolved configuration, as in the file."""
     resolved: RunConfig | None
-    """The same, where this version understands it."""
+    """Parsed configuration; None if this version does not understand the file."""
     records: tuple[StepRecord, ...]
-    """One for each step that counts, in order."""
+    """One record for each step that counts, in order."""
     attempts: tuple[Attempt, ...]
     checkpoints: tuple[Saved, ...]
-    """Oldest first."""
+    """Checkpoints, oldest first."""
     trace: Measured | None
     state: str
     is_live: bool
     placement: str
     hang: str
-    """The report of the last hang."""
+    """Report of the last hang; "" if there is none."""
     peaks: Peaks | None
-    """Memory of each rank."""
+    """Peak memory of each rank."""
     unigram_entropy: float | None
-    """Of the validation text, nats per token."""
+    """Unigram baseline of the validation text, in nats per token."""
     remarks: tuple[str, ...]
-    """What could not be read."""
+    """Messages about files that could not be read."""
 
     @property
     def steps(self) -> int | None:
-        """That the run is to take."""
+        """Configured number of training steps."""
         found = self.config.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
 
 def read_run(place: Path) -> RunSeen:
-    """Read it all.
+    """Read a run directory.
 
     Raises:
         ConfigError: there is no run.
@@ -176,7 +176,7 @@ def _config(directory: Path, remarks: list[str]) -> tuple[dict[str, Any], RunCon
 
 
 def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
-    """In the order of the file; lines that are none are passed over, and told where they are not the last."""
+    """Read step records in file order. Lines that are no record are left out, each with a remark."""
     if not path.exists():
         return []
     records: list[StepRecord] = []
@@ -301,7 +301,7 @@ def _unigrams(config: RunConfig | None) -> float | None:
 
 
 def _text(path: Path) -> str:
-    """Of a small file; "" where there is none."""
+    """Read a small file; return "" if it cannot be read."""
     try:
         return read_text(path, MAX_TEXT_BYTES, errors="replace")
     except OSError:
@@ -309,5 +309,5 @@ def _text(path: Path) -> str:
 
 
 def clock(at_s: float) -> str:
-    """``2026-11-22 14:05``, here."""
+    """Format a time as ``2026-11-22 14:05``, in local time."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
