@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from meshwright.config import default_world_size, load, resolve
 from meshwright.model.build import build_model
 from meshwright.model.meter import reference
-from meshwright.pipeline.costs import LayerCost, count_layers, weights
+from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
 from meshwright.pipeline.partition import partition
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tools.planner.balance import BALANCES, imbalance
@@ -82,7 +82,7 @@ def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) ->
     print("balance     " + "".join(f"{f'{count} stages':>18}" for count in NUM_STAGES))
     by_measured, by_predicted = [sum(each) for each in measured], [cost.time_s for cost in costs]
     by = {"FLOPs": [cost.forward.flops for cost in costs]}
-    by |= {balance: weights(costs, balance) for balance in BALANCES} | {"measured": by_measured}
+    by |= {balance: layer_weights(costs, balance) for balance in BALANCES} | {"measured": by_measured}
     for name, each in by.items():
         stages = [partition(each, count) for count in NUM_STAGES]
         shown = (f"{imbalance(by_measured, cut):10.3f} ({imbalance(by_predicted, cut):.3f})" for cut in stages)

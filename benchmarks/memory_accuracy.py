@@ -44,7 +44,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.profile import Practice
 
@@ -199,7 +199,7 @@ def rehearsed(config: RunConfig) -> list[int]:
 
 def planned(config: RunConfig) -> list[int]:
     """Predict the peak bytes of each pipeline rank as `meshwright plan` does: layer profiles along the schedule row."""
-    sketch = Workbench(config, Practice(takes_everything=False)).sketch(config)
+    sketch = ModelCache(config, Practice(takes_everything=False)).sketch(config)
     found = [sketch.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
     return [each.total + each.host for each in found]
 
@@ -230,7 +230,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.load_mappings(
+        torch.device("cpu")
+    )  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])),

@@ -5,9 +5,10 @@
     python benchmarks/planner_accuracy.py --runs FILE           other runs, in the columns of published_runs.csv
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
 
-The constants (:class:`meshwright.tools.planner.rates.Reached`) are one set for all devices, models and frameworks. Each
-source is predicted with the constants that fit all *other* sources best: no row influences its own prediction. Sources
-that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from every fit.
+The constants (:class:`meshwright.tools.planner.rates.RateFractions`) are one set for all devices, models and
+frameworks. Each source is predicted with the constants that fit all *other* sources best: no row influences its own
+prediction. Sources that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from
+every fit.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from rich.table import Table
 
 from meshwright.errors import UserError
 from meshwright.tools.planner.hardware import Hardware, read_hardware
-from meshwright.tools.planner.layout_model import Sketch
-from meshwright.tools.planner.rates import Reached
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.rates import RateFractions
 
 CONSTANTS = Path(__file__).parent / "published_constants.json"
 FITTED = {
@@ -49,7 +50,7 @@ FITTED = {
     "waits": (1e-4, 0.05),
 }
 """Constant -> physical range. The fit starts at ``START`` and is pulled to it, as if each were known to 30 %."""
-START = Reached(
+START = RateFractions(
     product=0.92, short_k=250.0, tiling=0.5, memory=0.8, attention=1.0, attention_backward=0.8, last_wave=0.5,
     node_link=0.75, cluster_link=0.75, operation_s=4e-6, hidden=0.8, waits=0.005,
 )  # fmt: skip
@@ -66,7 +67,7 @@ class Drawn(NamedTuple):
     """Published row with its sketch and hardware, ready to be timed."""
 
     case: Case
-    sketch: Sketch
+    sketch: LayoutModel
     hardware: Hardware
 
 
@@ -139,7 +140,7 @@ class Fit:
         self.corrections = [s / f for s, f in zip(simulated, formula, strict=True)]
 
     @staticmethod
-    def seconds(row: Drawn, reached: Reached, *, simulated: bool = False) -> float:
+    def seconds(row: Drawn, reached: RateFractions, *, simulated: bool = False) -> float:
         """Return the seconds of a row's step."""
         return step_s(row.case, row.sketch, row.hardware, reached, simulated=simulated).total
 
@@ -185,7 +186,7 @@ class Fit:
             free &= ~stuck
         return point
 
-    def all(self, rounds: int = 5) -> dict[str, Reached]:
+    def all(self, rounds: int = 5) -> dict[str, RateFractions]:
         """Fit on all rows (under the name ""), and without the rows of each paper (under its name)."""
         point = self.start.copy()
         for _ in range(rounds):
@@ -204,12 +205,12 @@ class Fit:
         return found
 
 
-def constants(point: Any) -> Reached:
+def constants(point: Any) -> RateFractions:
     """Return the constants from their logarithms."""
     return START._replace(**dict(zip(FITTED, map(float, np.exp(point)), strict=True)))
 
 
-def predict(row: Drawn, reached: Reached) -> Scored:
+def predict(row: Drawn, reached: RateFractions) -> Scored:
     """Predict a row by simulation."""
     time_ = step_s(row.case, row.sketch, row.hardware, reached)
     parts = ("pipeline", "reduce", "gather", "optimizer")
@@ -296,10 +297,10 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
     return lines
 
 
-def stored() -> dict[str, Reached]:
+def stored() -> dict[str, RateFractions]:
     """Return the constants of the last fit."""
     raw: Mapping[str, Mapping[str, float]] = json.loads(CONSTANTS.read_text(encoding="utf-8"))
-    return {name: Reached(**values) for name, values in raw.items()}
+    return {name: RateFractions(**values) for name, values in raw.items()}
 
 
 def main() -> int:

@@ -40,10 +40,10 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.planner.calibrate import cores, put_together
+from meshwright.tools.planner.calibrate import build_hardware, cores
 from meshwright.tools.planner.choices import choice_of
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.profile import Practice
 from meshwright.tools.planner.search import examine
 
@@ -107,7 +107,7 @@ def calibrated(pool: RankPool) -> Hardware:
     """Calibrate this machine, as `meshwright calibrate` does."""
     alone = pool.run(measure_core, min(cores(), 8), timeout_s=TIMEOUT_S)
     links = pool.run(measure_all_links, max(2, min(cores(), 8)), timeout_s=TIMEOUT_S)[0]
-    found = put_together(alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8)
+    found = build_hardware(alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8)
     shares = pool.run(measure_block_share, min(cores(), 8), found, timeout_s=TIMEOUT_S)
     return found.model_copy(update={"whole_share": statistics.median(shares)})
 
@@ -127,7 +127,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-planner-on-cpu.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.load_mappings(
+        torch.device("cpu")
+    )  # its import takes seconds: once, before the fork
     assert meshwright.models.gpt2
     console = Console(width=150)
     configs = {", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS}
@@ -144,7 +146,7 @@ def main() -> int:
     table = Table("layout", "predicted s", "measured s", "predicted / measured")
     rows = []
     for name, config in configs.items():
-        workbench = Workbench(config, Practice(takes_everything=False))
+        workbench = ModelCache(config, Practice(takes_everything=False))
         predicted = examine(workbench, hardware, config, choice_of(config)).time.total
         fastest = min(measured[name])
         rows.append({"layout": name, "predicted_s": predicted, "measured_s": fastest, "all_s": measured[name]})

@@ -18,13 +18,13 @@ from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, Run
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.tools.planner.cost import StepTime, one_more_s, steady_s, step_time
+from meshwright.tools.planner.cost import StepTime, seconds_per_micro_batch, steady_s, step_time
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
 from meshwright.tools.planner.memory import NCCL
-from meshwright.tools.planner.operations import Kind, Work
-from meshwright.tools.planner.profile import LayerProfile, Practice, Said
-from meshwright.tools.planner.rates import Habits, Reached
+from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.profile import GroupMessages, LayerProfile, Practice
+from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
 
 DATA = Path(__file__).parent / "published_runs.csv"
 
@@ -101,7 +101,7 @@ class Case(NamedTuple):
     row: Row
     config: RunConfig
     practice: Practice
-    habits: Habits
+    habits: FrameworkTraits
     hardware: str
     whole: bool
     """Flag: the source states all that matters; otherwise some value is a guess."""
@@ -115,7 +115,7 @@ class System(NamedTuple):
     """Practice and habits with which a framework of its time ran a model."""
 
     practice: Practice
-    habits: Habits
+    habits: FrameworkTraits
     whole: bool = True
 
 
@@ -129,7 +129,7 @@ COMPILED = FUSED._replace(norm_kernel=True, saves_inputs=True)
 """torch.compile, which recomputes in backward what is cheaper to recompute than to keep."""
 EAGER = Practice(fused=False, any_order=True)
 
-MEGATRON_2021 = Habits(
+MEGATRON_2021 = FrameworkTraits(
     reduces_beside=False,
     gathers_beside=False,
     sends_beside=False,
@@ -142,7 +142,7 @@ MEGATRON_2022 = MEGATRON_2021._replace(
     tp_beside_weight_gradients=True, accumulates_in_product=True, wide_gradient_bytes=4, optimizer_bytes=56
 )
 """Gradients in float32 from the product on; reduced after the last backward (Korthikanti 2022, section 6.3)."""
-MEGATRON_CORE = Habits(
+MEGATRON_CORE = FrameworkTraits(
     tp_beside_weight_gradients=True,
     reduces_beside=True,
     gathers_beside=True,
@@ -151,7 +151,7 @@ MEGATRON_CORE = Habits(
     optimizer_bytes=46,
 )
 MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(reduces_beside=False, gathers_beside=False, sends_beside=False)
-FSDP = Habits(optimizer_bytes=44)
+FSDP = FrameworkTraits(optimizer_bytes=44)
 """torch's AdamW on float32 shards: clip, step, and weights cast for the all-gather."""
 
 
@@ -386,7 +386,7 @@ def case(row: Row) -> Case:
     return Case(row, config, practice, habits, gpu, not guessed, all_chunks - chunks, besides)
 
 
-def bucket_bytes(row: Row, habits: Habits) -> int:
+def bucket_bytes(row: Row, habits: FrameworkTraits) -> int:
     """Return the bytes of one gradient reduction: a block for FSDP, else 40M elements, or 1M a replica if that is more.
 
     Megatron without overlap reduces all gradients at once."""
@@ -407,10 +407,10 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
     In its order, wq wk wv wo w1 w3 w2, the products that run again are wk, wo and w3; here q, k, v and w1, w3 are one
     product each. Whatever is not kept exists again while its block's backward runs.
     """
-    products = [work for work in profile.forward if work.kind is Kind.PRODUCT]
+    products = [work for work in profile.forward if work.kind is WorkKind.PRODUCT]
     if not profile.name.startswith("block") or len(products) < 3:
         return profile
-    again = [work for work in profile.forward if work.kind is Kind.MEMORY]
+    again = [work for work in profile.forward if work.kind is WorkKind.MEMORY]
     by_flops = sorted(products, key=lambda work: work.flops)
     kept = max(products, key=lambda work: work.flops)
     for work in by_flops:
@@ -418,7 +418,7 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
         if share:
             batch, m, n, k = work.shape
             shape = (batch, m, round(n * share), k)
-            again.append(Work(Kind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
+            again.append(Work(WorkKind.PRODUCT, work.flops * share, work.bytes * share, shape, work.times))
     queries, keys_and_values = profile.attended[0]
     kept_bytes = round(queries + keys_and_values / 2 + profile.output_bytes + kept.shape[1] * kept.shape[2])
     return replace(
@@ -437,27 +437,35 @@ def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
     if not profile.name.startswith("block"):
         return profile
 
-    def but_for(share: float, messages: tuple[Said, ...]) -> tuple[Said, ...]:
-        return tuple(Said(said.operation, round(said.calls * share), said.wire_bytes * share) for said in messages)
+    def but_for(share: float, messages: tuple[GroupMessages, ...]) -> tuple[GroupMessages, ...]:
+        return tuple(
+            GroupMessages(said.operation, round(said.calls * share), said.wire_bytes * share) for said in messages
+        )
 
     kept_bytes = 2 * row.micro_batch * row.seq * row.hidden
-    gathers = Said("all_gather", 1, kept_bytes * (row.tp - 1) / row.tp)
+    gathers = GroupMessages("all_gather", 1, kept_bytes * (row.tp - 1) / row.tp)
     backward = (*but_for(3 / 4, profile.backward_says), gathers)
     return replace(profile, forward_says=but_for(1 / 2, profile.forward_says), backward_says=backward)
 
 
-def step_s(of: Case, sketch: Sketch, hardware: Hardware, reached: Reached, *, simulated: bool = True) -> StepTime:
+def step_s(
+    of: Case, sketch: LayoutModel, hardware: Hardware, reached: RateFractions, *, simulated: bool = True
+) -> StepTime:
     """Return a row's step time, with the micro-batches that its sketch leaves out."""
     found = step_time(sketch, hardware, reached, of.habits, simulated=simulated)
     if not of.more_chunks:
         return found
-    one = one_more_s(found.timeline, sketch.schedule) if simulated else steady_s(sketch, found.stages, of.habits)
+    one = (
+        seconds_per_micro_batch(found.timeline, sketch.schedule)
+        if simulated
+        else steady_s(sketch, found.stages, of.habits)
+    )
     more = of.more_chunks * one
     waits = (found.total - reached.step_s) / (found.pipeline + found.reduce + found.gather + found.optimizer)
     return found._replace(total=found.total + more * waits, pipeline=found.pipeline + more)
 
 
-def memory_bytes(of: Case, sketch: Sketch) -> int:
+def memory_bytes(of: Case, sketch: LayoutModel) -> int:
     """Return the peak bytes of the fullest rank, as torch counts allocated memory.
 
     Where products add to gradients themselves, Transformer Engine hands autograd a placeholder for each shape of a
@@ -482,7 +490,7 @@ class Bench:
     """Cache of sketches; rows that are alike share models and profiles."""
 
     def __init__(self) -> None:
-        self._workbenches: dict[Any, Workbench] = {}
+        self._workbenches: dict[Any, ModelCache] = {}
         self._schedules: dict[Any, Schedule] = {}
 
     def draw(self, config: RunConfig) -> Schedule:
@@ -494,7 +502,7 @@ class Bench:
             self._schedules[key] = lower(build(name, pp, chunks, config.pipeline.stages_per_rank))
         return self._schedules[key]
 
-    def sketch(self, of: Case) -> Sketch:
+    def sketch(self, of: Case) -> LayoutModel:
         """Return the sketch of one row."""
         model = of.config.model
         length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
@@ -505,7 +513,7 @@ class Bench:
 
 
 @dataclass
-class _WithBesides(Workbench):
+class _WithBesides(ModelCache):
     """Workbench that changes the profiles of its layers."""
 
     besides: Callable[[LayerProfile], LayerProfile] | None = None

@@ -145,7 +145,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-side-by-side.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.load_mappings(
+        torch.device("cpu")
+    )  # its import takes seconds: once, before the fork
     console = Console(width=140)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]])),

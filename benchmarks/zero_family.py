@@ -466,7 +466,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-zero-family.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    meshwright.tensor_parallel.megatron.mappings(torch.device("cpu"))  # its import takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.load_mappings(
+        torch.device("cpu")
+    )  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
         "environment": environment(shlex.join(["python", "benchmarks/zero_family.py", *sys.argv[1:]])),

@@ -25,13 +25,13 @@ from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
-from meshwright.pipeline.costs import LayerCost, count_layers, weights
+from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
 from meshwright.pipeline.partition import partition, partition_explicit
 from meshwright.pipeline.recompute import check_recompute, recomputed_names
 from meshwright.pipeline.running_stats import BufferWatch, cast_running, cast_statistics, check_running
 from meshwright.pipeline.standalone import LayerWatch
 from meshwright.pipeline.values import (
-    Example,
+    MetaMicrobatch,
     ValueSpec,
     check_loss,
     check_output,
@@ -57,7 +57,7 @@ class Blueprint:
     model: PlainModel
     """Parameters on meta, in the training dtype, sharded over tp."""
     infos: dict[str, ParameterInfo]
-    example: Example
+    example: MetaMicrobatch
     """The shapes of a micro-batch."""
     stages: list[range]
     """Layers of each stage."""
@@ -135,7 +135,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-    shapes = Example(*example(config, batch.micro_batch_size))
+    shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
     check_lengths(config, shapes)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     check_impossible(config, model)
@@ -181,7 +181,7 @@ class Description(NamedTuple):
     """Buffers that forward changes."""
 
 
-def check_lengths(config: RunConfig, shapes: Example) -> None:
+def check_lengths(config: RunConfig, shapes: MetaMicrobatch) -> None:
     """Raise :class:`ConfigError` for token inputs whose sequence dim sequence parallelism cannot cut."""
     for path, leaf in tree_flatten_with_path(shapes.inputs)[0] if config.parallel.sequence else ():
         if not leaf.is_floating_point() and leaf.dim() > 1:
@@ -190,7 +190,7 @@ def check_lengths(config: RunConfig, shapes: Example) -> None:
             check_sequence_length(leaf.shape[1], config.parallel.tp, name)
 
 
-def describe(config: RunConfig, model: PlainModel, shapes: Example) -> Description:
+def describe(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> Description:
     """Run the whole model forward on meta, as it was built, and hold its output against the labels.
 
     Raises:
@@ -295,4 +295,4 @@ def cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[rang
         if len(balance) != num_stages:
             raise ConfigError(f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}")
         return partition_explicit(balance, len(costs))
-    return partition(weights(costs, balance), num_stages, num_stages // config.parallel.pp)
+    return partition(layer_weights(costs, balance), num_stages, num_stages // config.parallel.pp)

@@ -18,12 +18,12 @@ from meshwright.data.sources import Source, data_fingerprint, open_sources
 from meshwright.data.span_corruption import SpanCorruptionSource
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.replica import Replica, StageReplica, members_of
-from meshwright.data_parallel.sharding import Member, Sharding, Tie
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.errors import MeshError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
-from meshwright.optimizer.flat import FlatOptimizer, Shard
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.host_memory import HostMemory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
@@ -167,7 +167,7 @@ def make_optimizer(
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     return FlatOptimizer(
         [
-            Shard(
+            OptimizerShard(
                 bucket.master,
                 bucket.shard_gradient,
                 bucket.kind.decays,
@@ -264,14 +264,16 @@ def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
     return found
 
 
-def stage_members(blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]) -> list[Member]:
+def stage_members(
+    blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]
+) -> list[StageParameter]:
     """The parameters of a stage, frozen ones too, with what the data-parallel axis must know of each."""
     members = []
     stages = blueprint.stage_of_parameter()
     for name, parameter, layer in members_of(layers):
         canonical = blueprint.model.canonical(name)
         tie = Tie(canonical, tied[canonical], stages[canonical][0] == stage) if canonical in tied else None
-        members.append(Member(blueprint.infos[canonical], parameter, layer, tie))
+        members.append(StageParameter(blueprint.infos[canonical], parameter, layer, tie))
     return members
 
 

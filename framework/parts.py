@@ -19,7 +19,7 @@ from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.pipeline.executor import Executor, Feed, Result
+from meshwright.pipeline.executor import Executor, Feed, RowResult
 from meshwright.pipeline.running_stats import running_values
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
@@ -66,7 +66,7 @@ class Parts(Forward):
     data_fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
-    last: Result | None = None
+    last: RowResult | None = None
     """The last step's row as it ran: when each action began and ended."""
     flags: dict[str, Callable[[], bool]] = field(default_factory=lambda: dict.fromkeys(FLAGS, lambda: False))
     """Each of FLAGS is read once per step on each rank; :class:`StepStats` has those that were raised on any rank."""

@@ -19,7 +19,7 @@ from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import FLAGS, Forward, Parts, StepStats
-from meshwright.pipeline.executor import Microbatch, Result
+from meshwright.pipeline.executor import Microbatch, RowResult
 from meshwright.pipeline.values import cast_floats
 
 
@@ -120,7 +120,7 @@ class StepSums(NamedTuple):
     """Ranks that raise each of FLAGS."""
 
 
-def _optimizer_step(parts: Parts, result: Result) -> StepStats:
+def _optimizer_step(parts: Parts, result: RowResult) -> StepStats:
     """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
 
     The buckets hold the gradient of loss_sum / expected labels. The mean over the labels that counted needs the factor
@@ -148,7 +148,7 @@ def _optimizer_step(parts: Parts, result: Result) -> StepStats:
     return stats
 
 
-def sum_numbers(parts: Parts, result: Result) -> Tensor:
+def sum_numbers(parts: Parts, result: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: (8,) float64, the fields of :class:`StepSums`.
 
     Blocks for the ranks, not for the device: nothing is read on the host.

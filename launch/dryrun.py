@@ -84,10 +84,10 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
         from meshwright.launch.plans import practice_for
         from meshwright.tools.dryrun.report import StepTime
         from meshwright.tools.planner.choices import choice_of
-        from meshwright.tools.planner.layout_model import Workbench
+        from meshwright.tools.planner.layout_model import ModelCache
         from meshwright.tools.planner.search import examine
 
-        workbench = Workbench(job.config, practice_for(job.config, hardware))
+        workbench = ModelCache(job.config, practice_for(job.config, hardware))
         found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
         return StepTime(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 

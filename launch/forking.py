@@ -30,9 +30,9 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     if not torch.cuda.is_available():
-        from meshwright.tensor_parallel.megatron import mappings
+        from meshwright.tensor_parallel.megatron import load_mappings
 
-        mappings(torch.device("cpu"))
+        load_mappings(torch.device("cpu"))
 
 
 def die_with_parent(parent: int) -> None:

@@ -18,9 +18,9 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.run.summary import memory
 from meshwright.system.outputs import check_place, write_out
 from meshwright.terminal.output import put
-from meshwright.tools.planner.calibrate import Measured, measure_block, measure_device, measure_links
+from meshwright.tools.planner.calibrate import DeviceRates, measure_block, measure_device, measure_links
 from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.nearest import nearest, search_hard
 from meshwright.tools.planner.page import page
 from meshwright.tools.planner.profile import Practice
@@ -67,7 +67,7 @@ def plan(
     _only_what_has_effect(overrides, hardware, global_batch)
     config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, global_batch)
-    workbench = Workbench(config, practice_for(config, hardware))
+    workbench = ModelCache(config, practice_for(config, hardware))
     found = search_hard(workbench, hardware, nodes, best or BEST)
     if not found.best:
         raise ConfigError(_nothing_fits(workbench, hardware, nodes, found))
@@ -165,7 +165,7 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     )
 
 
-def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
+def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
     """Return the lines of the error: the layout closest to fitting, and what would work."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     if found.closest is None:
@@ -186,14 +186,14 @@ def _nothing_fits(workbench: Workbench, hardware: Hardware, nodes: int, found: P
 def calibrate(out: Path, ranks: int) -> None:
     """Measure this machine and write it as a hardware file for ``--cluster``."""
     from meshwright.launch.pool import RankPool
-    from meshwright.tools.planner.calibrate import cores, put_together, to_toml
+    from meshwright.tools.planner.calibrate import build_hardware, cores, to_toml
 
     check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:
         measured = pool.run(measure_core, min(cores(), ranks), timeout_s=600)
         links = pool.run(measure_all_links, max(2, min(cores(), ranks)), timeout_s=600)[0]
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found = put_together(measured, links, memory_bytes, ranks)
+        found = build_hardware(measured, links, memory_bytes, ranks)
         shares = pool.run(measure_block_share, min(cores(), ranks), found, timeout_s=600)
     found = found.model_copy(update={"whole_share": sorted(shares)[len(shares) // 2]})
     write_out(out, f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}")
@@ -205,7 +205,7 @@ def calibrate(out: Path, ranks: int) -> None:
     )
 
 
-def measure_core(rank: int, world_size: int) -> dict[str, Measured]:
+def measure_core(rank: int, world_size: int) -> dict[str, DeviceRates]:
     """Measure this rank's core in float32 and bfloat16, while the other ranks do the same."""
     torch.set_num_threads(1)
     return {str(dtype).removeprefix("torch."): measure_device(dtype) for dtype in (torch.float32, torch.bfloat16)}

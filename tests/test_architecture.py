@@ -86,17 +86,17 @@ MOST_DOORS = {
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
 LARGE_FILES = {
-    "framework/checkpoint/manifest.py": 308,
-    "framework/config/load.py": 309,
+    "framework/checkpoint/manifest.py": 315,
+    "framework/config/load.py": 320,
     "framework/config/rules.py": 344,
     "framework/data/corpus.py": 322,
     "framework/data/indexed.py": 364,
     "framework/data/prepare/readers.py": 316,
-    "framework/data_parallel/fully_sharded.py": 408,
+    "framework/data_parallel/fully_sharded.py": 446,
     "framework/mesh/comm.py": 398,
-    "framework/pipeline/executor.py": 353,
-    "framework/pipeline/values.py": 347,
-    "framework/run/saving.py": 342,
+    "framework/pipeline/executor.py": 364,
+    "framework/pipeline/values.py": 351,
+    "framework/run/saving.py": 354,
     "framework/schedule/action.py": 329,
     "framework/schedule/analysis/simulate.py": 312,
     "framework/schedule/check.py": 308,
@@ -111,21 +111,23 @@ LARGE_FILES = {
     "framework/tools/interop/huggingface/convert/importing.py": 323,
     "framework/tools/interop/huggingface/restructure/frame.py": 307,
     "framework/tools/interop/huggingface/restructure/layers.py": 302,
-    "framework/tools/planner/cost.py": 374,
-    "framework/tools/planner/layout_model.py": 311,
-    "framework/tools/planner/memory.py": 330,
-    "framework/tools/planner/operations.py": 417,
+    "framework/tools/planner/cost.py": 390,
+    "framework/tools/planner/layout_model.py": 318,
+    "framework/tools/planner/memory.py": 334,
+    "framework/tools/planner/operations.py": 413,
     "framework/tools/planner/profile.py": 367,
-    "framework/tools/planner/search.py": 312,
+    "framework/tools/planner/search.py": 324,
+    "framework/tools/report/page.py": 307,
     "framework/tools/report/run.py": 313,
     "framework/watch/hang/watchdog.py": 313,
     "launch/local.py": 327,
     "launch/pool.py": 327,
-    "models/t5_layers.py": 304,
+    "models/t5_layers.py": 314,
 }
 LONG_FUNCTIONS = {
-    "framework/checkpoint/shard.py:write_shard": 62,
-    "framework/data_parallel/buckets.py:__init__": 61,
+    "framework/checkpoint/shard.py:write_shard": 71,
+    "framework/data_parallel/buckets.py:__init__": 67,
+    "framework/data_parallel/fully_sharded.py:__init__": 61,
     "framework/mesh/mesh.py:open_mesh": 63,
     "framework/tools/dryrun/replay.py:build_templates": 75,
     "framework/tools/dryrun/report.py:describe": 82,
@@ -133,8 +135,8 @@ LONG_FUNCTIONS = {
     "framework/tools/planner/profile.py:_profile": 107,
     "framework/tools/verify/compare.py:compare": 68,
     "framework/tools/verify/run.py:verify": 62,
-    "models/llama.py:build": 97,
-    "models/t5.py:build": 99,
+    "models/llama.py:build": 107,
+    "models/t5.py:build": 106,
 }
 MANY_PARAMETERS = {
     "framework/data/corpus.py:__init__": 8,
@@ -169,7 +171,6 @@ READING_PATH = (
 READING_LINES = 3_900
 README_LINES = 200
 SAME_NAMES = {
-    "Attempt",
     "Attention",
     "AttentionCore",
     "Axis",
@@ -177,32 +178,25 @@ SAME_NAMES = {
     "Checkpoint",
     "Choice",
     "Embedding",
-    "Entry",
     "Example",
-    "File",
     "Kind",
     "Link",
-    "Measured",
     "Mlp",
-    "Moment",
     "PaperGroup",
     "Piece",
-    "Place",
     "Placement",
     "Prepared",
     "Progress",
-    "Reference",
     "Row",
     "Run",
     "Seen",
     "Sharding",
     "Source",
     "StepTime",
-    "TensorSpec",
     "Wire",
 }
 """Classes of one name in several rooms."""
-PROSE = 1536
+PROSE = 678
 """Docstrings that break a rule of tests/support/prose.py."""
 
 

@@ -20,7 +20,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import BucketKind, Member, Place, Sharded, Sharding, accumulation_dtype, kind_of
+from meshwright.data_parallel.sharding import (
+    BucketKind,
+    BucketSlot,
+    ShardedParameters,
+    Sharding,
+    StageParameter,
+    accumulation_dtype,
+    kind_of,
+)
 from meshwright.optimizer.host_memory import HostMemory
 
 ALIGNED_ELEMENTS = 8
@@ -31,13 +39,13 @@ kernels. Matrices with 8-bit optimizer state are aligned to its blocks as well.
 """
 
 
-def plan_buckets(members: Sequence[Member], bucket_bytes: int) -> list[tuple[BucketKind, list[Member]]]:
+def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[tuple[BucketKind, list[StageParameter]]]:
     """Group members into buckets of one kind and about ``bucket_bytes`` of gradient, last layer first as in backward.
 
     A tied weight has a bucket of its own, because the stages that share it must reduce the very same elements. Buckets
     are ordered by when backward completes them. A bucket with the norms of all layers therefore comes last.
     """
-    buckets: list[tuple[BucketKind, list[Member]]] = []
+    buckets: list[tuple[BucketKind, list[StageParameter]]] = []
     complete: list[int] = []
     open_buckets: dict[BucketKind, int] = {}
     filled: dict[BucketKind, int] = {}
@@ -59,7 +67,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Bucket(Sharded):
+class Bucket(ShardedParameters):
     """Parameters of one kind in one flat tensor, their gradients in another, and this replica's shard of both."""
 
     flat: Tensor
@@ -67,7 +75,7 @@ class Bucket(Sharded):
     def __init__(
         self,
         kind: BucketKind,
-        members: Sequence[Member],
+        members: Sequence[StageParameter],
         sharding: Sharding,
         *,
         keeps_gradient: bool = True,
@@ -83,10 +91,10 @@ class Bucket(Sharded):
         """
         first = members[0].parameter
         aligned = math.lcm(ALIGNED_ELEMENTS, block_size) if kind.in_blocks else ALIGNED_ELEMENTS
-        places: list[Place] = []
+        places: list[BucketSlot] = []
         end = 0
         for member in members:
-            places.append(Place(member, end, end + member.parameter.numel()))
+            places.append(BucketSlot(member, end, end + member.parameter.numel()))
             end = _round_up(end + member.parameter.numel(), aligned)
         numel = _round_up(end, aligned * sharding.shard.size)
         start, stop = sharding.range_of(numel)
@@ -146,7 +154,7 @@ class Bucket(Sharded):
         assert self.flat_gradient is not None
         return self.flat_gradient
 
-    def gradient_view(self, place: Place) -> Tensor:
+    def gradient_view(self, place: BucketSlot) -> Tensor:
         """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
         return self.open_gradient()[place.start : place.stop].view(place.member.parameter.shape)
 
@@ -160,11 +168,11 @@ class Bucket(Sharded):
         self.flat.copy_(weights)
         self.master.copy_((weights if master is None else master)[start:stop])
 
-    def local_weights(self, place: Place) -> Tensor:
+    def local_weights(self, place: BucketSlot) -> Tensor:
         """Return the full parameter, detached."""
         return place.member.parameter.detach()
 
-    def leaf(self, place: Place) -> Tensor:
+    def leaf(self, place: BucketSlot) -> Tensor:
         """Return the module's own parameter."""
         return place.member.parameter
 

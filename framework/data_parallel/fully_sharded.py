@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.data_parallel.sharding import (
-    Member,
-    Place,
-    Sharded,
+    BucketSlot,
+    ShardedParameters,
     Sharding,
+    StageParameter,
     accumulation_dtype,
     all_reduce,
     kind_of,
@@ -41,7 +41,7 @@ _SUMMED_TOGETHER = 2**24
 """Elements of the gradient per all-reduce across shard groups; bounds the device copy of a gradient in host memory."""
 
 
-class _Doors:
+class _FsdpCollective:
     """Common base of the objects that run FSDP's collectives over a :class:`~meshwright.mesh.comm.Group`."""
 
     def __init__(self, group: Group) -> None:
@@ -52,14 +52,14 @@ class _Doors:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Doors):
+class _Gather(_FsdpCollective):
     """All-gather for FSDP over a mesh group. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._group.all_gather(output_tensor, input_tensor).wait()
 
 
-class _ReduceScatter(_Doors):
+class _ReduceScatter(_FsdpCollective):
     """Reduce-scatter for FSDP. Always sums; averaging happens once, by label count, in the loss scale.
 
     Bytes per rank: M (n-1)/n, M = bytes of the input. Blocks.
@@ -71,12 +71,12 @@ class _ReduceScatter(_Doors):
         self._group.reduce_scatter(output_tensor, input_tensor).wait()
 
 
-class RowShards(Sharded):
+class RowShards(ShardedParameters):
     """One parameter as a bucket, sharded by rows over the ranks of the shard group."""
 
     def __init__(
         self,
-        member: Member,
+        member: StageParameter,
         sharding: Sharding,
         of_torch: Any,
         shard_gradient: Tensor,
@@ -94,11 +94,11 @@ class RowShards(Sharded):
         self._of_torch = of_torch
         self.dtype = dtype
         weights: DTensor = of_torch.sharded_param
-        local, padded = weights.to_local(), padded_rows(of_torch)
+        local, padded = weights.to_local(), padded_shard(of_torch)
         super().__init__(
             kind_of(member),
             sharding,
-            [Place(member._replace(parameter=of_torch.sharded_param), 0, weights.numel())],
+            [BucketSlot(member._replace(parameter=of_torch.sharded_param), 0, weights.numel())],
             padded.numel() * sharding.shard.size,
             master=padded,
             shard_gradient=shard_gradient,
@@ -125,16 +125,16 @@ class RowShards(Sharded):
         start, stop = self.shard_range
         self.master.copy_((weights if master is None else master)[start:stop])
 
-    def local_weights(self, place: Place) -> Tensor:
+    def local_weights(self, place: BucketSlot) -> Tensor:
         """Return this rank's rows, flat, in the master dtype and with padding."""
         return self.master
 
-    def leaf(self, place: Place) -> Tensor:
+    def leaf(self, place: BucketSlot) -> Tensor:
         """Return FSDP's unsharded parameter; it is the same object from the first forward on."""
         gathered: Tensor = self._of_torch.unsharded_param
         return gathered
 
-    def gradient_view(self, place: Place) -> Tensor:
+    def gradient_view(self, place: BucketSlot) -> Tensor:
         """Return the gradient of the full parameter in its shape, or an empty tensor when there is none."""
         gradient = self.leaf(place).grad
         return torch.zeros(0) if gradient is None else gradient
@@ -175,7 +175,7 @@ class RowShards(Sharded):
             of_torch.to_accumulated_grad_if_needed()
 
 
-def padded_rows(of_torch: Any) -> Tensor:
+def padded_shard(of_torch: Any) -> Tensor:
     """Return the full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
     local: Tensor = of_torch.sharded_param.to_local()
     return torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
@@ -186,7 +186,7 @@ class FullyShardedStage:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[StageParameter],
         sharding: Sharding,
         tp: Group,
         layers: nn.Sequential,
@@ -225,7 +225,7 @@ class FullyShardedStage:
             member.parameter.data = member.parameter.data.to(device)
         self._shard(sharding.shard, dtype, kept, device, offload)
         units = list(self._units())
-        shards = [padded_rows(of_torch) for unit in units for of_torch in unit.fsdp_params]
+        shards = [padded_shard(of_torch) for unit in units for of_torch in unit.fsdp_params]
         self._gradient = torch.zeros(sum(map(Tensor.numel, shards)), dtype=kept, device=shards[0].device)
         """Flat gradient of this rank's rows of all parameters."""
         gradients = iter(torch.split(self._gradient, [shard.numel() for shard in shards]))
@@ -261,7 +261,11 @@ class FullyShardedStage:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if dtype != kept:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
-        for modules in [*_sharing(self._layers), *_overlapping(self._layers), *([layer] for layer in self._layers)]:
+        for modules in [
+            *_modules_sharing_parameters(self._layers),
+            *_layers_sharing_modules(self._layers),
+            *([layer] for layer in self._layers),
+        ]:
             own = {parameter for module in modules for parameter in module.parameters()}
             whole = {parameter for parameter in own if parameter.requires_grad and not isinstance(parameter, DTensor)}
             for parameter in whole:
@@ -296,7 +300,7 @@ class FullyShardedStage:
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
         for layer in sharded:
-            layer.register_forward_hook(_no_views, prepend=True)
+            layer.register_forward_hook(_clone_views, prepend=True)
         self._state._lazy_init()  # the root's forward would do it, but only its layers are called
 
     @property
@@ -401,7 +405,7 @@ class FullyShardedStage:
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _no_views clones such outputs
 
 
-def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
+def _clone_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
     """Clone an output that is a view, before FSDP hooks its all-gather for backward to it.
 
     The hook on a view would be lost when the next layer changes the view in place. Tensors that the layer passes on
@@ -416,7 +420,7 @@ def _no_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map(own, output)
 
 
-def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
+def _layers_sharing_modules(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
     """Yield groups of layers that share a module with parameters, because FSDP gathers whole modules."""
     found: list[tuple[list[nn.Module], set[int]]] = []
     for layer in layers:
@@ -429,7 +433,7 @@ def _overlapping(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
     yield from (together for together, _ in found if len(together) > 1)
 
 
-def _sharing(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
+def _modules_sharing_parameters(layers: nn.Sequential) -> Iterator[list[nn.Module]]:
     """Yield groups of modules that share a parameter object."""
     found: list[tuple[list[nn.Module], set[int]]] = []
     for module in layers.modules():

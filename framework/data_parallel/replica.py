@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
-from meshwright.data_parallel.sharding import Member, Sharded, Sharding, sum_over_tp
+from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.host_memory import HostMemory
 
@@ -28,11 +28,11 @@ class Replica(Protocol):
     """Interface to a stage on one replica, the same for all ZeRO stages."""
 
     @property
-    def buckets(self) -> Sequence[Sharded]:
+    def buckets(self) -> Sequence[ShardedParameters]:
         """Buckets of all trained parameters."""
 
     @property
-    def frozen(self) -> Sequence[Member]:
+    def frozen(self) -> Sequence[StageParameter]:
         """Parameters that are not trained: no gradient, no optimizer state, the same values on every replica."""
 
     def begin_step(self) -> None:
@@ -70,7 +70,7 @@ class StageReplica:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[StageParameter],
         sharding: Sharding,
         tp: Group,
         *,
@@ -222,7 +222,7 @@ def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index
         alive._accumulated(parameter, index=index, number=number)
 
 
-def sum_ties(buckets: Iterable[Sharded]) -> None:
+def sum_ties(buckets: Iterable[ShardedParameters]) -> None:
     """Sum the gradients of each tied weight over its copies, and store the sum in every copy. Blocks.
 
     Copies on one rank are added directly. Copies on several ranks are all-reduced, this rank's shard only: 2 m (n-1)/n
@@ -232,7 +232,7 @@ def sum_ties(buckets: Iterable[Sharded]) -> None:
     REDUCE would be too early: stages finish at different times, and a stage that waited there could delay the messages
     that the other stage still needs.
     """
-    copies: dict[str, list[Sharded]] = defaultdict(list)
+    copies: dict[str, list[ShardedParameters]] = defaultdict(list)
     for bucket in buckets:
         if bucket.kind.tied is not None:
             copies[bucket.kind.tied.name].append(bucket)

@@ -50,7 +50,7 @@ class Tie(NamedTuple):
     """True for the copy on the first stage that holds the weight. Only this copy is counted in norms and saved."""
 
 
-class Member(NamedTuple):
+class StageParameter(NamedTuple):
     """One parameter of this rank's stage, its layer and its tie."""
 
     info: ParameterInfo
@@ -61,7 +61,7 @@ class Member(NamedTuple):
     """Tie to the copies on other stages; None for a weight that is not tied."""
 
 
-def kind_of(member: Member) -> BucketKind:
+def kind_of(member: StageParameter) -> BucketKind:
     """Return the bucket kind of a parameter. Only parameters of the same kind share a bucket."""
     info = member.info
     return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, member.tied)
@@ -84,10 +84,10 @@ class BucketKind(NamedTuple):
         return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
 
 
-class Place(NamedTuple):
+class BucketSlot(NamedTuple):
     """Range [start, stop) of a parameter in its flat bucket, in elements."""
 
-    member: Member
+    member: StageParameter
     start: int
     stop: int
 
@@ -97,7 +97,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Sharded(ABC):
+class ShardedParameters(ABC):
     """Flat parameters of one kind; this replica's optimizer steps one shard of them.
 
     Base class of the buckets of ZeRO-0 to ZeRO-2 (:class:`~.buckets.Bucket`) and ZeRO-3
@@ -113,7 +113,7 @@ class Sharded(ABC):
         self,
         kind: BucketKind,
         sharding: Sharding,
-        places: Sequence[Place],
+        places: Sequence[BucketSlot],
         numel: int,
         *,
         master: Tensor,
@@ -186,15 +186,15 @@ class Sharded(ABC):
         """
 
     @abstractmethod
-    def local_weights(self, place: Place) -> Tensor:
+    def local_weights(self, place: BucketSlot) -> Tensor:
         """Return the weights of one parameter that this rank holds: in full, or its rows under ZeRO-3."""
 
     @abstractmethod
-    def leaf(self, place: Place) -> Tensor:
+    def leaf(self, place: BucketSlot) -> Tensor:
         """Return the tensor that autograd uses as the parameter."""
 
     @abstractmethod
-    def gradient_view(self, place: Place) -> Tensor:
+    def gradient_view(self, place: BucketSlot) -> Tensor:
         """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
 
     def local_gradient(self, first: int, stop: int) -> Tensor | None:
@@ -228,7 +228,7 @@ def all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
     return group.all_reduce(there, finish=lambda: tensor.copy_(there))
 
 
-def sum_over_tp(buckets: Sequence[Sharded], tp: Group) -> None:
+def sum_over_tp(buckets: Sequence[ShardedParameters], tp: Group) -> None:
     """All-reduce over tp the gradients of parameters that each tp rank used for only some tokens or heads. Blocks.
 
     It runs after the reductions over the replicas, and waits for those still in flight. Only this rank's shard of each

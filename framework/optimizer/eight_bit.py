@@ -57,7 +57,7 @@ def _decades(levels_of: Callable[[int], int]) -> Tensor:
     return torch.cat(found)
 
 
-class Moment(NamedTuple):
+class QuantisedMoment(NamedTuple):
     """One quantised moment of a flat tensor of n elements."""
 
     codes: Tensor
@@ -65,12 +65,12 @@ class Moment(NamedTuple):
     scales: Tensor
     """(blocks,) largest absolute value of each block, in float32 or the wider dtype of the weights."""
 
-    def part(self, start: int, stop: int, block: int) -> Moment:
+    def part(self, start: int, stop: int, block: int) -> QuantisedMoment:
         """Return views of elements [start, stop); ``start`` must be the first element of a block."""
-        return Moment(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
+        return QuantisedMoment(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
 
 
-class Code:
+class Quantiser:
     """Quantiser between numbers and one kind of levels, on one device, in one dtype.
 
     The level of a number is looked up by the upper half of its float32. At most one border between two levels lies
@@ -94,7 +94,7 @@ class Code:
         self._border = torch.where(there <= most, there, torch.inf).to(device)
         """(65536,) border above which a number with this upper half has the next level; Inf where there is none."""
 
-    def widen(self, moment: Moment, block: int) -> Tensor:
+    def widen(self, moment: QuantisedMoment, block: int) -> Tensor:
         """Decode (dequantise) a moment to (n,) numbers."""
         numbers = self.levels.index_select(0, moment.codes.int())
         whole = len(numbers) // block * block
@@ -102,7 +102,7 @@ class Code:
         numbers[whole:].mul_(moment.scales[whole // block :])
         return numbers
 
-    def narrow(self, numbers: Tensor, into: Moment, block: int) -> None:
+    def narrow(self, numbers: Tensor, into: QuantisedMoment, block: int) -> None:
         """Quantise (n,) numbers into ``into``: each to its nearest level, relative to the largest of its block."""
         blocks = pad(numbers, (0, -len(numbers) % block)).view(-1, block)
         largest = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
@@ -131,7 +131,7 @@ class AdamW8bit(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._block = block_size
         self._room = room
-        self._codes: dict[tuple[torch.device, torch.dtype], tuple[Code, Code]] = {}
+        self._codes: dict[tuple[torch.device, torch.dtype], tuple[Quantiser, Quantiser]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -180,11 +180,11 @@ class AdamW8bit(torch.optim.AdamW):
         signed.narrow(moments["exp_avg"], state["exp_avg"], self._block)
         unsigned.narrow(moments["exp_avg_sq"].sqrt(), state["exp_avg_sq"], self._block)
 
-    def _code(self, like: Tensor) -> tuple[Code, Code]:
+    def _code(self, like: Tensor) -> tuple[Quantiser, Quantiser]:
         key = like.device, _computed_in(like)
         if key not in self._codes:
-            signed = Code(signed_levels(), *key, is_signed=True)
-            self._codes[key] = signed, Code(unsigned_levels(), *key, is_signed=False)
+            signed = Quantiser(signed_levels(), *key, is_signed=True)
+            self._codes[key] = signed, Quantiser(unsigned_levels(), *key, is_signed=False)
         return self._codes[key]
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
@@ -194,7 +194,9 @@ class AdamW8bit(torch.optim.AdamW):
             blocks = -(-parameter.numel() // self._block)
             state["step"] = 0
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = Moment(room(parameter.numel(), torch.uint8), room(blocks, _computed_in(parameter)))
+                state[name] = QuantisedMoment(
+                    room(parameter.numel(), torch.uint8), room(blocks, _computed_in(parameter))
+                )
         return state
 
 
@@ -205,7 +207,10 @@ def table_bytes(wide: bool) -> int:
     ``wide``: for float64 weights; otherwise float32.
     """
     dtype, cpu = torch.float64 if wide else torch.float32, torch.device("cpu")
-    codes = Code(signed_levels(), cpu, dtype, is_signed=True), Code(unsigned_levels(), cpu, dtype, is_signed=False)
+    codes = (
+        Quantiser(signed_levels(), cpu, dtype, is_signed=True),
+        Quantiser(unsigned_levels(), cpu, dtype, is_signed=False),
+    )
     return sum(each.nbytes for code in codes for each in vars(code).values() if isinstance(each, Tensor))
 
 
@@ -217,13 +222,13 @@ def _beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=parameter.device)
 
 
-def in_blocks(shape: Sequence[int], block_size: int) -> bool:
+def is_in_blocks(shape: Sequence[int], block_size: int) -> bool:
     """Return whether a parameter of this global shape is kept in 8 bits: a matrix with rows of whole blocks."""
     return len(shape) >= 2 and math.prod(shape[1:]) % block_size == 0
 
 
 def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with ``in_blocks`` set for the parameters that are kept in 8 bits.
+    """Return ``infos`` with ``is_in_blocks`` set for the parameters that are kept in 8 bits.
 
     A cut by rows keeps blocks intact.
 
@@ -231,7 +236,7 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
         ConfigError: tp cuts the rows of a parameter in the middle of a block, so that this layout would round
             differently from others. Names the parameter, and the largest block size that fits.
     """
-    found = {name: info._replace(in_blocks=in_blocks(info.global_shape, block_size)) for name, info in infos.items()}
+    found = {name: info._replace(in_blocks=is_in_blocks(info.global_shape, block_size)) for name, info in infos.items()}
     rows = {name: math.prod(info.local_shape[1:]) for name, info in found.items() if info.in_blocks}
     bad = next((name for name, row in rows.items() if row % block_size), None)
     if bad is not None:
@@ -247,5 +252,5 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
 
 def _fits(infos: Mapping[str, ParameterInfo], block_size: int) -> bool:
     """Return whether some matrices are kept in blocks of this size, and tp cuts no block."""
-    kept = [info for info in infos.values() if in_blocks(info.global_shape, block_size)]
+    kept = [info for info in infos.values() if is_in_blocks(info.global_shape, block_size)]
     return bool(kept) and not any(math.prod(info.local_shape[1:]) % block_size for info in kept)

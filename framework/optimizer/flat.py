@@ -20,7 +20,7 @@ depend on the layout. CUDA sums pairwise: there full shards are as exact, and a 
 """
 
 
-class Shard(NamedTuple):
+class OptimizerShard(NamedTuple):
     """One flat shard to step, its gradient, and the properties that its parameters share."""
 
     weights: Tensor
@@ -67,7 +67,7 @@ class FlatOptimizer:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[OptimizerShard],
         config: Optimizer,
         *,
         order: Sequence[int] | None = None,
@@ -95,7 +95,7 @@ class FlatOptimizer:
             }
             for decays, in_blocks in ((True, True), (True, False), (False, False))
         ]  # a stage without parameters: torch accepts empty groups, but no empty list
-        self.inner = _made(groups, config, host)
+        self.inner = _build_optimizer(groups, config, host)
         self._host = host
         self._order = list(range(len(self.shards)) if order is None else order)
         if host is not None and self.state_names:
@@ -178,7 +178,7 @@ class FlatOptimizer:
         return (self._host.room(weights.numel(), weights.dtype) if there is None else there).copy_(state)
 
 
-def _made(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | None) -> torch.optim.Optimizer:
+def _build_optimizer(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | None) -> torch.optim.Optimizer:
     """Build the configured torch optimizer."""
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)

@@ -49,7 +49,7 @@ class LayerCost(NamedTuple):
         return self.forward.time_s + self.backward.time_s
 
 
-def weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
+def layer_weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
     """Return the weight of each layer under ``pipeline.balance``: its time, its number of parameters, or 1."""
     if balance == "layers":
         return [1.0] * len(costs)

@@ -54,7 +54,7 @@ class Feed(Protocol):
 
 
 @dataclass
-class Result:
+class RowResult:
     """Losses and timings of one run of a row.
 
     Times are readings of the clock. Properties and methods convert them to seconds, which blocks until the device has
@@ -173,7 +173,7 @@ class Executor:
         self._activity = self.pp.activity
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
-        does: dict[Kind, Callable[[Action, Feed, Result], None]] = {
+        does: dict[Kind, Callable[[Action, Feed, RowResult], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward_input,
@@ -181,7 +181,7 @@ class Executor:
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
         }
-        self._row: list[tuple[Callable[[Any, Feed, Result], None], Any]] = []
+        self._row: list[tuple[Callable[[Any, Feed, RowResult], None], Any]] = []
         for item in self.schedule.rows[self.pp.rank]:
             if isinstance(item, Action) and item.kind in does:
                 self._row.append((does[item.kind], item))
@@ -201,10 +201,10 @@ class Executor:
         assert stage.output_spec is not None
         return _Message(action, (Kind.B, index + 1, microbatch), peer, stage.output_spec.with_gradient)
 
-    def run(self, feed: Feed, step: Callable[[Result], None] = lambda result: None) -> Result:
+    def run(self, feed: Feed, step: Callable[[RowResult], None] = lambda result: None) -> RowResult:
         """Run every item of this rank's row, in order; ``step`` is what STEP does."""
         self._on_step = step
-        run = Result(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
+        run = RowResult(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
         for do, what in self._row:
             do(what, feed, run)
         self._wait_for_sends(0)
@@ -214,7 +214,7 @@ class Executor:
 
     def validate(self, feed: Feed) -> list[LossPart]:
         """Run forward only: the same row without its backward and step items."""
-        run = Result(self.pp.rank, clock_of(self.device))
+        run = RowResult(self.pp.rank, clock_of(self.device))
         for item in self.schedule.rows[self.pp.rank]:
             kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
             if kept and kept[0].kind is Kind.F:
@@ -226,7 +226,7 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------- computations
 
-    def _forward(self, action: Action, feed: Feed, run: Result, *, train: bool = True) -> None:
+    def _forward(self, action: Action, feed: Feed, run: RowResult, *, train: bool = True) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         samples = None
@@ -248,13 +248,13 @@ class Executor:
         run.readings.append((action, start, run.clock.read()))
         run.peak_in_flight = max(run.peak_in_flight, sum(stage.num_in_flight for stage in self.stages.values()))
 
-    def _backward(self, action: Action, feed: Feed, run: Result) -> None:
+    def _backward(self, action: Action, feed: Feed, run: RowResult) -> None:
         self._back(action, run, self.stages[_stage(action)].backward)
 
-    def _backward_input(self, action: Action, feed: Feed, run: Result) -> None:
+    def _backward_input(self, action: Action, feed: Feed, run: RowResult) -> None:
         self._back(action, run, self.stages[_stage(action)].backward_input)
 
-    def _back(self, action: Action, run: Result, backward: Callable[..., list[Tensor]]) -> None:
+    def _back(self, action: Action, run: RowResult, backward: Callable[..., list[Tensor]]) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
@@ -269,7 +269,7 @@ class Executor:
             self._values[Kind.B, index, microbatch] = found
         run.readings.append((action, start, run.clock.read()))
 
-    def _backward_weight(self, action: Action, feed: Feed, run: Result) -> None:
+    def _backward_weight(self, action: Action, feed: Feed, run: RowResult) -> None:
         index, microbatch = _stage(action), _microbatch(action)
         stage = self.stages[index]
         self._activity.begin(action)
@@ -290,7 +290,7 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------ communication
 
-    def _take(self, kind: Kind, index: int, microbatch: int, run: Result) -> list[Tensor]:
+    def _take(self, kind: Kind, index: int, microbatch: int, run: RowResult) -> list[Tensor]:
         """Return the tensors of a value, and remove it; block until it has arrived."""
         key = (kind, index, microbatch)
         if key in self._arriving:
@@ -302,7 +302,7 @@ class Executor:
             run.readings.append((receive, start, run.clock.read()))
         return self._values.pop(key)
 
-    def _communicate(self, messages: _Messages, feed: Feed, run: Result) -> None:
+    def _communicate(self, messages: _Messages, feed: Feed, run: RowResult) -> None:
         """Post point-to-point messages over pp together. Blocks only for the oldest sends, once many are in flight.
 
         Bytes on the wire: those of the tensors of each value, in their own dtype.
@@ -335,14 +335,14 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------ the other axes
 
-    def _reduce(self, action: Action, feed: Feed, run: Result) -> None:
+    def _reduce(self, action: Action, feed: Feed, run: RowResult) -> None:
         self._activity.begin(action)
         start, before_s = run.clock.read(), self._activity.waited_s
         self.reduce(_stage(action))
         run.waited_in_reduce_s += self._activity.waited_s - before_s
         run.readings.append((action, start, run.clock.read()))
 
-    def _step(self, action: Action, feed: Feed, run: Result) -> None:
+    def _step(self, action: Action, feed: Feed, run: RowResult) -> None:
         self._activity.begin(action)
         start = run.clock.read()
         before_s = self._activity.waited_s

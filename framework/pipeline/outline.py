@@ -16,7 +16,7 @@ OF_THE_DRAW = {"name", "draw", "seed", "num_calls"}
 """Attributes of a SeededDropout that decide which elements it drops, but affect no shape."""
 
 
-class OfTensor(NamedTuple):
+class TensorOutline(NamedTuple):
     """Shape, dtype and device of a weight or a buffer."""
 
     name: str
@@ -26,7 +26,7 @@ class OfTensor(NamedTuple):
     requires_grad: bool
 
 
-class OfModule(NamedTuple):
+class ModuleOutline(NamedTuple):
     """Class and plain attributes of a layer or one of its submodules."""
 
     name: str
@@ -39,8 +39,8 @@ class OfModule(NamedTuple):
 class Outline(NamedTuple):
     """Outline of a layer: its tensors and its modules."""
 
-    tensors: tuple[OfTensor, ...]
-    modules: tuple[OfModule, ...]
+    tensors: tuple[TensorOutline, ...]
+    modules: tuple[ModuleOutline, ...]
 
     @property
     def is_passing(self) -> bool:
@@ -52,9 +52,9 @@ def outline_of(layer: nn.Module) -> Outline:
     """Return the outline of a layer: classes with their forwards, plain attributes, shapes of weights and buffers."""
     tensors = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
     return Outline(
-        tuple(OfTensor(name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for name, t in tensors),
+        tuple(TensorOutline(name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for name, t in tensors),
         tuple(
-            OfModule(name, type(module), type(module).forward, _attributes(module))
+            ModuleOutline(name, type(module), type(module).forward, _attributes(module))
             for name, module in layer.named_modules(remove_duplicate=False)
         ),
     )

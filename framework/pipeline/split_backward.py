@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class Note(NamedTuple):
+class DeferredGradient(NamedTuple):
     """Weight gradient that is not computed yet: the parameter and a function that computes it."""
 
     parameter: Tensor
@@ -39,10 +39,10 @@ class SplitBackward(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._notes: list[Note] | None = None
+        self._notes: list[DeferredGradient] | None = None
 
     @contextmanager
-    def putting_off(self) -> Iterator[list[Note]]:
+    def putting_off(self) -> Iterator[list[DeferredGradient]]:
         """Enter a context in which backward notes the weight gradients of linears and embeddings for later."""
         assert self._notes is None, "one backward at a time"
         self._notes = []
@@ -55,7 +55,7 @@ class SplitBackward(TorchFunctionMode):
         """Return the gradient; within ``putting_off`` note it instead and return None."""
         if self._notes is None:
             return gradient()
-        self._notes.append(Note(parameter, gradient))
+        self._notes.append(DeferredGradient(parameter, gradient))
         return None
 
     def __torch_function__(
@@ -102,7 +102,7 @@ def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def complete(notes: list[Note]) -> None:
+def accumulate_deferred(notes: list[DeferredGradient]) -> None:
     """Compute the noted gradients and accumulate each in its parameter by autograd, hooks included. Empties the list.
 
     A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
@@ -112,7 +112,7 @@ def complete(notes: list[Note]) -> None:
     sums: dict[Tensor, Tensor] = {}
     for position in range(len(notes)):
         parameter, gradient = notes[position]
-        notes[position] = Note(parameter, gradient_is_gone)  # frees x and gy
+        notes[position] = DeferredGradient(parameter, raise_computed_twice)  # frees x and gy
         found = gradient()
         earlier = sums.pop(parameter, None)
         total = found if earlier is None else earlier.add_(found)
@@ -124,12 +124,12 @@ def complete(notes: list[Note]) -> None:
     notes.clear()
 
 
-def gradient_is_gone() -> Tensor:
+def raise_computed_twice() -> Tensor:
     """Raise: the stand-in for a gradient that has been computed already."""
     raise AssertionError("a weight gradient is computed once")
 
 
-def parameters_of(notes: Sequence[Note]) -> set[Tensor]:
+def parameters_of(notes: Sequence[DeferredGradient]) -> set[Tensor]:
     """Return the parameters whose gradients are not computed yet."""
     return {note.parameter for note in notes}
 

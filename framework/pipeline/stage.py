@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from meshwright.errors import ModelError
 from meshwright.pipeline.recompute import Context, recomputed
 from meshwright.pipeline.running_stats import INSTEAD
-from meshwright.pipeline.split_backward import Note, SplitBackward, complete, parameters_of
+from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred, parameters_of
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
 from meshwright.seeding import dropouts_of, restart_calls
 
@@ -77,7 +77,7 @@ class Stage:
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
         self._seen_all = False
         self._saved: dict[int, _Saved] = {}
-        self._notes: dict[int, list[Note]] = {}
+        self._notes: dict[int, list[DeferredGradient]] = {}
 
     def skip_first_look(self) -> None:
         """Skip the first forward's checks, as if the layers kept no state and drew no random numbers.
@@ -232,7 +232,7 @@ class Stage:
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: compute the weight gradients that I has noted."""
-        complete(self._notes.pop(microbatch))
+        accumulate_deferred(self._notes.pop(microbatch))
 
     def awaited(self, microbatch: int) -> set[Tensor]:
         """Return the parameters to which W of this micro-batch will add gradients."""

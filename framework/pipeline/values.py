@@ -67,7 +67,7 @@ class ValueSpec(NamedTuple):
         return tuple(leaf for leaf in self.leaves if leaf.needs_gradient)
 
 
-class Example(NamedTuple):
+class MetaMicrobatch(NamedTuple):
     """Micro-batch on meta, without data: the first layer's inputs and the labels of the loss."""
 
     inputs: Any
@@ -90,9 +90,9 @@ class Example(NamedTuple):
         """Unit of ``tokens_per_sample``: "tokens" or "labels"."""
         return "tokens" if any(_is_whole(leaf) for leaf in tree_leaves(self.inputs)) else "labels"
 
-    def cast(self, dtype: torch.dtype) -> Example:
+    def cast(self, dtype: torch.dtype) -> MetaMicrobatch:
         """Cast floating-point tensors to the training dtype, since images come in the precision of the weights."""
-        return Example(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
+        return MetaMicrobatch(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
 
 
 def _is_whole(leaf: Tensor) -> bool:
@@ -176,7 +176,7 @@ def describe_boundaries(
         shapes = shapes_of(value)
         try:
             if watch is None or watch.has_seen(layer):
-                value = _handed_on(layer, value)
+                value = _run_or_reuse(layer, value)
                 if watch is not None:
                     watch.note(name, value)
             else:
@@ -197,7 +197,7 @@ def describe_boundaries(
     return specs, describe_value(value, previous)
 
 
-class _Handed(NamedTuple):
+class _LayerOutput(NamedTuple):
     """Output of a layer that overwrites none of its inputs, parameters or buffers."""
 
     tree: TreeSpec
@@ -205,18 +205,18 @@ class _Handed(NamedTuple):
     """Index of an input tensor that is passed on, or the spec and strides of a new tensor."""
 
 
-_HANDED: dict[Any, _Handed] = {}
+_HANDED: dict[Any, _LayerOutput] = {}
 """Outputs seen so far in this process, by everything that they depend on.
 
 A search tries hundreds of layouts of one model, and a model has hundreds of layers that are alike.
 """
 
 
-def _handed_on(layer: nn.Module, value: Any) -> Any:
+def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
     """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer for an equal input."""
     given, outline = tree_leaves(value), outline_of(layer)
     has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
-    if has_hooks or outline.is_passing or not _stand_alone(given):
+    if has_hooks or outline.is_passing or not _are_independent(given):
         return layer(value)
     positions = {id(leaf): position for position, leaf in reversed(list(enumerate(given)))}
     same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in given)
@@ -229,8 +229,8 @@ def _handed_on(layer: nn.Module, value: Any) -> Any:
     before = _versions(layer, given)
     handed = layer(value)
     leaves, tree = tree_flatten(handed)
-    if _versions(layer, given) == before and outline_of(layer) == outline and _stand_alone(leaves):
-        _HANDED[key] = _Handed(
+    if _versions(layer, given) == before and outline_of(layer) == outline and _are_independent(leaves):
+        _HANDED[key] = _LayerOutput(
             tree,
             tuple(
                 positions[id(leaf)]
@@ -242,7 +242,7 @@ def _handed_on(layer: nn.Module, value: Any) -> Any:
     return handed
 
 
-def _stand_alone(leaves: Sequence[Any]) -> bool:
+def _are_independent(leaves: Sequence[Any]) -> bool:
     """Return whether all leaves are tensors, and a write into one changes no other."""
     return all(isinstance(leaf, Tensor) and not leaf._is_view() for leaf in leaves)
 

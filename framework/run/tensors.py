@@ -11,7 +11,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import Checkpoint, Piece, TensorKind
 from meshwright.checkpoint.space import SavedTensor
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import Member, Sharded, kind_of
+from meshwright.data_parallel.sharding import ShardedParameters, StageParameter, kind_of
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
@@ -34,7 +34,7 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
         yield name, SavedTensor(tuple(buffer.shape), buffer.dtype, False)
 
 
-def flat_pieces(kind: TensorKind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
+def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[Piece]:
     """The parameters' parts of a flat tensor, without padding."""
     for place in bucket.places:
         info = place.member.info
@@ -115,7 +115,7 @@ def restore(
             index += 1
 
 
-def _read(checkpoint: Checkpoint, kind: TensorKind, member: Member, dtype: torch.dtype) -> Tensor:
+def _read(checkpoint: Checkpoint, kind: TensorKind, member: StageParameter, dtype: torch.dtype) -> Tensor:
     found = checkpoint.read(kind, member.info, dtype)
     if found is None:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _read(checkpoint: Checkpoint, kind: TensorKind, member: Member, dtype: torch
     return found
 
 
-def _read_bucket(checkpoint: Checkpoint, kind: TensorKind, bucket: Sharded) -> Tensor:
+def _read_bucket(checkpoint: Checkpoint, kind: TensorKind, bucket: ShardedParameters) -> Tensor:
     """One kind of tensor for all parameters of a bucket, flat, in the optimizer's dtype; padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.errors import ModelError
 
 
-class Kind(StrEnum):
+class ShardingKind(StrEnum):
     """Kind of sharding of a module, as listed in :mod:`meshwright.tensor_parallel.plan`."""
 
     COLUMN = "column"
@@ -32,8 +32,14 @@ class Kind(StrEnum):
     REPLICATE = "replicate"
 
 
-SPLITTING = (Kind.COLUMN, Kind.ROW, Kind.COLUMN_WHOLE, Kind.ROW_WHOLE, Kind.VOCAB)
-ROWS = (Kind.ROW, Kind.ROW_WHOLE)
+SPLITTING = (
+    ShardingKind.COLUMN,
+    ShardingKind.ROW,
+    ShardingKind.COLUMN_WHOLE,
+    ShardingKind.ROW_WHOLE,
+    ShardingKind.VOCAB,
+)
+ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
 class Placement(NamedTuple):
@@ -41,7 +47,7 @@ class Placement(NamedTuple):
 
     name: str
     module: nn.Module
-    kind: Kind
+    kind: ShardingKind
     pattern: str
 
     def __str__(self) -> str:
@@ -70,7 +76,7 @@ def check_sequence_length(length: int, tp: int, name: str | None = None) -> None
     )
 
 
-def check(
+def check_plan(
     model: nn.Sequential,
     plan: Mapping[str, str],
     tied: Sequence[tuple[str, ...]],
@@ -100,10 +106,10 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     placements: dict[str, Placement] = {}
     for pattern, word in plan.items():
-        if word not in set(Kind):
+        if word not in set(ShardingKind):
             problems.append(
-                f"sharding_plan[{pattern!r}] = {word!r} is no kind{_close(str(word), [str(kind) for kind in Kind])}: "
-                f"use one of {', '.join(Kind)}"
+                f"sharding_plan[{pattern!r}] = {word!r} is no kind"
+                f"{_close(str(word), [str(kind) for kind in ShardingKind])}: use one of {', '.join(ShardingKind)}"
             )
             continue
         names = [name for name in modules if fnmatchcase(name, pattern)]
@@ -112,7 +118,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
                 f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{_nearest(pattern, modules)}"
             )
         for name in names:
-            placement = Placement(name, modules[name], Kind(word), pattern)
+            placement = Placement(name, modules[name], ShardingKind(word), pattern)
             other = placements.setdefault(name, placement)
             if other.kind is not placement.kind:
                 problems.append(
@@ -136,14 +142,14 @@ def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str
 def _misfits(placement: Placement, tp: int) -> Iterator[str]:
     """Yield the reasons why a module's type or size does not allow its kind of split."""
     module, kind = placement.module, placement.kind
-    if kind is Kind.FEATURES and any(True for _ in module.parameters()):
+    if kind is ShardingKind.FEATURES and any(True for _ in module.parameters()):
         yield (
             f"{placement} has parameters, and kind {kind} is for dropouts on activations whose last dim is split: "
             f"split its parameters with column or row, or leave it out of the plan"
         )
     if kind not in SPLITTING:
         return
-    wanted = (nn.Embedding, nn.Linear) if kind in (Kind.COLUMN, Kind.VOCAB) else (nn.Linear,)
+    wanted = (nn.Embedding, nn.Linear) if kind in (ShardingKind.COLUMN, ShardingKind.VOCAB) else (nn.Linear,)
     if type(module) not in wanted:
         names = " or ".join(f"nn.{type_.__name__}" for type_ in wanted)
         yield (
@@ -166,13 +172,13 @@ def _misfits(placement: Placement, tp: int) -> Iterator[str]:
                 f"{placement} has {' and '.join(unsupported)} set, which needs all of the table in one place: build it "
                 f"without, or use parallel.tp = 1"
             )
-        if kind is Kind.COLUMN and module.embedding_dim % tp:
+        if kind is ShardingKind.COLUMN and module.embedding_dim % tp:
             yield (
                 f"{placement} has a table of {module.num_embeddings} x {module.embedding_dim}, and its "
                 f"{module.embedding_dim} features cannot be split over parallel.tp = {tp}: choose a tp that divides "
                 f"{module.embedding_dim}, or another width"
             )
-    elif kind is not Kind.VOCAB:
+    elif kind is not ShardingKind.VOCAB:
         assert isinstance(module, nn.Linear)
         what, length = ("columns", module.in_features) if kind in ROWS else ("rows", module.out_features)
         if length % tp:
@@ -209,14 +215,16 @@ def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> It
     if not sequence:
         return
     cuts = [
-        p for p in found if p.kind is Kind.SEQUENCE or (p.kind is Kind.VOCAB and isinstance(p.module, nn.Embedding))
+        p
+        for p in found
+        if p.kind is ShardingKind.SEQUENCE or (p.kind is ShardingKind.VOCAB and isinstance(p.module, nn.Embedding))
     ]
     if not cuts:
         yield (
             "parallel.sequence = true, but no module of the sharding_plan cuts the sequence: give the token embedding "
             'the kind "vocab" (or "sequence"), or use parallel.sequence = false'
         )
-    if not any(p.kind is Kind.VOCAB and isinstance(p.module, nn.Linear) for p in found):
+    if not any(p.kind is ShardingKind.VOCAB and isinstance(p.module, nn.Linear) for p in found):
         yield (
             "parallel.sequence = true, but no module of the sharding_plan puts the sequence together for the loss: "
             'give the nn.Linear that makes the logits the kind "vocab", or use parallel.sequence = false'
@@ -229,7 +237,7 @@ def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, 
         how = {}
         for name in names:
             placement = placements.get(name.rpartition(".")[0])
-            how[name] = Kind.REPLICATE.value if placement is None else _way(placement)
+            how[name] = ShardingKind.REPLICATE.value if placement is None else _way(placement)
         if len(set(how.values())) > 1:
             ways = ", ".join(f"{name} is {kind}" for name, kind in how.items())
             yield f"tied weights must be split alike, but {ways}: give their modules the same kind in the sharding_plan"
@@ -238,8 +246,8 @@ def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, 
 def _way(placement: Placement) -> str:
     """Return a word for the split of a weight; modules with a common weight must have the same word."""
     if placement.kind not in SPLITTING:
-        return Kind.REPLICATE
-    if placement.kind is Kind.COLUMN and isinstance(placement.module, nn.Embedding):
+        return ShardingKind.REPLICATE
+    if placement.kind is ShardingKind.COLUMN and isinstance(placement.module, nn.Embedding):
         return "column by its features"
     return placement.kind
 

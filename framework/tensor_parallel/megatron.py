@@ -43,7 +43,7 @@ class Mappings(NamedTuple):
     """(..., F) -> this rank's (..., F/tp), no communication; backward all-gathers."""
 
 
-def mappings(device: torch.device) -> Mappings:
+def load_mappings(device: torch.device) -> Mappings:
     """Return megatron-core's mappings for tensors on ``device``; import it on first use.
 
     They allocate results on ``torch.cuda.current_device()``. For CPU tensors, that function is patched to return the

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout
-from meshwright.tensor_parallel.check import SPLITTING, Kind, Placement, check
+from meshwright.tensor_parallel.check import SPLITTING, Placement, ShardingKind, check_plan
 from meshwright.tensor_parallel.layers import (
     ColumnEmbedding,
     ColumnLinear,
@@ -48,8 +48,12 @@ from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
 POSITION_DIM = -2
 """Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
 
-COLUMNS = {Kind.COLUMN: ColumnLinear, Kind.VOCAB: VocabHead, Kind.COLUMN_WHOLE: WholeColumnLinear}
-ROWS = {Kind.ROW: RowLinear, Kind.ROW_WHOLE: WholeRowLinear}
+COLUMNS = {
+    ShardingKind.COLUMN: ColumnLinear,
+    ShardingKind.VOCAB: VocabHead,
+    ShardingKind.COLUMN_WHOLE: WholeColumnLinear,
+}
+ROWS = {ShardingKind.ROW: RowLinear, ShardingKind.ROW_WHOLE: WholeRowLinear}
 
 Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
 
@@ -71,30 +75,30 @@ def apply(
         the shape, slice and reduction of every parameter, by name.
 
     Raises:
-        ModelError: the plan does not fit the model, see :func:`meshwright.tensor_parallel.check.check`.
+        ModelError: the plan does not fit the model, see :func:`meshwright.tensor_parallel.check.check_plan`.
     """
-    placements = check(model, plan, tied, group.size, sequence, divisible)
+    placements = check_plan(model, plan, tied, group.size, sequence, divisible)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     if group.size == 1:
         return {name: ParameterInfo(name, shape) for name, shape in shapes.items()}
     slices = _swap(model, placements, group, sequence)
     for name, module in model.named_modules():
         kind = _kind_of(name, placements)
-        if sequence and name in placements and kind is Kind.GATHER:
+        if sequence and name in placements and kind is ShardingKind.GATHER:
             module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
-        if sequence and name in placements and kind is Kind.SEQUENCE:
+        if sequence and name in placements and kind is ShardingKind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
         if isinstance(module, SeededDropout):
-            whole = kind in (Kind.SEQUENCE, Kind.UNCUT)  # the sequence is cut after these modules
-            split = kind is Kind.HEADS or (sequence and not whole)
+            whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
+            split = kind is ShardingKind.HEADS or (sequence and not whole)
             module.shard = (1, group.rank, group.size) if split else None
-            if kind is Kind.FEATURES:
+            if kind is ShardingKind.FEATURES:
                 module.shard = (-1, group.rank, group.size)
     infos = {}
     for name, shape in shapes.items():
         part = slices.get(name)
         kind = _kind_of(name, placements)
-        partial_sum = part is None and kind is not Kind.UNCUT and (sequence or kind is Kind.HEADS)
+        partial_sum = part is None and kind is not ShardingKind.UNCUT and (sequence or kind is ShardingKind.HEADS)
         infos[name] = ParameterInfo(name, shape, part, partial_sum)
     return infos
 
@@ -111,7 +115,9 @@ def _swap(
         if placement.kind not in SPLITTING:
             continue
         if id(plain) not in swapped:
-            gathered = sequence and any(placements[around].kind is Kind.GATHER for around in _around(name, placements))
+            gathered = sequence and any(
+                placements[around].kind is ShardingKind.GATHER for around in _around(name, placements)
+            )
             new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
             swapped[id(plain)] = new
             for attribute, parameter in plain.named_parameters(recurse=False):
@@ -127,9 +133,9 @@ def _around(name: str, placements: Mapping[str, Placement]) -> list[str]:
     return [other for other in placements if name.startswith(other + ".")]
 
 
-def _split(plain: nn.Module, kind: Kind, group: Group, sequence: bool, gathered: bool) -> Swapped:
+def _split(plain: nn.Module, kind: ShardingKind, group: Group, sequence: bool, gathered: bool) -> Swapped:
     if isinstance(plain, nn.Embedding):
-        if kind is Kind.COLUMN:
+        if kind is ShardingKind.COLUMN:
             return ColumnEmbedding(plain, group)
         return VocabEmbedding(plain, group, sequence)
     assert isinstance(plain, nn.Linear)
@@ -153,11 +159,11 @@ def _gather_input(
     return args, {**kwargs, first: gather_sequence(kwargs[first], group)}
 
 
-def _kind_of(name: str, placements: Mapping[str, Placement]) -> Kind:
+def _kind_of(name: str, placements: Mapping[str, Placement]) -> ShardingKind:
     """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         placement = placements.get(".".join(parts[:length]))
         if placement is not None:
             return placement.kind
-    return Kind.REPLICATE
+    return ShardingKind.REPLICATE

@@ -171,7 +171,7 @@ def _only_shapes(x: Tensor, group: Group) -> bool:
 
 
 def _mappings(x: Tensor, group: Group) -> megatron.Mappings:
-    return fake_regions.mappings(group.size) if group.on_paper else megatron.mappings(x.device)
+    return fake_regions.mappings(group.size) if group.on_paper else megatron.load_mappings(x.device)
 
 
 def _my_part(x: Tensor, group: Group) -> Tensor:

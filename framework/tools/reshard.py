@@ -48,7 +48,7 @@ from meshwright.config import (
 from meshwright.config.keys import KEYS
 from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
-from meshwright.data_parallel.sharding import Member, accumulation_dtype, kind_of
+from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype, kind_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
@@ -178,11 +178,11 @@ def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: 
         yield Piece(kind, info, info.unpadded(tensor))
 
 
-def _members(blueprint: Blueprint, stage: int) -> list[Member]:
+def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
     """Return the parameters of a stage, each once. The group of a tied weight has only its first rank, alone."""
     alone = Group("pp", (0,), 0)
     tied = {name: alone for name, stages in blueprint.stage_of_parameter().items() if len(stages) > 1}
-    found: dict[str, Member] = {}
+    found: dict[str, StageParameter] = {}
     for member in stage_members(blueprint, stage, blueprint.stage_layers(stage), tied):
         found.setdefault(member.info.name, member)
     return list(found.values())

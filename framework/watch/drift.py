@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import Sharded, Tie, kind_of
+from meshwright.data_parallel.sharding import ShardedParameters, Tie, kind_of
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
@@ -94,7 +94,7 @@ def _called(name: str) -> str:
     return "the momentum" if name == "momentum" else f"the moment {name}"
 
 
-def _of_bucket(what: str, bucket: Sharded, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
+def _of_bucket(what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
     """``tensor``: flat, the whole bucket or my shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []

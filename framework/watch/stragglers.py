@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.rendezvous import in_short
-from meshwright.pipeline.executor import Result
+from meshwright.pipeline.executor import RowResult
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Timeline
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
@@ -85,7 +85,7 @@ class Stragglers:
         """Whether to look after this step: it must be aligned before."""
         return self._every > 0 and step % self._every == 0
 
-    def note(self, result: Result | None, step_s: float) -> None:
+    def note(self, result: RowResult | None, step_s: float) -> None:
         """A step was taken."""
         assert result is not None
         self._num_steps += 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
-from meshwright.data_parallel.sharding import Member, Sharding, Tie, accumulation_dtype
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie, accumulation_dtype
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 
@@ -34,16 +34,16 @@ def member(
     partial: bool = False,
     tied: Tie | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Member:
+) -> StageParameter:
     """A parameter of layer ``name.split(".")[0]``, filled with numbers of its own."""
     numel = torch.Size(shape).numel()
     values = torch.arange(numel, dtype=torch.float32).view(shape) + 1000 * (len(name) % 7 + 1)
     whole = (shape[0] * 2, *shape[1:]) if sliced else shape
     info = ParameterInfo(name, whole, Slice(0, 0, shape[0], shape[0]) if sliced else None, partial)
-    return Member(info, nn.Parameter(values.to(dtype)), name.split(".")[0], tied)
+    return StageParameter(info, nn.Parameter(values.to(dtype)), name.split(".")[0], tied)
 
 
-def every_kind() -> list[Member]:
+def every_kind() -> list[StageParameter]:
     """Two parameters of each combination of what may differ."""
     members = []
     for i, (decays, sliced, partial) in enumerate(itertools.product((True, False), repeat=3)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data_parallel.replica import StageReplica, members_of
-from meshwright.data_parallel.sharding import Member, Sharding, Tie
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Counted, Group
 from meshwright.mesh.grid import Grid
@@ -46,7 +46,7 @@ def replica_of(
     **info: Any,
 ) -> StageReplica:
     members = [
-        Member(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer, tied)
+        StageParameter(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer, tied)
         for name, parameter, layer in members_of(layers)
     ]
     sharding = Sharding(dp, copies)

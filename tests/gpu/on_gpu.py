@@ -145,9 +145,9 @@ def device_under_srun(local_rank: int) -> torch.device:
 
 def device_for_megatron() -> tuple[object, object]:
     """What megatron-core is told to allocate on: by tensors on CPU, then by tensors on CUDA."""
-    megatron.mappings(torch.device("cpu"))
+    megatron.load_mappings(torch.device("cpu"))
     on_cpu = torch.cuda.current_device()
-    megatron.mappings(torch.device("cuda", 0))
+    megatron.load_mappings(torch.device("cuda", 0))
     return on_cpu, torch.cuda.current_device()
 
 

@@ -18,7 +18,7 @@ from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.launch.work import check, work
 from meshwright.run.directory import run_directory
-from meshwright.tools.planner.calibrate import Measured, put_together, to_toml
+from meshwright.tools.planner.calibrate import DeviceRates, build_hardware, to_toml
 from meshwright.tools.planner.choices import choice_of
 from meshwright.tools.planner.hardware import Link, Rate, read_hardware
 from meshwright.tools.planner.search import BEST
@@ -49,10 +49,10 @@ def as_calibrated(**other: object) -> str:
     """What ``calibrate`` writes of two cores, whose rates are round numbers here."""
     products = [Rate(size=size, per_s=per_s) for size, per_s in ((1e4, 2e9), (1e6, 2e10), (1e9, 5e10))]
     copies = [Rate(size=size, per_s=per_s) for size, per_s in ((1e4, 1e10), (1e9, 5e9))]
-    measured = {dtype: Measured(products, copies, 1e-5) for dtype in ("float32", "bfloat16")}
+    measured = {dtype: DeviceRates(products, copies, 1e-5) for dtype in ("float32", "bfloat16")}
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send")
     links = {kind: Link(bytes_per_s=1e9, latency_s=5e-5) for kind in kinds}
-    found = put_together([measured, measured], links, 2**33, 2)
+    found = build_hardware([measured, measured], links, 2**33, 2)
     return to_toml(found.model_copy(update=other))
 
 

@@ -14,7 +14,7 @@ from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.models import t5
 from meshwright.seeding import SeededDropout, seed_dropouts
-from meshwright.tensor_parallel.check import check
+from meshwright.tensor_parallel.check import check_plan
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
@@ -116,7 +116,7 @@ def test_where_everything_is_on_a_rank(sequence: bool) -> None:
 def test_a_tp_that_does_not_divide_the_heads_is_refused() -> None:
     model = small(num_heads=6)
     with pytest.raises(ModelError) as caught:
-        check(model, model.sharding_plan, model.tied_weights, 4, False, model.divisible)
+        check_plan(model, model.sharding_plan, model.tied_weights, 4, False, model.divisible)
     said = str(caught.value)
     assert "relative_bias (column" in said and "6 x 6" in said and "its 6 features cannot be split over" in said
     assert "encoder0.attention.qkv" in said and "use a tp of 1, 2, 3, 6" in said

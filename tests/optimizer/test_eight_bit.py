@@ -11,7 +11,14 @@ from torch import Tensor, nn
 import meshwright.optimizer.eight_bit
 from meshwright.config.schema import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.optimizer.eight_bit import AdamW8bit, Code, Moment, signed_levels, unsigned_levels, with_blocks
+from meshwright.optimizer.eight_bit import (
+    AdamW8bit,
+    QuantisedMoment,
+    Quantiser,
+    signed_levels,
+    unsigned_levels,
+    with_blocks,
+)
 from meshwright.optimizer.flat import state_bytes
 from meshwright.parameters import ParameterInfo, Slice
 
@@ -64,8 +71,8 @@ def test_the_nearest_level_is_found(levels: Tensor, dtype: torch.dtype) -> None:
     one, around = torch.ones(1, dtype=dtype), [torch.nextafter(borders, borders + side) for side in (-1.0, 1.0)]
     numbers = torch.cat([one, drawn(2**16, 0, dtype).clamp(-1, 1), borders, *around, torch.zeros(3, dtype=dtype)])
     numbers = numbers.abs() if levels[0] == 0 else numbers
-    moment = Moment(torch.empty(len(numbers), dtype=torch.uint8), torch.empty(1, dtype=dtype))
-    Code(levels, numbers.device, dtype, is_signed=bool(levels[0] < 0)).narrow(numbers, moment, len(numbers))
+    moment = QuantisedMoment(torch.empty(len(numbers), dtype=torch.uint8), torch.empty(1, dtype=dtype))
+    Quantiser(levels, numbers.device, dtype, is_signed=bool(levels[0] < 0)).narrow(numbers, moment, len(numbers))
     assert moment.scales.item() == 1.0
     assert torch.equal(moment.codes.long(), torch.bucketize(numbers, borders))
 

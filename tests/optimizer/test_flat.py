@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from meshwright.config.schema import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.flat import STATES, FlatOptimizer, Shard, clip_factor
+from meshwright.optimizer.flat import STATES, FlatOptimizer, OptimizerShard, clip_factor
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
@@ -22,8 +22,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, in_blocks: bool = False) -> Shard:
-    return Shard(weights, gradient, decays, in_blocks, counted, bring=lambda: gradient, done=lambda: None)
+def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, in_blocks: bool = False) -> OptimizerShard:
+    return OptimizerShard(weights, gradient, decays, in_blocks, counted, bring=lambda: gradient, done=lambda: None)
 
 
 def flat(*tensors: Tensor) -> Tensor:

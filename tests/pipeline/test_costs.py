@@ -18,7 +18,7 @@ from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, reference
 from meshwright.models import gpt2, llama, t5
-from meshwright.pipeline.costs import LayerCost, count_layers, weights
+from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
 from meshwright.pipeline.recompute import recompute_parts
 from tests.support import builders
 
@@ -369,6 +369,6 @@ def test_weights_of_each_balance() -> None:
         LayerCost("a", 7, OperationCost(1.0, 2.0, 3.0), OperationCost(1.0, 2.0, 4.0)),
         LayerCost("b", 0, OperationCost(), OperationCost()),
     ]
-    assert weights(costs, "layers") == [1.0, 1.0]
-    assert weights(costs, "parameters") == [7.0, 0.0]
-    assert weights(costs, "time") == [7.0, 0.0]
+    assert layer_weights(costs, "layers") == [1.0, 1.0]
+    assert layer_weights(costs, "parameters") == [7.0, 0.0]
+    assert layer_weights(costs, "time") == [7.0, 0.0]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.pipeline.split_backward import SplitBackward, complete
+from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 
 D, V, B, S = 6, 9, 2, 5
 
@@ -69,7 +69,7 @@ def test_halves_add_up(name: str) -> None:
         with split.putting_off() as notes:
             (output * weights).sum().backward()
         (plain(given[1]) * weights).sum().backward()
-        complete(notes)
+        accumulate_deferred(notes)
     if not is_embedding:
         torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-13, atol=1e-14)
     for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):

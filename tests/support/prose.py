@@ -35,8 +35,8 @@ _LIST = """
     share shift shorten show shrink shut shuffle simulate skip slice solve sort spawn split stack start state step stop
     store stream strip submit subtract sum summarise support suppress swap switch sync synchronise take terminate test
     time touch trace track train transform translate transpose traverse trim truncate try turn undo unflatten unpack
-    attend embed unshard untie update upload use serve pickle destroy dry-run sleep validate verify view visit wait walk
-    warm warn watch weigh wrap write yield zero
+    attend embed plot interpolate unshard untie update upload use serve pickle destroy dry-run sleep validate verify
+    view visit wait walk warm warn watch weigh wrap write yield zero
 """
 VERBS = frozenset(_LIST.split())
 """Imperative verbs that a function's docstring may open with. Another one is added here."""

@@ -6,4 +6,4 @@ import torch
 
 from meshwright.tensor_parallel import megatron
 
-megatron.mappings(torch.device("cpu"))
+megatron.load_mappings(torch.device("cpu"))

@@ -31,9 +31,9 @@ from meshwright.mesh.comm import Group
 from meshwright.mesh.fake import paper_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Result
+from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
-from meshwright.pipeline.values import Example
+from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, sum_numbers
@@ -45,7 +45,7 @@ from meshwright.tools.dryrun.recorder import Recorder, RecordingActivity
 class FakeSource:
     """Samples of the right shape. A :class:`meshwright.data.sources.Source`."""
 
-    example: Example
+    example: MetaMicrobatch
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return zeros."""
@@ -234,7 +234,7 @@ def _step(parts: Parts) -> None:
     for replica in parts.replicas.values():
         replica.begin_step()
 
-    def step(result: Result) -> None:
+    def step(result: RowResult) -> None:
         sum_numbers(parts, result)
         parts.optimizer.step(0.1, 0.5)
 

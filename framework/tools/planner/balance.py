@@ -13,7 +13,7 @@ import torch
 
 from meshwright.blueprint import Blueprint
 from meshwright.model.meter import reference
-from meshwright.pipeline.costs import LayerCost, weights
+from meshwright.pipeline.costs import LayerCost, layer_weights
 from meshwright.pipeline.partition import partition
 from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis.simulate import Costs, simulate
@@ -76,7 +76,7 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
     """Return the cut of each balance into the same number of stages, and the user's own list if there is one."""
     costs, chosen = blueprint.layer_costs, blueprint.config.pipeline.balance
     times_s = [cost.time_s for cost in costs]
-    by_balance = {balance: partition(weights(costs, balance), len(blueprint.stages)) for balance in BALANCES}
+    by_balance = {balance: partition(layer_weights(costs, balance), len(blueprint.stages)) for balance in BALANCES}
     if isinstance(chosen, list):
         by_balance[str(chosen)] = blueprint.stages
     return [

@@ -22,8 +22,8 @@ from torch import nn
 
 from meshwright.mesh.comm import Group, Transfer
 from meshwright.tools.planner.hardware import Hardware, Link, Message, Rate
-from meshwright.tools.planner.operations import Kind, Tape
-from meshwright.tools.planner.profile import Practice, paper_group, profile_layers
+from meshwright.tools.planner.operations import ExecutionOptions, Tape, WorkKind
+from meshwright.tools.planner.profile import paper_group, profile_layers
 from meshwright.tools.planner.rates import MEASURED, work_s
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
@@ -50,7 +50,7 @@ BEFORE_SIDE = 384
 """Side of the square product before each message, which takes about a millisecond."""
 
 
-class Measured(NamedTuple):
+class DeviceRates(NamedTuple):
     """Rates measured by one process."""
 
     products: list[Rate]
@@ -73,7 +73,7 @@ def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
     return min(found)
 
 
-def measure_device(dtype: torch.dtype) -> Measured:
+def measure_device(dtype: torch.dtype) -> DeviceRates:
     """Measure the rates of this process while the other processes run."""
     products = []
     for side in SIDES:
@@ -87,7 +87,7 @@ def measure_device(dtype: torch.dtype) -> Measured:
         seconds = [fastest_s(partial(_on_next, kind, turns), AIM_S / 4) for kind in ELEMENTWISE]
         moved = 2.0 * of_each
         copies.append(Rate(size=moved, per_s=moved * len(ELEMENTWISE) / sum(seconds)))
-    return Measured(products, copies, _operation_s(dtype, products, copies))
+    return DeviceRates(products, copies, _operation_s(dtype, products, copies))
 
 
 def _on_next(kind: Callable[[torch.Tensor], torch.Tensor], turns: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -114,7 +114,7 @@ def measure_block(hardware: Hardware) -> float:
     """Return the fraction of the rates in ``hardware`` that a whole transformer layer reaches, 0..1."""
     block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
     meta = torch.empty_like(x, device="meta").requires_grad_()
-    practice = Practice(takes_everything=False)
+    practice = ExecutionOptions(takes_everything=False)
     (profile,) = profile_layers([("block", block)], meta, None, tp=paper_group(1), loss=_no_loss, practice=practice)
     seconds = sum(
         work.times * work_s(work, hardware, "float32", MEASURED, backward=False)
@@ -143,7 +143,7 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
         step()
     spent = fastest_s(step)
     computed = sum(
-        (products[0].size / products[0].per_s if op.kind is Kind.PRODUCT else copies[0].size / copies[0].per_s)
+        (products[0].size / products[0].per_s if op.kind is WorkKind.PRODUCT else copies[0].size / copies[0].per_s)
         for op in tape.ops
     )
     return max(0.0, (spent - computed) / len(tape.ops))
@@ -212,8 +212,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def put_together(
-    measured: Sequence[dict[str, Measured]], links: dict[Message, Link], memory_bytes: int, ranks: int
+def build_hardware(
+    measured: Sequence[dict[str, DeviceRates]], links: dict[Message, Link], memory_bytes: int, ranks: int
 ) -> Hardware:
     """Build the hardware description from the median process. ``ranks``: number per node of this kind."""
 

@@ -11,7 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 
 SCHEDULES = (
     ("1f1b", 1),
@@ -137,7 +137,7 @@ def choice_of(config: RunConfig) -> Choice:
 
 
 def choices(
-    workbench: Workbench, hardware: Hardware, nodes: int, *, offload: bool = False
+    workbench: ModelCache, hardware: Hardware, nodes: int, *, offload: bool = False
 ) -> Iterator[Choice | Rejection]:
     """Yield all layouts and rejections. ``offload``: with the optimizer on the host."""
     size, global_batch = nodes * hardware.devices_per_node, batch_numbers(workbench.config).global_batch

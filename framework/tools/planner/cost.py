@@ -20,10 +20,10 @@ from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
 from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Sketch
-from meshwright.tools.planner.operations import Kind, Work
-from meshwright.tools.planner.profile import LayerProfile, Said
-from meshwright.tools.planner.rates import MEASURED, ON_CORES, Habits, Reached, Wire, wire_of, work_s
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.rates import MEASURED, ON_CORES, FrameworkTraits, RateFractions, Wire, wire_of, work_s
 
 
 class StageTime(NamedTuple):
@@ -58,19 +58,19 @@ def layer_s(
     layer: LayerProfile,
     hardware: Hardware,
     dtype: str,
-    reached: Reached,
+    reached: RateFractions,
     tp: Wire,
-    habits: Habits,
+    habits: FrameworkTraits,
     context: Wire | None = None,
 ) -> tuple[float, float, float, float]:
     """Return a layer's seconds: (forward, backward, weight half, messages in forward and backward)."""
     narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
 
-    tokens = {work.shape[1] for work in layer.forward if work.kind is Kind.PRODUCT}
+    tokens = {work.shape[1] for work in layer.forward if work.kind is WorkKind.PRODUCT}
 
     def one(work: Work, backward: bool) -> float:
         batch, m, n, k = work.shape
-        if habits.tp_in_parts and tp.size > 1 and work.kind is Kind.PRODUCT and m in tokens and m % tp.size == 0:
+        if habits.tp_in_parts and tp.size > 1 and work.kind is WorkKind.PRODUCT and m in tokens and m % tp.size == 0:
             part = work._replace(
                 flops=work.flops / tp.size, bytes=work.bytes / tp.size, shape=(batch, m // tp.size, n, k)
             )
@@ -78,7 +78,7 @@ def layer_s(
         return whole(work, backward)
 
     def whole(work: Work, backward: bool) -> float:
-        if narrow and work.kind is Kind.PRODUCT:
+        if narrow and work.kind is WorkKind.PRODUCT:
             batch, m, n, k = work.shape
             cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
             casting = habits.casts * (cast / (hardware.memory_bytes_per_s * reached.memory) + 2 * reached.operation_s)
@@ -88,7 +88,7 @@ def layer_s(
     def of(works: Sequence[Work], backward: bool) -> float:
         return sum(work.times * one(work, backward) for work in works)
 
-    def said(messages: Sequence[Said], beside: Mapping[str, float]) -> float:
+    def said(messages: Sequence[GroupMessages], beside: Mapping[str, float]) -> float:
         seconds = 0.0
         for message in messages:
             takes = tp.seconds(message.wire_bytes, message.calls, message.operation)
@@ -112,7 +112,7 @@ def layer_s(
     return of(layer.forward, False) + forward_says, backward + backward_says, weight_half, forward_says + backward_says
 
 
-def beside_products(layer: LayerProfile, habits: Habits) -> tuple[dict[str, float], dict[str, float]]:
+def beside_products(layer: LayerProfile, habits: FrameworkTraits) -> tuple[dict[str, float], dict[str, float]]:
     """Count the calls of each collective that products can hide, in forward and in backward.
 
     For ``tp_beside_weight_gradients``, backward hides as many reductions as forward has, and the all-gathers in excess
@@ -132,7 +132,7 @@ def beside_products(layer: LayerProfile, habits: Habits) -> tuple[dict[str, floa
     return {}, found
 
 
-def exchanged_s(layer: LayerProfile, context: Wire, habits: Habits) -> tuple[float, float]:
+def exchanged_s(layer: LayerProfile, context: Wire, habits: FrameworkTraits) -> tuple[float, float]:
     """Return the seconds of context-parallel messages, in forward and in backward."""
     forward = backward = 0.0
     others = context.size - 1
@@ -148,10 +148,10 @@ def exchanged_s(layer: LayerProfile, context: Wire, habits: Habits) -> tuple[flo
 
 
 def step_time(
-    sketch: Sketch,
+    sketch: LayoutModel,
     hardware: Hardware,
-    reached: Reached | None = None,
-    habits: Habits | None = None,
+    reached: RateFractions | None = None,
+    habits: FrameworkTraits | None = None,
     *,
     simulated: bool = True,
     seen: dict[Any, Any] | None = None,
@@ -162,7 +162,10 @@ def step_time(
     times for the same model and hardware.
     """
     on_cores = hardware.kind == "cpu"
-    reached, habits = reached or (MEASURED if on_cores else Reached()), habits or (ON_CORES if on_cores else Habits())
+    reached, habits = (
+        reached or (MEASURED if on_cores else RateFractions()),
+        habits or (ON_CORES if on_cores else FrameworkTraits()),
+    )
     config = sketch.config
     parallel = config.parallel
     dp = parallel.dp
@@ -183,7 +186,7 @@ def step_time(
     pipeline = _pipeline_s(timeline, habits) if simulated else formula_s(sketch, costs, habits)
     more = batch_numbers(config).chunks - sketch.schedule.chunks
     if more and simulated:
-        pipeline += more * one_more_s(timeline, sketch.schedule)
+        pipeline += more * seconds_per_micro_batch(timeline, sketch.schedule)
     if on_cores and parallel.pp > 1:  # idle ranks leave their core to others, who cannot be quicker than all cores
         pipeline = max(pipeline, _all_cores_s(sketch, stages, dp * parallel.tp / crowd, hardware))
     reduce, gather = _replicas(sketch, hardware, reached, habits, stages)
@@ -199,14 +202,20 @@ def step_time(
     return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
 
 
-def _all_cores_s(sketch: Sketch, stages: Sequence[StageTime], ranks: float, hardware: Hardware) -> float:
+def _all_cores_s(sketch: LayoutModel, stages: Sequence[StageTime], ranks: float, hardware: Hardware) -> float:
     """Return the pipeline's seconds if no core is ever idle. ``ranks``: number that run one stage at once."""
     busy = sum(stage.forward + stage.backward + stage.weight_half for stage in stages)
     return float(batch_numbers(sketch.config).chunks * busy * ranks / hardware.processors)
 
 
 def _stage_times(
-    sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, tp: Wire, pp: Wire, context: Wire
+    sketch: LayoutModel,
+    hardware: Hardware,
+    reached: RateFractions,
+    habits: FrameworkTraits,
+    tp: Wire,
+    pp: Wire,
+    context: Wire,
 ) -> list[StageTime]:
     """Return the times of each stage; equal layers are timed once."""
     times: dict[int, tuple[float, float, float, float]] = {}
@@ -242,7 +251,7 @@ FILL = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
 """Bubble of schedules that split the backward, as a fraction of 1f1b's; simulated with unequal halves."""
 
 
-def _costs(stages: Sequence[StageTime], habits: Habits) -> list[Costs]:
+def _costs(stages: Sequence[StageTime], habits: FrameworkTraits) -> list[Costs]:
     """Return the simulation costs of each stage. A blocking message is added to the computation before it."""
     costs = []
     waits = 0.0 if habits.sends_beside else 1.0
@@ -260,20 +269,20 @@ def _costs(stages: Sequence[StageTime], habits: Habits) -> list[Costs]:
     return costs
 
 
-def one_more_s(timeline: Timeline, schedule: Schedule) -> float:
+def seconds_per_micro_batch(timeline: Timeline, schedule: Schedule) -> float:
     """Return the seconds per additional micro-batch: the spacing of the last stage's final backwards."""
     last = schedule.num_stages - 1
     ends = [s.end for s in timeline.spans if s.action.stage == last and s.action.kind in (Does.B, Does.I)]
     return (ends[-1] - ends[-1 - schedule.pp]) / schedule.pp
 
 
-def steady_s(sketch: Sketch, stages: Sequence[StageTime], habits: Habits) -> float:
+def steady_s(sketch: LayoutModel, stages: Sequence[StageTime], habits: FrameworkTraits) -> float:
     """Return the seconds per additional micro-batch: one forward and backward of the slowest rank."""
     costs, schedule = _costs(stages, habits), sketch.schedule
     return max(sum(costs[s].f + costs[s].b for s in schedule.stages_of(rank)) for rank in range(schedule.pp))
 
 
-def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -> float:
+def _message_s(sketch: LayoutModel, stage: int, pp: Wire, tp: Wire, habits: FrameworkTraits) -> float:
     """Return the seconds of a stage's message to the next stage."""
     sent = sketch.footprints[stage].outputs
     if not sent:
@@ -284,7 +293,7 @@ def _message_s(sketch: Sketch, stage: int, pp: Wire, tp: Wire, habits: Habits) -
     return pp.seconds(sent, kind="send")
 
 
-def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
+def _pipeline_s(timeline: Timeline, habits: FrameworkTraits) -> float:
     """Return the pipeline's seconds: all ranks together, or the longest span of one rank if steps may overlap."""
     if habits.steps_together:
         return max(span.end for span in timeline.spans)
@@ -296,7 +305,7 @@ def _pipeline_s(timeline: Timeline, habits: Habits) -> float:
     return max(end - start for start, end in own.values())
 
 
-def formula_s(sketch: Sketch, costs: Sequence[Costs], habits: Habits) -> float:
+def formula_s(sketch: LayoutModel, costs: Sequence[Costs], habits: FrameworkTraits) -> float:
     """Estimate the pipeline's seconds: all micro-batches on the slowest rank, plus bubble and messages."""
     schedule = sketch.schedule
     per_rank = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
@@ -308,7 +317,11 @@ def formula_s(sketch: Sketch, costs: Sequence[Costs], habits: Habits) -> float:
 
 
 def _replicas(
-    sketch: Sketch, hardware: Hardware, reached: Reached, habits: Habits, stages: Sequence[StageTime]
+    sketch: LayoutModel,
+    hardware: Hardware,
+    reached: RateFractions,
+    habits: FrameworkTraits,
+    stages: Sequence[StageTime],
 ) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
     config = sketch.config
@@ -350,7 +363,7 @@ def _replicas(
     return worst
 
 
-def _left(seconds: float, beside: float, reached: Reached, hides: bool) -> float:
+def _left(seconds: float, beside: float, reached: RateFractions, hides: bool) -> float:
     """Return the seconds of a message that ``beside`` seconds of computation do not hide."""
     if not hides:
         return seconds
@@ -362,8 +375,8 @@ def _optimizer_s(
     elements: Sequence[Elements],
     stages: Sequence[int],
     hardware: Hardware,
-    reached: Reached,
-    habits: Habits,
+    reached: RateFractions,
+    habits: FrameworkTraits,
 ) -> float:
     """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients."""
     trained = sum(elements[stage].trained for stage in stages)

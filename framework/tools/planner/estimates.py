@@ -20,8 +20,8 @@ from meshwright.schedule.lower import lower
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import stages_by_rank, step_time
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Sketch, Workbench
-from meshwright.tools.planner.rates import Habits, Reached
+from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
+from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
 
 SHORT = 8
 """Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
@@ -29,14 +29,14 @@ ENOUGH = 3
 """Micro-batches per pipeline rank in a shortened schedule."""
 
 
-def hollow(choice: Choice) -> Schedule:
+def empty_schedule(choice: Choice) -> Schedule:
     """Return a schedule without actions, with the numbers of a choice."""
     placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
     rows: tuple[tuple[()], ...] = ((),) * choice.pp
     return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
 
 
-def in_flight(workbench: Workbench, choice: Choice) -> tuple[int, ...]:
+def in_flight(workbench: ModelCache, choice: Choice) -> tuple[int, ...]:
     """Return the peak number of micro-batches that each pipeline rank holds, counted once per stage.
 
     In a long pipeline, the first, middle and last ranks are extrapolated from two shorter pipelines.
@@ -71,7 +71,7 @@ def _in_full_swing(choice: Choice) -> int:
     return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
 
 
-def computed(workbench: Workbench, choice: Choice) -> Schedule:
+def compute_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's schedule of computations, or an equivalent one with fewer micro-batches."""
     chunks = _in_full_swing(choice)
     key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
@@ -81,17 +81,17 @@ def computed(workbench: Workbench, choice: Choice) -> Schedule:
     return schedule
 
 
-def drawn(workbench: Workbench, choice: Choice) -> Schedule:
+def lowered_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's lowered schedule, or an equivalent one with fewer micro-batches."""
-    key = ("schedule", id(computed(workbench, choice)))
+    key = ("schedule", id(compute_schedule(workbench, choice)))
     if key not in workbench.seen:
-        workbench.seen[key] = lower(computed(workbench, choice))
+        workbench.seen[key] = lower(compute_schedule(workbench, choice))
     schedule: Schedule = workbench.seen[key]
     return schedule
 
 
-def _rough(workbench: Workbench, choice: Choice) -> Sketch:
-    return workbench.sketch(with_choice(workbench.config, choice), hollow(choice), roughly=True)
+def _rough(workbench: ModelCache, choice: Choice) -> LayoutModel:
+    return workbench.sketch(with_choice(workbench.config, choice), empty_schedule(choice), roughly=True)
 
 
 def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
@@ -103,7 +103,11 @@ def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
 
 
 def quick_s(
-    workbench: Workbench, hardware: Hardware, choice: Choice, reached: Reached | None, habits: Habits | None
+    workbench: ModelCache,
+    hardware: Hardware,
+    choice: Choice,
+    reached: RateFractions | None,
+    habits: FrameworkTraits | None,
 ) -> float:
     """Return the estimated seconds of a step."""
 
@@ -114,7 +118,7 @@ def quick_s(
     return _by_few(choice, seconds)
 
 
-def quick_bytes(workbench: Workbench, choice: Choice) -> int:
+def quick_bytes(workbench: ModelCache, choice: Choice) -> int:
     """Return the estimated peak bytes of the fullest among the first, middle and last pipeline ranks."""
     flying = in_flight(workbench, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
@@ -137,7 +141,7 @@ def quick_bytes(workbench: Workbench, choice: Choice) -> int:
     return int(_by_few(choice, needed))
 
 
-def least_bytes(workbench: Workbench, choice: Choice) -> int:
+def least_bytes(workbench: ModelCache, choice: Choice) -> int:
     """Return the bytes of a rank at rest if all pipeline ranks hold the same."""
     config = with_choice(workbench.config, choice)
     total = workbench.total_elements(choice.tp, choice.sequence)
@@ -145,7 +149,7 @@ def least_bytes(workbench: Workbench, choice: Choice) -> int:
     return sum(held_at_rest(config, share)[:3])
 
 
-def least_host_bytes(workbench: Workbench, alike: Sequence[Choice]) -> int:
+def least_host_bytes(workbench: ModelCache, alike: Sequence[Choice]) -> int:
     """Return the same in host memory, for the choice that shards most."""
     most = max(alike, key=lambda each: (each.zero, each.shard_factor))
     total = workbench.total_elements(most.tp, most.sequence)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.run.summary import memory
-from meshwright.tools.planner.layout_model import Workbench
-from meshwright.tools.planner.search import Found, Plan, usable_bytes
+from meshwright.tools.planner.layout_model import ModelCache
+from meshwright.tools.planner.search import Plan, RankedLayout, usable_bytes
 
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""
 
 
-def strategy(workbench: Workbench, plan: Plan) -> list[str]:
+def strategy(workbench: ModelCache, plan: Plan) -> list[str]:
     """Return sentences on the simplest parallelism that the model's size and the links call for."""
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
     elements = workbench.total_elements(1, False).trained
@@ -43,7 +43,7 @@ def strategy(workbench: Workbench, plan: Plan) -> list[str]:
     return lines
 
 
-def why(first: Found, other: Found) -> str:
+def why(first: RankedLayout, other: RankedLayout) -> str:
     """Explain why the first layout is faster than the other, in seconds by cause."""
     parts = {
         "in its bubble and messages between stages": _idle(other) - _idle(first),
@@ -73,17 +73,17 @@ def _signed(seconds: float) -> str:
     return ("+" if seconds >= 0 else "") + duration(seconds, 3)
 
 
-def _tp(found: Found) -> float:
+def _tp(found: RankedLayout) -> float:
     return max(_of_rank(found, "tp")) * found.choice.chunks
 
 
-def _busy(found: Found) -> float:
+def _busy(found: RankedLayout) -> float:
     whole = [sum(each) for each in zip(_of_rank(found, "forward"), _of_rank(found, "backward"), strict=True)]
     halves = _of_rank(found, "weight_half")
     return max(a + b for a, b in zip(whole, halves, strict=True)) * found.choice.chunks - _tp(found)
 
 
-def _of_rank(found: Found, field: str) -> list[float]:
+def _of_rank(found: RankedLayout, field: str) -> list[float]:
     schedule = found.sketch.schedule
     return [
         sum(getattr(found.time.stages[stage], field) for stage in schedule.stages_of(rank))
@@ -91,15 +91,15 @@ def _of_rank(found: Found, field: str) -> list[float]:
     ]
 
 
-def _idle(found: Found) -> float:
+def _idle(found: RankedLayout) -> float:
     return found.time.pipeline - _busy(found) - _tp(found)
 
 
-def _replicas(found: Found) -> float:
+def _replicas(found: RankedLayout) -> float:
     return found.time.reduce + found.time.gather
 
 
-def sanity(workbench: Workbench, found: Found) -> list[str]:
+def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
     """Compare counted figures with rules of thumb, where the model's options are those of a transformer."""
     options, config = workbench.config.model.options, found.config
     elements = max(sum(found.sketch.elements[s].trained for s in stages) for stages in _stages(found))
@@ -129,5 +129,5 @@ def sanity(workbench: Workbench, found: Found) -> list[str]:
     return lines
 
 
-def _stages(found: Found) -> list[tuple[int, ...]]:
+def _stages(found: RankedLayout) -> list[tuple[int, ...]]:
     return [found.sketch.schedule.stages_of(rank) for rank in range(found.sketch.schedule.pp)]

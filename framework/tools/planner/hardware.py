@@ -104,7 +104,7 @@ class Hardware(Section):
             )
 
 
-def time_on(curve: list[Rate], size: float) -> float:
+def interpolated_seconds(curve: list[Rate], size: float) -> float:
     """Interpolate the seconds of an operation from measured sizes; beyond the last, use its rate."""
     times = [rate.size / rate.per_s for rate in curve]
     if size >= curve[-1].size:

@@ -1,6 +1,6 @@
 """Layout model: schedule, stages and layer profiles of a run, without building the run.
 
-A :class:`Workbench` holds one model and caches results: equal layers are profiled once, and layouts share what they
+A :class:`ModelCache` holds one model and caches results: equal layers are profiled once, and layouts share what they
 have in common. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
 """
 
@@ -25,7 +25,7 @@ from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.pipeline.costs import LayerCost, count_layers
 from meshwright.pipeline.outline import outline_of
 from meshwright.pipeline.recompute import check_recompute, recomputed_names
-from meshwright.pipeline.values import Example, Loss, cross_entropy
+from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
 from meshwright.run.summary import Elements
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
@@ -33,11 +33,12 @@ from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
 from meshwright.tools.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
-from meshwright.tools.planner.profile import LayerProfile, Practice, paper_group, profile_layers
+from meshwright.tools.planner.operations import ExecutionOptions
+from meshwright.tools.planner.profile import LayerProfile, paper_group, profile_layers
 
 
 @dataclass
-class Sketch:
+class LayoutModel:
     """One layout of one model."""
 
     config: RunConfig
@@ -80,12 +81,12 @@ class Sketch:
 
 
 @dataclass
-class Workbench:
+class ModelCache:
     """One model with cached results about it."""
 
     config: RunConfig
     """Configuration with the model, the data and the precision; each sketch brings its own layout."""
-    practice: Practice
+    practice: ExecutionOptions
     draw: Callable[[RunConfig], Schedule] = draw_schedule
     """Function that returns the schedule of a layout; the default also checks it, as for a run."""
     seen: dict[Any, Any] = field(default_factory=dict)
@@ -123,10 +124,10 @@ class Workbench:
             for part in parts
         )
 
-    def example(self, micro_batch_size: int) -> Example:
+    def example(self, micro_batch_size: int) -> MetaMicrobatch:
         """Return a micro-batch on meta, in the training dtype."""
         dtype = DTYPES[self.config.train.dtype]
-        return Example(*example(self.config, micro_batch_size)).cast(dtype)
+        return MetaMicrobatch(*example(self.config, micro_batch_size)).cast(dtype)
 
     def recomputed(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the layers, or parts of layers, that are recomputed in backward."""
@@ -143,7 +144,7 @@ class Workbench:
         names = self.recomputed(config)
         key = ("costs", size, names)
         if key not in self.seen:
-            shapes = Example(*example(self.config, size))
+            shapes = MetaMicrobatch(*example(self.config, size))
             whole = nn.Sequential()
             for name, first in zip(self.names, self.representatives, strict=True):
                 whole.add_module(name, self.model.layers.get_submodule(first))
@@ -249,7 +250,7 @@ class Workbench:
 
         return loss
 
-    def sketch(self, config: RunConfig, schedule: Schedule | None = None, *, roughly: bool = False) -> Sketch:
+    def sketch(self, config: RunConfig, schedule: Schedule | None = None, *, roughly: bool = False) -> LayoutModel:
         """Build the layout model; ``config`` is resolved, and differs from the workbench's only in layout and batch.
 
         ``schedule``: None draws and checks one. ``roughly``: stages are cut as for micro-batches of one sample.
@@ -265,7 +266,7 @@ class Workbench:
         if key not in self.seen:
             self.seen[key] = self._elements(parameters, stages)
         elements: list[Elements] = self.seen[key]
-        return Sketch(config, schedule, stages, layers, elements, self._footprints(layers, stages))
+        return LayoutModel(config, schedule, stages, layers, elements, self._footprints(layers, stages))
 
     def _elements(
         self, parameters: dict[str, list[tuple[str, int, bool, bool]]], stages: list[range]
@@ -311,7 +312,7 @@ def _of_samples(config: RunConfig, size: int) -> RunConfig:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": size})})
 
 
-def predicted_peaks(config: RunConfig, transport: Transport, practice: Practice) -> list[int]:
+def predicted_peaks(config: RunConfig, transport: Transport, practice: ExecutionOptions) -> list[int]:
     """Predict the peak memory of each pipeline rank, in bytes."""
-    drawn = Workbench(config, practice).sketch(config)
+    drawn = ModelCache(config, practice).sketch(config)
     return [drawn.memory(pp_rank, transport).total for pp_rank in range(config.parallel.pp)]

@@ -13,7 +13,7 @@ from itertools import islice
 from meshwright.errors import UserError
 from meshwright.tools.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices
 from meshwright.tools.planner.hardware import Hardware, known, read_hardware
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.search import BEST, Plan, search
 
 DOUBLINGS = 6
@@ -24,7 +24,7 @@ TRIED = 2
 """Most candidates of one kind to try; a candidate keeps the rules but may not fit into memory."""
 
 
-def search_hard(workbench: Workbench, hardware: Hardware, nodes: int, best: int = BEST) -> Plan:
+def search_hard(workbench: ModelCache, hardware: Hardware, nodes: int, best: int = BEST) -> Plan:
     """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host."""
     found = search(workbench, hardware, nodes, best=best)
     if found.best or found.closest is None:
@@ -33,7 +33,7 @@ def search_hard(workbench: Workbench, hardware: Hardware, nodes: int, best: int 
     return offloaded if offloaded.best or offloaded.closest is not None else found
 
 
-def nearest(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
+def nearest(workbench: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
     """Return options, such as ``--nodes 4``, that each make the search succeed. ``found``: the failed search."""
     if found.closest is None:
         ways = [
@@ -51,25 +51,25 @@ def nearest(workbench: Workbench, hardware: Hardware, nodes: int, found: Plan) -
     return [larger] if larger else []
 
 
-def _samples(workbench: Workbench) -> int:
+def _samples(workbench: ModelCache) -> int:
     samples = workbench.config.batch.global_batch
     assert samples is not None
     return samples
 
 
-def _serves(workbench: Workbench, hardware: Hardware, nodes: int, samples: int) -> bool:
+def _serves(workbench: ModelCache, hardware: Hardware, nodes: int, samples: int) -> bool:
     """Check if a plan with this global batch, in samples, has a layout that fits."""
     return bool(search_hard(_with_samples(workbench, samples), hardware, nodes, best=1).best)
 
 
-def _with_samples(workbench: Workbench, samples: int) -> Workbench:
+def _with_samples(workbench: ModelCache, samples: int) -> ModelCache:
     batch = workbench.config.batch.model_copy(update={"chunks": samples, "global_batch": samples})
     other = dataclasses.replace(workbench, config=workbench.config.model_copy(update={"batch": batch}))
     other.__dict__["model"] = workbench.model
     return other
 
 
-def _tps(workbench: Workbench, hardware: Hardware) -> list[int]:
+def _tps(workbench: ModelCache, hardware: Hardware) -> list[int]:
     """Return the tensor-parallel degrees that the model and a node allow."""
     offered = choices(_with_samples(workbench, hardware.devices_per_node), hardware, 1)
     return sorted({each.tp for each in offered if isinstance(each, Choice)})
@@ -80,7 +80,7 @@ def _width(per_replica: int) -> int | None:
     return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MOST_CHUNKS), None)
 
 
-def _batches(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> list[int]:
+def _batches(workbench: ModelCache, hardware: Hardware, nodes: int, way: int) -> list[int]:
     """Return global batches that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
     samples, size, found = _samples(workbench), nodes * hardware.devices_per_node, set()
     pipelines = {tp * pp for tp in _tps(workbench, hardware) for pp in range(1, len(workbench.names) + 1)}
@@ -92,13 +92,13 @@ def _batches(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> 
     return sorted(found, reverse=way < 0)
 
 
-def _other_batch(workbench: Workbench, hardware: Hardware, nodes: int, way: int) -> str | None:
+def _other_batch(workbench: ModelCache, hardware: Hardware, nodes: int, way: int) -> str | None:
     """Return the nearest global batch below or above that keeps the rules and fits into memory."""
     near = islice(_batches(workbench, hardware, nodes, way), TRIED)
     return next((f"--global-batch {each}" for each in near if _serves(workbench, hardware, nodes, each)), None)
 
 
-def _fewer(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+def _fewer(workbench: ModelCache, hardware: Hardware, nodes: int) -> str | None:
     """Return the largest smaller number of nodes, or of devices on one node, that works with this global batch."""
     samples = _samples(workbench)
     for fewer in islice(_sizes_below(workbench, hardware, nodes), TRIED):
@@ -111,7 +111,7 @@ def _fewer(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
     return None
 
 
-def _sizes_below(workbench: Workbench, hardware: Hardware, nodes: int) -> list[int]:
+def _sizes_below(workbench: ModelCache, hardware: Hardware, nodes: int) -> list[int]:
     """Return smaller numbers of nodes on which some layout keeps the rules, the largest first."""
     samples, per_node = _samples(workbench), hardware.devices_per_node
     small = [each for each in range(1, math.isqrt(samples) + 1) if samples % each == 0]
@@ -126,7 +126,7 @@ def _fills(per_replica: int) -> bool:
     return width is not None and per_replica % width == 0
 
 
-def _more_nodes(workbench: Workbench, hardware: Hardware, nodes: int) -> int | None:
+def _more_nodes(workbench: ModelCache, hardware: Hardware, nodes: int) -> int | None:
     """Return the smallest number of nodes found to be enough, by doubling and then bisection."""
     samples = _samples(workbench)
     doubled = (nodes << doublings for doublings in range(1, DOUBLINGS + 1))
@@ -145,7 +145,7 @@ def _more_nodes(workbench: Workbench, hardware: Hardware, nodes: int) -> int | N
     return enough
 
 
-def _more_with_other_batch(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+def _more_with_other_batch(workbench: ModelCache, hardware: Hardware, nodes: int) -> str | None:
     """Return more nodes and another global batch, for requests that no global batch alone can solve."""
     for more in (nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
         if (way := _other_batch(workbench, hardware, more, 1)) is not None:
@@ -153,7 +153,7 @@ def _more_with_other_batch(workbench: Workbench, hardware: Hardware, nodes: int)
     return None
 
 
-def _shorter(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+def _shorter(workbench: ModelCache, hardware: Hardware, nodes: int) -> str | None:
     """Return the longest sequence that fits, among half of the current length, a quarter, and so on."""
     data = workbench.config.data
     if data.builder is not None:
@@ -162,14 +162,14 @@ def _shorter(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None
         length = data.sequence_length // 2**halvings
         config = workbench.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
         try:
-            if length and _serves(Workbench(config, workbench.practice), hardware, nodes, _samples(workbench)):
+            if length and _serves(ModelCache(config, workbench.practice), hardware, nodes, _samples(workbench)):
                 return f"--data.sequence_length={length}"
         except UserError:  # too short for its task, or for what a layer does with it
             return None
     return None
 
 
-def _larger(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+def _larger(workbench: ModelCache, hardware: Hardware, nodes: int) -> str | None:
     """Return the known hardware with the least memory that is enough and more than the current one's."""
     others = [
         (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
@@ -183,7 +183,7 @@ def _larger(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
     return None
 
 
-def _roomier(workbench: Workbench, hardware: Hardware, nodes: int) -> str | None:
+def _roomier(workbench: ModelCache, hardware: Hardware, nodes: int) -> str | None:
     """Return the memory that would be enough, in doublings of the current one's; no real device may have it."""
     for doublings in range(1, 2 * DOUBLINGS + 1):
         memory_bytes = hardware.memory_bytes << doublings

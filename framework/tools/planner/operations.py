@@ -33,7 +33,7 @@ PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.embedding_dense_backward, aten.index_put_}
 
 
-class Practice(NamedTuple):
+class ExecutionOptions(NamedTuple):
     """Execution choices that the model does not fix: fusion, kernels, saved tensors."""
 
     fused: bool = False
@@ -63,7 +63,7 @@ class Practice(NamedTuple):
     """Recompute runs to its end, even past the last tensor that backward needs."""
 
 
-class Kind(StrEnum):
+class WorkKind(StrEnum):
     """Limiting resource of an operation."""
 
     PRODUCT = "product"
@@ -77,7 +77,7 @@ class Kind(StrEnum):
 class Work(NamedTuple):
     """A group of equal operations."""
 
-    kind: Kind
+    kind: WorkKind
     flops: float
     """FLOPs computed by one of them (causal attention: half of the full matrix)."""
     bytes: float
@@ -91,7 +91,7 @@ class Work(NamedTuple):
 class Op:
     """One recorded operation."""
 
-    kind: Kind
+    kind: WorkKind
     flops: float
     bytes: float
     shape: tuple[int, int, int, int] = (1, 0, 0, 0)
@@ -168,7 +168,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
     ) -> None:
         """The fused attention kernel (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
-        self.ops.append(Op(Kind.ATTENTION, flops * done_share, num_bytes, shape))
+        self.ops.append(Op(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -198,7 +198,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product = flops > 0
             self.ops.append(
                 Op(
-                    Kind.PRODUCT if product else Kind.MEMORY,
+                    WorkKind.PRODUCT if product else WorkKind.MEMORY,
                     flops,
                     num_bytes,
                     _shape(packet, args, flops) if product else (1, 0, 0, 0),
@@ -211,12 +211,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return result
 
-    def work(self, start: int, stop: int, practice: Practice) -> tuple[Work, ...]:
+    def work(self, start: int, stop: int, practice: ExecutionOptions) -> tuple[Work, ...]:
         """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""
         ops: Iterable[Op] = _fuse(self.ops, start, stop) if practice.fused else self.ops[start:stop]
         if practice.any_order:
             ops = [op for op in ops if not op.copies]
-        counted: Counter[tuple[Kind, float, float, tuple[int, int, int, int]]] = Counter()
+        counted: Counter[tuple[WorkKind, float, float, tuple[int, int, int, int]]] = Counter()
         for op in ops:
             counted[op.kind, op.flops, op.bytes, op.shape] += op.times
         return tuple(Work(*what, times=times) for what, times in counted.items())
@@ -269,7 +269,7 @@ def _as_one(group: list[Op], end: int, used_later: dict[int, int]) -> Op:
             made[number] = max(made.get(number, 0.0), size)
     out = sum(size for number, size in made.items() if used_later.get(number, -1) >= end)
     last = max(group[-1].writes.values(), default=0.0)
-    return Op(Kind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)
+    return Op(WorkKind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)
 
 
 class AttentionKernel(TorchFunctionMode):
@@ -278,7 +278,7 @@ class AttentionKernel(TorchFunctionMode):
     Unless attention is fused, it is computed as two products and a softmax of all scores.
     """
 
-    def __init__(self, tape: Tape, practice: Practice) -> None:
+    def __init__(self, tape: Tape, practice: ExecutionOptions) -> None:
         super().__init__()
         self.tape, self.practice = tape, practice
         self._called: Any = None
@@ -346,7 +346,7 @@ class _Kernel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, is_causal: bool, practice: Practice, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, tape: Tape, is_causal: bool, practice: ExecutionOptions, *tensors: Tensor | None) -> Tensor:
         query, key, value, _ = tensors
         assert query is not None and key is not None and value is not None
         given = [t for t in tensors if t is not None]

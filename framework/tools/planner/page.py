@@ -11,7 +11,7 @@ from meshwright.run.summary import memory
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.planner.explanation import duration, sanity, strategy, why
 from meshwright.tools.planner.figures import memory_bars, schedule_picture, trade_off
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.search import Plan, tokens_per_second, usable_bytes
 from meshwright.tools.planner.text import CATEGORIES
 
@@ -20,7 +20,7 @@ MOST_DRAWN = 4096
 """Most actions of a schedule that is drawn."""
 
 
-def page(workbench: Workbench, plan: Plan) -> str:
+def page(workbench: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
     grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
@@ -60,7 +60,7 @@ def page(workbench: Workbench, plan: Plan) -> str:
     )
 
 
-def _rows(workbench: Workbench, plan: Plan) -> list[tuple[str, ...]]:
+def _rows(workbench: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(number),

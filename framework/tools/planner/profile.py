@@ -28,14 +28,14 @@ from meshwright.errors import ModelError
 from meshwright.mesh.comm import Counted, PaperGroup
 from meshwright.pipeline.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import recompute_parts, recomputed
-from meshwright.pipeline.split_backward import SplitBackward, complete
+from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 from meshwright.pipeline.values import Loss
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.tools.planner.operations import AttentionKernel, LossKernel, Tape, Work
-from meshwright.tools.planner.operations import Practice as Practice
+from meshwright.tools.planner.operations import ExecutionOptions as Practice
 
 
-class Said(NamedTuple):
+class GroupMessages(NamedTuple):
     """Messages of one kind within a tp group."""
 
     operation: str
@@ -64,8 +64,8 @@ class LayerProfile:
     backward: tuple[Work, ...]
     weight_half: tuple[Work, ...]
     """Weight-gradient half of a split backward; ``backward`` is then the input-gradient half."""
-    forward_says: tuple[Said, ...]
-    backward_says: tuple[Said, ...]
+    forward_says: tuple[GroupMessages, ...]
+    backward_says: tuple[GroupMessages, ...]
     num_parameters: int
     """Number of local parameter elements; a weight tied to another layer's counts in both."""
     kept_bytes: int
@@ -296,7 +296,7 @@ def _profile(
             noted = tape.live - sum(_grad_bytes(leaf) for leaf in leaves)
             tape.restart_peak()
             here = tape.live
-            complete(notes)
+            accumulate_deferred(notes)
             weight_peak = tape.peak - here
     for leaf in leaves:
         leaf.grad = None
@@ -351,11 +351,11 @@ def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _said(tp: PaperGroup) -> tuple[Said, ...]:
+def _said(tp: PaperGroup) -> tuple[GroupMessages, ...]:
     """Return the messages counted since the last call, and reset the counters."""
     counts = {operation: counted for (_, operation), counted in tp.traffic.counts.items()}
     tp.traffic.reset()
-    return tuple(Said(operation, *_numbers(counted)) for operation, counted in counts.items())
+    return tuple(GroupMessages(operation, *_numbers(counted)) for operation, counted in counts.items())
 
 
 def _numbers(counted: Counted) -> tuple[int, float]:

@@ -5,7 +5,7 @@
                           the rest    bytes over bandwidth
     Said     -> seconds   latency + bytes on the wire over the link's reached bandwidth
 
-Constants that no data sheet contains are in :class:`Reached`, one set for all devices, models and sources.
+Constants that no data sheet contains are in :class:`RateFractions`, one set for all devices, models and sources.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshwright.tools.planner.hardware import Hardware, Link, time_on
-from meshwright.tools.planner.operations import Kind, Work
+from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
+from meshwright.tools.planner.operations import Work, WorkKind
 
 
-class Reached(NamedTuple):
+class RateFractions(NamedTuple):
     """Fractions of data sheet rates that are reached, the same for all devices, models and frameworks.
 
     The defaults fit the published runs of ``benchmarks/published_runs.csv`` (``docs/planner-accuracy.md``), rounded.
@@ -53,7 +53,7 @@ class Reached(NamedTuple):
     """Seconds per step for everything that is not modelled."""
 
 
-class Habits(NamedTuple):
+class FrameworkTraits(NamedTuple):
     """Framework-specific choices that affect time. The defaults are meshwright's."""
 
     reduces_beside: bool = True
@@ -101,9 +101,9 @@ class Habits(NamedTuple):
     """
 
 
-MEASURED = Reached(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
+MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
 """Fractions for measured rates, which need no reduction."""
-ON_CORES = Habits(reduces_beside=False, gathers_beside=False)
+ON_CORES = FrameworkTraits(reduces_beside=False, gathers_beside=False)
 """Habits of devices whose compute cores also carry the messages."""
 
 TILE = (128, 128)
@@ -116,24 +116,30 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 
 
 def work_s(
-    work: Work, hardware: Hardware, dtype: str, reached: Reached, *, backward: bool, habits: Habits | None = None
+    work: Work,
+    hardware: Hardware,
+    dtype: str,
+    reached: RateFractions,
+    *,
+    backward: bool,
+    habits: FrameworkTraits | None = None,
 ) -> float:
     """Return the seconds of one operation of this kind."""
     if hardware.products:
         return _measured(work, hardware)
     memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
-    if work.kind is Kind.ATTENTION:
-        habits = habits or Habits()
+    if work.kind is WorkKind.ATTENTION:
+        habits = habits or FrameworkTraits()
         share = habits.attention_speed * filled(work.shape[3], habits.attention_head_dims)
         share *= attention_share(work.shape[0] * work.shape[1], hardware, reached, backward=backward)
         return max(work.flops / (_peak(hardware, "bfloat16") * share), memory_s) + reached.operation_s
-    if work.kind is Kind.MEMORY:
+    if work.kind is WorkKind.MEMORY:
         return memory_s + reached.operation_s
     share = product_share(work.shape, hardware, reached)
     return max(work.flops / (_peak(hardware, dtype) * share), memory_s) + reached.operation_s
 
 
-def attention_share(queries: int, hardware: Hardware, reached: Reached, *, backward: bool) -> float:
+def attention_share(queries: int, hardware: Hardware, reached: RateFractions, *, backward: bool) -> float:
     """Return the fused kernel's share of the peak, 0..1; ``queries`` is their number over all heads."""
     measured = hardware.attention_backward_share
     waves = queries / ROWS / hardware.processors
@@ -149,7 +155,7 @@ def filled(head_dim: int, made_for: tuple[int, ...]) -> float:
     return max((head_dim / dims for dims in made_for if dims >= head_dim), default=1.0)
 
 
-def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: Reached) -> float:
+def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: RateFractions) -> float:
     """Return a product's share of the peak, 0..1; ``shape`` is (batch, m, n, k)."""
     batch, m, n, k = shape
     tiles = batch * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
@@ -161,8 +167,12 @@ def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached:
 
 
 def _measured(work: Work, hardware: Hardware) -> float:
-    memory_s = time_on(hardware.copies, work.bytes) if hardware.copies else work.bytes / hardware.memory_bytes_per_s
-    computing_s = 0.0 if work.kind is Kind.MEMORY else time_on(hardware.products, work.flops)
+    memory_s = (
+        interpolated_seconds(hardware.copies, work.bytes)
+        if hardware.copies
+        else work.bytes / hardware.memory_bytes_per_s
+    )
+    computing_s = 0.0 if work.kind is WorkKind.MEMORY else interpolated_seconds(hardware.products, work.flops)
     return max(computing_s, memory_s) / hardware.whole_share + hardware.operation_s
 
 
@@ -196,7 +206,7 @@ class Wire(NamedTuple):
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
 
 
-def wire_of(size: int, stride: int, hardware: Hardware, reached: Reached) -> Wire:
+def wire_of(size: int, stride: int, hardware: Hardware, reached: RateFractions) -> Wire:
     """Return the links between ``size`` ranks that stand ``stride`` apart.
 
     Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with several

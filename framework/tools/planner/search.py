@@ -22,11 +22,18 @@ from meshwright.run.summary import memory as text_of_bytes
 from meshwright.schedule.action import Schedule
 from meshwright.tools.planner.choices import Choice, Rejection, choices, with_choice
 from meshwright.tools.planner.cost import StepTime, step_time
-from meshwright.tools.planner.estimates import computed, drawn, least_bytes, least_host_bytes, quick_bytes, quick_s
+from meshwright.tools.planner.estimates import (
+    compute_schedule,
+    least_bytes,
+    least_host_bytes,
+    lowered_schedule,
+    quick_bytes,
+    quick_s,
+)
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Sketch, Workbench
+from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
 from meshwright.tools.planner.memory import GLOO, NCCL, RankMemory, Transport
-from meshwright.tools.planner.rates import Habits, Reached
+from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
 
 HEADROOM_SHARE = 0.08
 """Fraction of a device's usable memory that is left free for allocator fragmentation and kernel workspaces."""
@@ -38,12 +45,12 @@ Shape: TypeAlias = tuple[int, int, int, str, int, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedLayout:
     """A layout that fits."""
 
     choice: Choice
     config: RunConfig
-    sketch: Sketch
+    sketch: LayoutModel
     time: StepTime
     memory: tuple[RankMemory, ...]
     """Memory of each pipeline rank; for a layout that was not drawn whole, only of ranks that may have the peak."""
@@ -63,7 +70,7 @@ class Plan:
     base: RunConfig
     hardware: Hardware
     nodes: int
-    best: list[Found]
+    best: list[RankedLayout]
     """Best layouts, ordered by predicted time."""
     rejected: list[Rejection]
     num_choices: int
@@ -101,14 +108,14 @@ def usable_bytes(hardware: Hardware) -> int:
 
 
 def search(
-    workbench: Workbench,
+    workbench: ModelCache,
     hardware: Hardware,
     nodes: int,
     *,
     best: int = BEST,
     offload: bool = False,
-    reached: Reached | None = None,
-    habits: Habits | None = None,
+    reached: RateFractions | None = None,
+    habits: FrameworkTraits | None = None,
 ) -> Plan:
     """Search all layouts of the workbench's model and batch on ``nodes`` nodes."""
     base = workbench.config
@@ -162,21 +169,21 @@ def search(
 class _Contest:
     """Ranking of the layouts that fit by formula: timed from their schedules; the first also drawn as it will run."""
 
-    workbench: Workbench
+    workbench: ModelCache
     hardware: Hardware
     room: int
     estimates: list[_Quick]
     """Estimates by formula; spared choices are added when a faster one turns out not to fit."""
     spared: dict[Shape, list[Choice]]
     too_large: dict[str, list[tuple[int, Choice]]]
-    reached: Reached | None
-    habits: Habits | None
+    reached: RateFractions | None
+    habits: FrameworkTraits | None
     failed: set[Choice] = field(default_factory=set)
 
-    def best(self, number: int) -> list[Found]:
+    def best(self, number: int) -> list[RankedLayout]:
         """Return up to ``number`` layouts that fit, ordered by time."""
         waiting = sorted(self.estimates)
-        found: list[Found] = []
+        found: list[RankedLayout] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         looked_at = 0
         while True:
@@ -199,13 +206,13 @@ class _Contest:
                 self._give_way(first, waiting)
         return found[:number]
 
-    def _look(self, choice: Choice) -> Found | None:
+    def _look(self, choice: Choice) -> RankedLayout | None:
         """Evaluate a layout: time from its computations, memory from a walk with approximate message positions.
 
         Returns None if it does not fit.
         """
         config = with_choice(self.workbench.config, choice)
-        sketch = self.workbench.sketch(config, computed(self.workbench, choice))
+        sketch = self.workbench.sketch(config, compute_schedule(self.workbench, choice))
         memory = tuple(sketch.memory(rank, transport_of(self.hardware)) for rank in sketch.unlike_ranks())
         needed = max(each.total for each in memory)
         if needed > self.room:
@@ -214,12 +221,12 @@ class _Contest:
         time = step_time(sketch, self.hardware, self.reached, self.habits)
         return _found(self.workbench, self.hardware, choice, sketch, time, memory)
 
-    def _first_fits(self, found: list[Found]) -> bool:
+    def _first_fits(self, found: list[RankedLayout]) -> bool:
         """Draw the fastest layout as it will run, and replace its estimate if it still fits."""
         choice, config = found[0].choice, found[0].config
         if found[0].sketch.schedule.is_lowered:
             return True
-        schedule = drawn(self.workbench, choice)
+        schedule = lowered_schedule(self.workbench, choice)
         whole = examine(self.workbench, self.hardware, config, choice, schedule, self.reached, self.habits)
         if whole.peak_bytes > self.room:
             self.too_large["at the highest point of a step"].append((whole.peak_bytes, choice))
@@ -253,7 +260,7 @@ def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterato
 
 
 def _that_fit(
-    workbench: Workbench, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
+    workbench: ModelCache, alike: Sequence[Choice], room: int, too_large: dict[str, list[tuple[int, Choice]]]
 ) -> Iterator[tuple[Choice, int | None]]:
     """Yield the choices that fit, out of those that differ only in sharding and recompute.
 
@@ -282,14 +289,14 @@ def _that_fit(
 
 
 def examine(
-    workbench: Workbench,
+    workbench: ModelCache,
     hardware: Hardware,
     config: RunConfig,
     choice: Choice,
     schedule: Schedule | None = None,
-    reached: Reached | None = None,
-    habits: Habits | None = None,
-) -> Found:
+    reached: RateFractions | None = None,
+    habits: FrameworkTraits | None = None,
+) -> RankedLayout:
     """Evaluate a configuration as it stands."""
     hardware.check_dtype(config.train.dtype)
     sketch = workbench.sketch(config, schedule)
@@ -298,20 +305,20 @@ def examine(
 
 
 def _found(
-    workbench: Workbench,
+    workbench: ModelCache,
     hardware: Hardware,
     choice: Choice,
-    sketch: Sketch,
+    sketch: LayoutModel,
     time: StepTime,
     memory: tuple[RankMemory, ...],
-) -> Found:
+) -> RankedLayout:
     flops = workbench.flops_per_step(sketch.config)
     size = choice.tp * choice.pp * choice.dp
     mfu = flops / time.total / (size * hardware.flops_per_s[sketch.config.train.dtype])
-    return Found(choice, sketch.config, sketch, time, memory, mfu)
+    return RankedLayout(choice, sketch.config, sketch, time, memory, mfu)
 
 
-def tokens_per_second(found: Found, workbench: Workbench) -> float:
+def tokens_per_second(found: RankedLayout, workbench: ModelCache) -> float:
     """Return the throughput of all devices together, in tokens/s."""
     batch = batch_numbers(found.config)
     return batch.global_batch * workbench.example(1).tokens_per_sample / found.time.total

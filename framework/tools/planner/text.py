@@ -11,15 +11,15 @@ from meshwright.mesh.view import draw
 from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis.draw import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
-from meshwright.tools.planner.layout_model import Workbench
-from meshwright.tools.planner.search import HEADROOM_SHARE, Found, Plan, tokens_per_second, usable_bytes
+from meshwright.tools.planner.layout_model import ModelCache
+from meshwright.tools.planner.search import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
 
 MOST_RULES = 14
 WIDTH = 110
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "temporaries")
 
 
-def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
+def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     """Return a plan as text."""
     config, hardware = plan.base, plan.hardware
     lines = [
@@ -53,7 +53,7 @@ def describe(workbench: Workbench, plan: Plan, *, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def table(workbench: Workbench, found: Sequence[Found]) -> list[str]:
+def table(workbench: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
     """Format one line per layout."""
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
@@ -82,7 +82,7 @@ def table(workbench: Workbench, found: Sequence[Found]) -> list[str]:
     return columns(rows, ">>>>>>>><><<<")
 
 
-def memory_table(found: Found) -> list[str]:
+def memory_table(found: RankedLayout) -> list[str]:
     """Format one line per pipeline rank; with more than nine ranks, only the first and last four."""
     rows: list[tuple[str, ...]] = [("pp_rank", *CATEGORIES, "in all", "at")]
     ranks = list(enumerate(found.memory))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from meshwright.tools.page.chart import Curve, Mark, Point, chart
-from meshwright.tools.report.run import RunSeen
+from meshwright.tools.report.run import RunContents
 from meshwright.tracking.console import duration
 from meshwright.tracking.plot import SMOOTHED_FROM, running_mean
 from meshwright.tracking.record import GIB, StepRecord
@@ -51,7 +51,7 @@ def tokens_of(record: StepRecord) -> float:
     return record.tokens
 
 
-def of_run(run: RunSeen) -> list[Markup]:
+def of_run(run: RunContents) -> list[Markup]:
     """Build the charts of a run: loss first, then every other recorded quantity."""
     marks = list(marks_of(run))
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
@@ -71,7 +71,7 @@ def of_run(run: RunSeen) -> list[Markup]:
     return [drawn for drawn in charts if drawn]
 
 
-def loss_curves(run: RunSeen) -> list[Curve]:
+def loss_curves(run: RunContents) -> list[Curve]:
     """Build the loss curves: training (with a running mean if there are many steps), validation, and repeated steps."""
     training = points(run.records, LOSS)
     curves = []
@@ -87,7 +87,7 @@ def loss_curves(run: RunSeen) -> list[Curve]:
     return [*curves, *lost_curves(run, LOSS)]
 
 
-def lost_curves(run: RunSeen, quantity: Quantity) -> list[Curve]:
+def lost_curves(run: RunContents, quantity: Quantity) -> list[Curve]:
     """Build one curve for each start whose steps were lost and repeated by a later start."""
     lost = [attempt.again for attempt in run.attempts if attempt.again]
     return [Curve("taken again", points(each, quantity), 0, "lost") for each in lost]
@@ -101,14 +101,14 @@ def points(
     return [(at, y if math.isfinite(y) else math.nan) for at, y in found if y is not None]
 
 
-def marks_of(run: RunSeen) -> list[Mark]:
+def marks_of(run: RunContents) -> list[Mark]:
     """Build marks for restarts, and for steps that were skipped or whose loss is not finite."""
     marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
     bad = [record.step for record in run.records if record.skipped or not math.isfinite(record.loss)]
     return marks + [Mark(step, "not finite", bad=True) for step in bad[:MOST_BAD]]
 
 
-def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
+def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list[Markup]:
     """Build charts that compare runs: losses by step and by tokens, gradient norm and throughput by step."""
     charts = []
     for quantity, x, x_name in (
@@ -141,7 +141,7 @@ def together(runs: Sequence[RunSeen], names: Sequence[str]) -> list[Markup]:
     return charts
 
 
-class Final(NamedTuple):
+class FinalFigures(NamedTuple):
     """Figures by which runs are compared, as text."""
 
     steps: str
@@ -158,25 +158,25 @@ class Final(NamedTuple):
     layout: str
 
 
-FINAL_NAMES = Final(
+FINAL_NAMES = FinalFigures(
     "steps", "tokens", "training loss, mean of the last 10 steps", "validation loss, last", "validation loss, best",
     "tokens/s, median", "seconds a step, median", "memory at the peak", "bubble, median", "time in steps",
     "starts", "layout",
 )  # fmt: skip
 
 
-def final(run: RunSeen) -> Final:
+def final(run: RunContents) -> FinalFigures:
     """Return the final figures of a run; dashes if it has taken no step."""
     records = run.records
     layout = layout_of(run)
     if not records:
-        nothing = dict.fromkeys(Final._fields, "–")
-        return Final(**nothing | {"steps": "0", "starts": str(len(run.attempts)), "layout": layout})
+        nothing = dict.fromkeys(FinalFigures._fields, "–")
+        return FinalFigures(**nothing | {"steps": "0", "starts": str(len(run.attempts)), "layout": layout})
     validated = [(record.validation_loss, record.step) for record in records if record.validation_loss is not None]
     best = min((each for each in validated if math.isfinite(each[0])), default=None)
     last = [record.loss for record in records[-10:]]
     bubbles = [record.bubble_share for record in records if record.bubble_share is not None]
-    return Final(
+    return FinalFigures(
         f"{records[-1].step:,}" + (f" of {run.steps:,}" if run.steps else ""),
         f"{records[-1].tokens:,}",
         f"{sum(last) / len(last):.4f}",
@@ -192,7 +192,7 @@ def final(run: RunSeen) -> Final:
     )
 
 
-def _memory(run: RunSeen) -> str:
+def _memory(run: RunContents) -> str:
     """Format the largest known peak memory of all ranks, with its rank."""
     peaks = (max(record.memory_bytes for record in run.records), *(run.peaks.peaks[1:] if run.peaks else ()))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
@@ -203,7 +203,7 @@ def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
-def layout_of(run: RunSeen) -> str:
+def layout_of(run: RunContents) -> str:
     """Describe the configured layout: parallel degrees, schedule and ZeRO stage."""
     parallel, pipeline = run.config.get("parallel", {}), run.config.get("pipeline", {})
     degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp") if axis in parallel)

@@ -21,8 +21,8 @@ from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
-from meshwright.tools.report.curves import FINAL_NAMES, final, layout_of, of_run, together
-from meshwright.tools.report.run import Attempt, RunSeen, clock
+from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
+from meshwright.tools.report.run import Attempt, RunContents, clock
 from meshwright.tracking.console import duration, memory
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
@@ -36,7 +36,7 @@ PARTS = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "
 """Parts of a rank's time, in the order of their colours."""
 
 
-class Drawn(NamedTuple):
+class SchedulePicture(NamedTuple):
     """A schedule, as a picture or, if that would be too large, as text."""
 
     title: str
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
     """(rank, its coordinates on the axes, words)."""
 
 
-def page(runs: Sequence[RunSeen]) -> str:
+def page(runs: Sequence[RunContents]) -> str:
     """Return the HTML report of these runs."""
     names = names_of(runs)
     return render(
@@ -73,19 +73,19 @@ def page(runs: Sequence[RunSeen]) -> str:
         side=SIDE,
         runs=[view(run, name) for run, name in zip(runs, names, strict=True)],
         names=names,
-        together=together(runs, names) if runs[1:] else [],
+        together=comparison_charts(runs, names) if runs[1:] else [],
         final=list(zip(FINAL_NAMES, *(final(run) for run in runs), strict=True)),
         differences=differences(runs) if runs[1:] else [],
     )
 
 
-def names_of(runs: Sequence[RunSeen]) -> list[str]:
+def names_of(runs: Sequence[RunContents]) -> list[str]:
     """Return a name for each run: its directory's name, or the full path if two runs share a name."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.directory) for run, name in zip(runs, names, strict=True)]
 
 
-def view(run: RunSeen, name: str) -> dict[str, Any]:
+def view(run: RunContents, name: str) -> dict[str, Any]:
     """Return the template's values for one run."""
     before = (*run.attempts[:1], *run.attempts)
     attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
@@ -103,7 +103,7 @@ def view(run: RunSeen, name: str) -> dict[str, Any]:
         "memory": memory_of(run),
         "time": time_rows(run),
         "parts": PARTS,
-        "whole": list(whole(run)),
+        "whole": list(time_totals(run)),
         "stragglers": stragglers(run),
         "attempts": shortened([row if has_jobs else row[:-1] for row in attempts]),
         "has_jobs": has_jobs,
@@ -118,7 +118,7 @@ def view(run: RunSeen, name: str) -> dict[str, Any]:
     }
 
 
-def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
+def facts(run: RunContents) -> Iterator[tuple[str, str]]:
     """Yield the key figures at the top of the page, as (name, text)."""
     found, model = final(run), run.config.get("model", {})
     size = f", {run.checkpoints[-1].parameters:,} parameters" if run.checkpoints else ""
@@ -139,7 +139,7 @@ def facts(run: RunSeen) -> Iterator[tuple[str, str]]:
     yield "checkpoints", f"{len(run.checkpoints)}"
 
 
-def memory_of(run: RunSeen) -> Memory | None:
+def memory_of(run: RunContents) -> Memory | None:
     """Return the peak memory of all ranks, and the lowest and highest peak of each pipeline rank.
 
     The range is per pipeline rank because pipeline ranks hold different stages.
@@ -159,7 +159,7 @@ def memory_of(run: RunSeen) -> Memory | None:
     return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
 
 
-def schedule_of(run: RunSeen) -> Drawn | None:
+def schedule_of(run: RunContents) -> SchedulePicture | None:
     """Draw the schedule; return None if there is nothing to draw.
 
     If a step was traced: measured above simulated. Otherwise: simulated, in ticks.
@@ -189,17 +189,17 @@ def schedule_of(run: RunSeen) -> Drawn | None:
     return drawn("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], said, Unit.TICKS)
 
 
-def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECONDS) -> Drawn:
+def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
     """Draw panels as a picture, or as text if they have too many actions or matplotlib is missing."""
     if sum(len(panel.timeline.spans) for panel in panels) <= MOST_DRAWN:
         try:
-            return Drawn(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
+            return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
         except UserError as error:
             said = f"{said} {error}."
-    return Drawn(title, Markup(""), "\n\n".join(text(panel.timeline, TEXT_WIDTH) for panel in panels), said)
+    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline, TEXT_WIDTH) for panel in panels), said)
 
 
-def time_rows(run: RunSeen) -> list[TimeRow]:
+def time_rows(run: RunContents) -> list[TimeRow]:
     """Split the traced step's time into parts, for each pipeline rank of the first replica and their mean."""
     if run.trace is None:
         return []
@@ -218,7 +218,7 @@ def time_rows(run: RunSeen) -> list[TimeRow]:
     ]
 
 
-def whole(run: RunSeen) -> Iterator[tuple[str, str]]:
+def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
     """Yield totals over all steps as (name, text), as far as metrics.jsonl has them."""
     kept = sum(record.step_s for record in run.records)
     if not kept:
@@ -242,7 +242,7 @@ def whole(run: RunSeen) -> Iterator[tuple[str, str]]:
         yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"
 
 
-def stragglers(run: RunSeen) -> list[tuple[str, str, str]]:
+def stragglers(run: RunContents) -> list[tuple[str, str, str]]:
     """List the stragglers, worst first: (rank, number of steps, largest share of a step)."""
     found: dict[str, list[float]] = {}
     for record in run.records:
@@ -280,13 +280,13 @@ def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [*rows[:half], ("…", *[""] * (len(rows[0]) - 1)), *rows[-half:]]
 
 
-def config_text(run: RunSeen) -> str:
+def config_text(run: RunContents) -> str:
     """Return the resolved configuration as a file for `meshwright train`; as JSON if this version cannot parse it."""
     config: RunConfig | None = run.resolved
     return to_toml(config) if config is not None else json.dumps(run.config, indent=2)
 
 
-def differences(runs: Sequence[RunSeen]) -> list[tuple[str, ...]]:
+def differences(runs: Sequence[RunContents]) -> list[tuple[str, ...]]:
     """List configuration keys whose values differ between runs, except the run's name and directory."""
     flat = [dict(_leaves(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for each in flat for key in each))

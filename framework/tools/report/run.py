@@ -44,7 +44,7 @@ MAX_TEXT_BYTES = 64 * MIB
 """Largest size of a small text file of a run, in bytes."""
 
 
-class Saved(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """A checkpoint, as described by its manifest alone; its data files are not read."""
 
     step: int
@@ -83,7 +83,7 @@ class Attempt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunSeen:
+class RunContents:
     """Everything that could be read from a run directory."""
 
     directory: Path
@@ -95,7 +95,7 @@ class RunSeen:
     records: tuple[StepRecord, ...]
     """One record for each step that counts, in order."""
     attempts: tuple[Attempt, ...]
-    checkpoints: tuple[Saved, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
     """Checkpoints, oldest first."""
     trace: Measured | None
     state: str
@@ -117,7 +117,7 @@ class RunSeen:
         return found if isinstance(found, int) else None
 
 
-def read_run(place: Path) -> RunSeen:
+def read_run(place: Path) -> RunContents:
     """Read a run directory.
 
     Raises:
@@ -137,7 +137,7 @@ def read_run(place: Path) -> RunSeen:
         kept[record.step] = record
     records = tuple(kept[step] for step in sorted(kept))
     state, is_live = _state(directory, remarks)
-    return RunSeen(
+    return RunContents(
         directory=directory,
         name=real_path(directory).name,
         config=config,
@@ -226,7 +226,7 @@ def _attempts(
     )
 
 
-def _checkpoints(directory: Path, remarks: list[str]) -> tuple[Saved, ...]:
+def _checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInfo, ...]:
     found = []
     for path in sorted(directory.glob("step-*")) if directory.is_dir() else ():
         manifest = path / "manifest.json"
@@ -234,7 +234,7 @@ def _checkpoints(directory: Path, remarks: list[str]) -> tuple[Saved, ...]:
             tree = parse_json(read_bytes(manifest, MAX_MANIFEST_BYTES))
             shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
             parallel = tree["config"]["parallel"]
-            saved = Saved(
+            saved = CheckpointInfo(
                 int(tree["step"]),
                 int(tree["samples_seen"]),
                 " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),

@@ -15,7 +15,7 @@ from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
 from meshwright.data.sources import Source, open_sources
-from meshwright.data_parallel.sharding import Sharded, kind_of
+from meshwright.data_parallel.sharding import ShardedParameters, kind_of
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
@@ -112,11 +112,11 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     return findings
 
 
-def _stands_for(parts: Parts, bucket: Sharded) -> bool:
+def _stands_for(parts: Parts, bucket: ShardedParameters) -> bool:
     return bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0
 
 
-def _parts_of(bucket: Sharded, flat: Tensor) -> list[Part]:
+def _parts_of(bucket: ShardedParameters, flat: Tensor) -> list[Part]:
     return [(piece.info, _copy(piece.tensor)) for piece in flat_pieces(TensorKind.WEIGHTS, bucket, flat)]
 
 

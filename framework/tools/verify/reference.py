@@ -27,7 +27,7 @@ from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.running_stats import cast_running, cast_statistics, running_buffers, running_values
-from meshwright.pipeline.values import IGNORED_LABEL, Example, cast_floats
+from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
 
@@ -118,7 +118,7 @@ class PlainRun:
         self.config, self.source, self.dtype, self.micro_batch_size = config, source, dtype, micro_batch_size
         self.global_batch = config.batch.global_batch
         model = build_model(config.model.builder, config.model.options, config.run.seed)
-        outline = Example(*example(config, micro_batch_size))
+        outline = MetaMicrobatch(*example(config, micro_batch_size))
         self.running = running_buffers(model.layers, outline.cast(torch.float32).inputs)
         self.layers = untouched_layers(config, model, dtype)
         cast_running(self.layers, self.running, dtype)
@@ -240,8 +240,8 @@ def _explained(config: RunConfig) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"the plain run of {config.model.builder} failed{error_place(error)}: {type(error).__name__}: {error}. "
-            f"verify holds layouts against the model in plain torch: call the builder and train its module in a loop of "
-            f"one sample at a time, until that works"
+            f"verify holds layouts against the model in plain torch: call the builder and train its module in a loop "
+            f"of one sample at a time, until that works"
         ) from error
 
 

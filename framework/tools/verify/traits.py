@@ -13,7 +13,7 @@ from meshwright.data.example import example
 from meshwright.data.sources import Source
 from meshwright.model.build import PlainModel, build_model
 from meshwright.pipeline.running_stats import couples_samples, running_buffers
-from meshwright.pipeline.values import Example
+from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify.probe import find_coupling
 
@@ -91,7 +91,7 @@ def traits_of(config: RunConfig) -> Traits:
         UserError: the model or the samples cannot be built.
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    shapes = Example(*example(config, 2)).cast(torch.float32)
+    shapes = MetaMicrobatch(*example(config, 2)).cast(torch.float32)
     trained = {model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad}
     try:
         running = running_buffers(model.layers, shapes.inputs)

@@ -24,18 +24,18 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import Place, Sharded
+from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Feed, Result
+from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.terminal.output import tell
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import look_again, losses, positions_of
 from meshwright.watch.ranks import ranks_at
 
 
-def remains(parts: Parts, feed: Feed, result: Result) -> list[Evidence]:
+def remains(parts: Parts, feed: Feed, result: RowResult) -> list[Evidence]:
     """What of this rank's weights, losses and gradients is not finite after a step that was not taken."""
     found = []
     for index, replica in parts.replicas.items():
@@ -63,7 +63,7 @@ def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, in
     return sorted(found, key=lambda each: each.position)
 
 
-def _pieces(bucket: Sharded) -> Iterator[tuple[Place, int, Tensor]]:
+def _pieces(bucket: ShardedParameters) -> Iterator[tuple[BucketSlot, int, Tensor]]:
     """Each parameter's gradient, cut where the shards are: (place, shard, numbers), as far as this rank holds it."""
     start, stop = bucket.shard_range
     size = max(1, stop - start)

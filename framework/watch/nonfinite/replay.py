@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.data_parallel.sharding import Place, Sharded
+from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Feed, Result
+from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken
@@ -27,7 +27,7 @@ def positions_of(stage: Stage) -> dict[int, int]:
     return {id(parameter): position for position, parameter in enumerate(stage.layers.parameters())}
 
 
-def losses(parts: Parts, feed: Feed, result: Result, ranks: tuple[int, ...]) -> list[Evidence]:
+def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) -> list[Evidence]:
     """Of each micro-batch, on the last stage."""
     last = len(parts.blueprint.stages) - 1
     forwards = [span.action for span in result.spans if span.action.kind is Kind.F and span.action.stage == last]
@@ -172,7 +172,7 @@ class _Look:
             self.outputs[microbatch] = self._evidence(of, position, name, str(broken(leaf)), microbatch, samples)
             return
 
-    def _gradient_hook(self, bucket: Sharded, place: Place) -> Any:
+    def _gradient_hook(self, bucket: ShardedParameters, place: BucketSlot) -> Any:
         position = self._positions[id(place.member.parameter)]
 
         def hook(parameter: Tensor) -> None:  # after the replica's own, which has put the gradient into the bucket

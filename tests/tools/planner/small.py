@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.launch.plans import remove_layout
 from meshwright.tools.planner.hardware import Hardware, Link
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.profile import Practice
 
 OPTIONS: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
@@ -58,9 +58,9 @@ def config(
 
 def workbench(
     builder: str = "meshwright.models.llama:build", samples: int = 8, fused: bool = False, **options: Any
-) -> Workbench:
+) -> ModelCache:
     """Of such a model."""
-    return Workbench(config(builder, samples, **options), Practice(fused=fused))
+    return ModelCache(config(builder, samples, **options), Practice(fused=fused))
 
 
 class Tokens:

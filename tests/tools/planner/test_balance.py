@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.pipeline.costs import weights
+from meshwright.pipeline.costs import layer_weights
 from meshwright.pipeline.partition import partition
 from meshwright.tools.planner.balance import cuts, describe, imbalance, rows, simulated_step
 
@@ -49,7 +49,7 @@ def test_the_chosen_balance_cuts_the_stages(balance: str | list[int]) -> None:
     (chosen,) = [cut for cut in cuts(blueprint) if cut.chosen]
     assert chosen.balance == str(balance) and chosen.stages == blueprint.stages
     if isinstance(balance, str):
-        assert blueprint.stages == partition(weights(blueprint.layer_costs, balance), 3)
+        assert blueprint.stages == partition(layer_weights(blueprint.layer_costs, balance), 3)
         assert len(cuts(blueprint)) == 3
     else:
         assert [len(stage) for stage in blueprint.stages] == balance and len(cuts(blueprint)) == 4

@@ -10,12 +10,12 @@ import pytest
 from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
 from meshwright.tools.planner.cost import StepTime, beside_products, exchanged_s, step_time
 from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
-from meshwright.tools.planner.layout_model import Sketch, Workbench
-from meshwright.tools.planner.operations import Kind, Work
+from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
+from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.profile import LayerProfile, Practice
-from meshwright.tools.planner.rates import Habits, Reached, product_share, wire_of, work_s
+from meshwright.tools.planner.rates import FrameworkTraits, RateFractions, product_share, wire_of, work_s
 
-IDEAL = Reached(
+IDEAL = RateFractions(
     product=1.0,
     short_k=0.0,
     tiling=0.0,
@@ -59,12 +59,14 @@ def config(**changes: Any) -> RunConfig:
     )
 
 
-def sketch(of: RunConfig, practice: Practice | None = None) -> Sketch:
-    return Workbench(of, practice or Practice(fused=True)).sketch(of)
+def sketch(of: RunConfig, practice: Practice | None = None) -> LayoutModel:
+    return ModelCache(of, practice or Practice(fused=True)).sketch(of)
 
 
-def took(of: RunConfig, hardware: Hardware = DEVICE, habits: Habits | None = None, **reached: float) -> StepTime:
-    return step_time(sketch(of), hardware, Reached()._replace(**reached), habits)
+def took(
+    of: RunConfig, hardware: Hardware = DEVICE, habits: FrameworkTraits | None = None, **reached: float
+) -> StepTime:
+    return step_time(sketch(of), hardware, RateFractions()._replace(**reached), habits)
 
 
 def test_messages_that_were_measured_count_as_measured() -> None:
@@ -76,9 +78,9 @@ def test_messages_that_were_measured_count_as_measured() -> None:
 
 
 def test_a_large_product_goes_at_the_peak_and_a_small_one_at_the_memory() -> None:
-    large = Work(Kind.PRODUCT, 2.0 * 12800**3, 3.0 * 2 * 12800**2, (1, 12800, 12800, 12800))
+    large = Work(WorkKind.PRODUCT, 2.0 * 12800**3, 3.0 * 2 * 12800**2, (1, 12800, 12800, 12800))
     assert work_s(large, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(2 * 12800**3 / 1e14)
-    small = Work(Kind.PRODUCT, 2.0 * 128 * 128, 1e9, (1, 128, 128, 1))
+    small = Work(WorkKind.PRODUCT, 2.0 * 128 * 128, 1e9, (1, 128, 128, 1))
     assert work_s(small, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e-3)
 
 
@@ -96,16 +98,16 @@ def test_a_short_inner_dim_halves_the_rate_where_the_constant_says() -> None:
 
 
 def test_attention_goes_at_its_share_and_loses_a_part_of_a_wave() -> None:
-    work = Work(Kind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
+    work = Work(WorkKind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
     assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e12 / 0.5e14)
     halved = IDEAL._replace(last_wave=1.0)
     assert work_s(work, DEVICE, "bfloat16", halved, backward=False) == pytest.approx(2e12 / 0.5e14)
-    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=Habits(attention_speed=0.5))
+    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=FrameworkTraits(attention_speed=0.5))
     assert older == pytest.approx(2e12 / 0.5e14)
 
 
 def test_constants_leave_an_attention_that_was_measured_as_it_is() -> None:
-    work = Work(Kind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
+    work = Work(WorkKind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
     fitted = IDEAL._replace(attention=0.5, attention_backward=0.5)
     measured = DEVICE.model_copy(update={"attention_backward_share": 0.25})
     assert work_s(work, DEVICE, "bfloat16", fitted, backward=False) == pytest.approx(2e12 / 0.5e14)
@@ -117,12 +119,12 @@ def test_constants_leave_an_attention_that_was_measured_as_it_is() -> None:
 @pytest.mark.parametrize(("head_dim", "made_for"), [(64, 64), (80, 96), (128, 128), (200, 224), (256, 256), (512, 512)])
 def test_attention_takes_the_time_of_the_head_dim_that_its_kernel_is_made_for(head_dim: int, made_for: int) -> None:
     def seconds(dim: int) -> float:
-        work = Work(Kind.ATTENTION, dim * 1e10, 1.0, (100, 128, 128, dim))
+        work = Work(WorkKind.ATTENTION, dim * 1e10, 1.0, (100, 128, 128, dim))
         return work_s(work, DEVICE, "bfloat16", IDEAL, backward=False)
 
     assert seconds(head_dim) == pytest.approx(seconds(made_for))
-    older = Habits(attention_head_dims=(64, 128))
-    work = Work(Kind.ATTENTION, 8e11, 1.0, (100, 128, 128, 80))
+    older = FrameworkTraits(attention_head_dims=(64, 128))
+    work = Work(WorkKind.ATTENTION, 8e11, 1.0, (100, 128, 128, 80))
     assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=older) == pytest.approx(seconds(128))
 
 
@@ -146,11 +148,11 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
     drawn.layers = tuple(blocks for _ in drawn.layers)
     drawn.stages = [range(i, i + 1) for i in range(pp)]
     at_once = DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e18, latency_s=0)})
-    found = step_time(drawn, at_once, Reached(message_s=0.0))
+    found = step_time(drawn, at_once, RateFractions(message_s=0.0))
     one = found.stages[0].forward + found.stages[0].backward
     assert found.pipeline == pytest.approx((chunks + pp - 1) * one)
     assert found.bubble_share == pytest.approx((pp - 1) / (chunks + pp - 1))
-    quick = step_time(drawn, at_once, Reached(message_s=0.0), simulated=False)
+    quick = step_time(drawn, at_once, RateFractions(message_s=0.0), simulated=False)
     assert quick.pipeline == pytest.approx(found.pipeline)
 
 
@@ -159,7 +161,7 @@ def test_a_send_that_both_wait_for_lengthens_every_micro_batch() -> None:
     drawn = sketch(config(parallel={"pp": 2}, pipeline={"balance": [3, 4]}, chunks=chunks))
     drawn.layers = tuple(drawn.layers[1] for _ in drawn.layers)
     drawn.stages = [range(0, 1), range(1, 2)]
-    waited = step_time(drawn, DEVICE, Reached(), Habits(sends_beside=False))
+    waited = step_time(drawn, DEVICE, RateFractions(), FrameworkTraits(sends_beside=False))
     stage = waited.stages[0]
     assert stage.message > 0
     once = stage.forward + stage.backward
@@ -168,7 +170,7 @@ def test_a_send_that_both_wait_for_lengthens_every_micro_batch() -> None:
 
 def test_own_span_leaves_out_the_wait_for_the_first_micro_batch() -> None:
     of = config(parallel={"pp": 4}, pipeline={"schedule": "zb_h2", "balance": [2, 1, 1, 3]}, chunks=16)
-    assert took(of, habits=Habits(steps_together=False)).pipeline < took(of).pipeline
+    assert took(of, habits=FrameworkTraits(steps_together=False)).pipeline < took(of).pipeline
 
 
 @pytest.mark.parametrize(
@@ -188,13 +190,13 @@ def test_a_slower_device_or_link_makes_a_longer_step(field: str, slower: Any, la
 
 def test_what_runs_beside_computation_costs_less() -> None:
     of = config(parallel={"dp": 16})
-    assert took(of, habits=Habits(reduces_beside=False)).total > took(of).total
+    assert took(of, habits=FrameworkTraits(reduces_beside=False)).total > took(of).total
     split = config(parallel={"tp": 4})
     alone = took(split).total
-    assert took(split, habits=Habits(tp_beside_weight_gradients=True)).total < alone
+    assert took(split, habits=FrameworkTraits(tp_beside_weight_gradients=True)).total < alone
     assert (
-        took(split, habits=Habits(tp_beside=True)).total
-        < took(split, habits=Habits(tp_beside_weight_gradients=True)).total
+        took(split, habits=FrameworkTraits(tp_beside=True)).total
+        < took(split, habits=FrameworkTraits(tp_beside_weight_gradients=True)).total
     )
 
 
@@ -204,12 +206,12 @@ def test_of_products_cut_in_parts_the_gradients_of_inputs_go_out_behind_them(rec
     block = sketch(of).layers[1]
     calls = {message.operation: message.calls for message in block.forward_says}
     assert calls == {"all_gather": 2, "reduce_scatter": 2}
-    forward, backward = beside_products(block, Habits(tp_in_parts=True))
+    forward, backward = beside_products(block, FrameworkTraits(tp_in_parts=True))
     all_of_them = {message.operation: message.calls for message in block.backward_says}
     assert forward == calls
     assert backward == all_of_them | {"reduce_scatter": all_of_them["reduce_scatter"] - 2}
-    assert beside_products(block, Habits(tp_beside=True)) == (forward, all_of_them)
-    assert beside_products(block, Habits()) == ({}, {})
+    assert beside_products(block, FrameworkTraits(tp_beside=True)) == (forward, all_of_them)
+    assert beside_products(block, FrameworkTraits()) == ({}, {})
 
 
 def test_more_devices_wait_longer_for_the_slowest() -> None:
@@ -225,15 +227,15 @@ def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_
     one, four = block(Practice(fused=True)), block(Practice(fused=True, context=4))
 
     def attention(layer: LayerProfile) -> float:
-        return sum(work.flops * work.times for work in layer.forward if work.kind is Kind.ATTENTION)
+        return sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)
 
     assert attention(four) == 4 * attention(one)
     tokens, hidden = 2 * 512, 256
     assert one.attended == ((tokens * hidden * 2, 2 * tokens * hidden * 2),)
     wire = wire_of(4, 1, DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e11, latency_s=0)}), IDEAL)
-    heads = exchanged_s(one, wire, Habits(context=4))
+    heads = exchanged_s(one, wire, FrameworkTraits(context=4))
     assert heads[0] == pytest.approx(4 * tokens * hidden * 2 * 3 / 4 / 1e11)
-    keys = exchanged_s(one, wire, Habits(context=4, context_exchange="keys"))
+    keys = exchanged_s(one, wire, FrameworkTraits(context=4, context_exchange="keys"))
     assert keys == pytest.approx((2 * tokens * hidden * 2 * 3 / 1e11, 2 * 2 * tokens * hidden * 2 * 3 / 1e11))
 
 

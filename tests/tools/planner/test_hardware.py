@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.tools.planner.calibrate import to_toml
-from meshwright.tools.planner.hardware import Link, Rate, known, read_hardware, time_on
+from meshwright.tools.planner.hardware import Link, Rate, interpolated_seconds, known, read_hardware
 from tests.tools.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]
@@ -103,9 +103,9 @@ def test_a_dtype_without_a_rate_is_refused() -> None:
 
 
 def test_a_curve_is_met_where_it_was_measured_and_rises_between() -> None:
-    assert [time_on(CURVE, rate.size) for rate in CURVE] == [rate.size / rate.per_s for rate in CURVE]
+    assert [interpolated_seconds(CURVE, rate.size) for rate in CURVE] == [rate.size / rate.per_s for rate in CURVE]
     sizes = [10.0 ** (exponent / 4) for exponent in range(48)]
-    times = [time_on(CURVE, size) for size in sizes]
+    times = [interpolated_seconds(CURVE, size) for size in sizes]
     assert times == sorted(times)
     assert times[0] == 1e-6  # of so little the time is to be started
-    assert time_on(CURVE, 4e9) == pytest.approx(0.1)  # at the rate of the last
+    assert interpolated_seconds(CURVE, 4e9) == pytest.approx(0.1)  # at the rate of the last

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.tools.planner.hardware import Link
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.page import page
 from meshwright.tools.planner.search import Plan, search
 from tests.support.chromium import CHROMIUM, Browser
@@ -52,7 +52,7 @@ LOOSE_ENDS = """(() => {
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Workbench, Plan]:
+def planned() -> tuple[ModelCache, Plan]:
     """Two nodes whose link is slow: a pipeline, so that a schedule is drawn."""
     bench = workbench(samples=4)
     between = Link(bytes_per_s=1e7, latency_s=1e-6)
@@ -60,7 +60,7 @@ def planned() -> tuple[Workbench, Plan]:
 
 
 @pytest.fixture(scope="module")
-def file(planned: tuple[Workbench, Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(planned: tuple[ModelCache, Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page."""
     file = tmp_path_factory.mktemp("page") / "plan.html"
     assert planned[1].best[0].choice.pp == 2
@@ -169,7 +169,7 @@ def test_a_page_needs_nothing_else(file: Path) -> None:
         assert word not in text
 
 
-def test_a_name_is_no_markup(planned: tuple[Workbench, Plan]) -> None:
+def test_a_name_is_no_markup(planned: tuple[ModelCache, Plan]) -> None:
     bench, plan = planned
     run = plan.base.run.model_copy(update={"name": "<b>&amp;"})
     text = page(bench, dataclasses.replace(plan, base=plan.base.model_copy(update={"run": run})))

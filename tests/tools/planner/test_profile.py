@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tools.planner.operations import Kind, Tape, Work
-from meshwright.tools.planner.profile import LayerProfile, Practice, Said, paper_group, profile_layers
+from meshwright.tools.planner.operations import Tape, Work, WorkKind
+from meshwright.tools.planner.profile import GroupMessages, LayerProfile, Practice, paper_group, profile_layers
 from tests.support.processes import Live
 from tests.tools.planner.small import workbench
 
@@ -81,9 +81,9 @@ def test_what_is_kept_is_what_autograd_keeps(name: str) -> None:
 def test_a_linear_is_one_product_forward_and_two_backward() -> None:
     found = profile(nn.Linear(D, 3 * D, bias=False), torch.randn(B, S, D))
     flops = 2.0 * B * S * D * 3 * D
-    assert [work.flops * work.times for work in found.forward if work.kind is Kind.PRODUCT] == [flops]
+    assert [work.flops * work.times for work in found.forward if work.kind is WorkKind.PRODUCT] == [flops]
     assert sum(work.flops * work.times for work in found.backward) == 2 * flops
-    (product,) = [work for work in found.forward if work.kind is Kind.PRODUCT]
+    (product,) = [work for work in found.forward if work.kind is WorkKind.PRODUCT]
     assert product.shape == (1, B * S, 3 * D, D)
     assert product.bytes == WIDE * (B * S * D + 3 * D * D + B * S * 3 * D)
     assert found.num_parameters == 3 * D * D
@@ -118,7 +118,7 @@ def llama(tp: int = 1, sequence: bool = False, **how: Any) -> dict[str, LayerPro
     return {each.name: each for each in found}
 
 
-def calls(said: tuple[Said, ...]) -> Counter[str]:
+def calls(said: tuple[GroupMessages, ...]) -> Counter[str]:
     """By operation."""
     return Counter({each.operation: each.calls for each in said})
 
@@ -173,8 +173,8 @@ def test_attention_that_writes_its_scores_costs_more() -> None:
         return sum(work.bytes * work.times for work in (*found.forward, *found.backward))
 
     assert moved(written) > moved(fused)
-    assert {work.kind for work in fused.forward} == set(Kind)
-    assert Kind.ATTENTION not in {work.kind for work in written.forward}
+    assert {work.kind for work in fused.forward} == set(WorkKind)
+    assert WorkKind.ATTENTION not in {work.kind for work in written.forward}
 
 
 class Bare(nn.Module):

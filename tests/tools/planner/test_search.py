@@ -12,11 +12,11 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis.simulate import peak_activations
 from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
-from meshwright.tools.planner.estimates import computed, drawn, in_flight
+from meshwright.tools.planner.estimates import compute_schedule, in_flight, lowered_schedule
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import Workbench
+from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.memory import NCCL
-from meshwright.tools.planner.search import Found, Plan, examine, search, usable_bytes
+from meshwright.tools.planner.search import Plan, RankedLayout, examine, search, usable_bytes
 from meshwright.tools.planner.text import chosen_config, describe
 from tests.tools.planner.small import OPTIONS, hardware, workbench
 
@@ -32,7 +32,7 @@ KINDS = {
 
 def found(
     kind: str = "llama", samples: int = 4, devices: int = 2, nodes: int = 1, best: int = 10, **box: int
-) -> tuple[Workbench, Plan]:
+) -> tuple[ModelCache, Plan]:
     """A small search."""
     builder, options = KINDS[kind]
     bench = workbench(builder, samples, **options)
@@ -61,16 +61,18 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[Workbench, list[Found]]:
+def everything() -> tuple[ModelCache, list[RankedLayout]]:
     """Every layout of two devices looked at, whatever it takes: time and memory do not depend on the room there is."""
     bench, box = workbench(), hardware(devices_per_node=2)
     offered = [each for each in choices(bench, box, 1) if isinstance(each, Choice)]
     assert len(offered) == len(set(offered))
-    return bench, [examine(bench, box, with_choice(bench.config, c), c, drawn(bench, c)) for c in offered]
+    return bench, [examine(bench, box, with_choice(bench.config, c), c, lowered_schedule(bench, c)) for c in offered]
 
 
 @pytest.mark.parametrize("memory_bytes", [2**30, 750_000, 480_000])
-def test_nothing_that_was_left_out_is_better(everything: tuple[Workbench, list[Found]], memory_bytes: int) -> None:
+def test_nothing_that_was_left_out_is_better(
+    everything: tuple[ModelCache, list[RankedLayout]], memory_bytes: int
+) -> None:
     bench, looked_at = everything
     box = hardware(memory_bytes, devices_per_node=2)
     plan = search(bench, box, 1, best=3)
@@ -90,7 +92,7 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
     alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
     assert {c.recompute for c in alike} == {"none", "selective", "full"}
 
-    def grown(of: Workbench, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> Found:
+    def grown(of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> RankedLayout:
         found = examine(of, box, config, choice, *more)
         too_much = 2**40 * (choice.recompute != "full")
         return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
@@ -189,7 +191,7 @@ def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
     layout = Choice(48, 1, 1, "1f1b", 1, 1, 144, 0, 1, False, "none", False)
     for schedule, interleave in SCHEDULES:
         choice = layout._replace(schedule=schedule, interleave=interleave)
-        whole = peak_activations(computed(bench, choice))
+        whole = peak_activations(compute_schedule(bench, choice))
         for rank in (0, 24, 47):
             assert in_flight(bench, choice)[rank] == pytest.approx(whole[rank], rel=0.2, abs=1), (schedule, rank)
 
@@ -198,7 +200,7 @@ def test_the_ranks_that_are_walked_are_enough() -> None:
     bench = workbench(samples=16, num_layers=29)
     for schedule, interleave in SCHEDULES:
         choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
-        sketch = bench.sketch(with_choice(bench.config, choice), computed(bench, choice))
+        sketch = bench.sketch(with_choice(bench.config, choice), compute_schedule(bench, choice))
         totals = [sketch.memory(rank, NCCL).total for rank in range(4)]
         assert max(totals) == max(totals[rank] for rank in sketch.unlike_ranks()), (schedule, totals)
 

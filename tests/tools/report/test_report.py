@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
 from meshwright.tools.report.curves import LOSS, loss_curves, marks_of, points
-from meshwright.tools.report.page import MOST_ROWS, differences, memory_of, page, whole
+from meshwright.tools.report.page import MOST_ROWS, differences, memory_of, page, time_totals
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
@@ -152,7 +152,7 @@ def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None
     assert "pp4 dp2 tp1 (changed)" in text and "7 – 10" in text
     lost = sum(each.step_s for each in first.again)
     share = lost / (lost + sum(each.step_s for each in run.records))
-    assert dict(whole(run))["steps taken again after a restart"].endswith(f": {share:.1%} of the time")
+    assert dict(time_totals(run))["steps taken again after a restart"].endswith(f": {share:.1%} of the time")
 
 
 def test_steps_that_overlap_in_the_file_count_once(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_is_not_finite_is_a_gap_and_a_mark(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "demo", 20, change=change))
     assert [x for x, y in points(run.records, LOSS) if math.isnan(y)] == [7, 8]
     assert [(mark.x, mark.bad) for mark in marks_of(run)] == [(7, True), (8, True)]
-    assert dict(whole(run))["steps left out, not finite"] == "2"
+    assert dict(time_totals(run))["steps left out, not finite"] == "2"
 
 
 def status(step: int, **changes: object) -> Status:

@@ -29,7 +29,7 @@ from meshwright.data_parallel.sharding import BucketKind
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group, Handle
 from meshwright.model.build import PlainModel
-from meshwright.optimizer.flat import FlatOptimizer, Shard
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import LossPart, Stage
@@ -114,7 +114,7 @@ def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-0: every replica counts the gradient that all of them have."""
-    patch.setattr(meshwright.build, "Shard", lambda *fields: Shard(*fields)._replace(counted=True))
+    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: OptimizerShard(*fields)._replace(counted=True))
 
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:
