@@ -93,7 +93,7 @@ LARGE_FILES = {
     "framework/data/indexed.py": 364,
     "framework/data/prepare/readers.py": 316,
     "framework/data_parallel/fully_sharded.py": 446,
-    "framework/mesh/comm.py": 398,
+    "framework/mesh/comm.py": 368,
     "framework/pipeline/executor.py": 364,
     "framework/pipeline/values.py": 351,
     "framework/run/saving.py": 354,
@@ -115,7 +115,7 @@ LARGE_FILES = {
     "framework/tools/planner/layout_model.py": 318,
     "framework/tools/planner/memory.py": 334,
     "framework/tools/planner/operations.py": 413,
-    "framework/tools/planner/profile.py": 367,
+    "framework/tools/planner/profile.py": 368,
     "framework/tools/planner/search.py": 324,
     "framework/tools/report/page.py": 307,
     "framework/tools/report/run.py": 313,
@@ -182,7 +182,6 @@ SAME_NAMES = {
     "Kind",
     "Link",
     "Mlp",
-    "PaperGroup",
     "Piece",
     "Placement",
     "Prepared",
@@ -196,7 +195,7 @@ SAME_NAMES = {
     "Wire",
 }
 """Classes of one name in several rooms."""
-PROSE = 678
+PROSE = 673
 """Docstrings that break a rule of tests/support/prose.py."""
 
 

@@ -13,7 +13,6 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -196,18 +195,16 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a copy of a layer talks to the same ranks
 
-    def become(self, other: Group) -> None:
-        """From now on it is that group: for layers that were sharded before there was one to talk to."""
-        assert (self.size, self.rank) == (other.size, other.rank), (self, other)
-        vars(self).update(vars(other))
-
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
-    @property
-    def on_paper(self) -> bool:
-        """Whether nobody is there to be talked to, and messages are only counted."""
-        return False
+    def communicates(self, tensor: Tensor) -> bool:
+        """Return whether collectives on this tensor take place: on the meta device only shapes are computed."""
+        return not tensor.is_meta
+
+    def chunks(self, starts: Sequence[int]) -> Iterator[int]:
+        """Yield the starts of the chunks of a long computation on this rank, each of which is to be run."""
+        yield from starts
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
         """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
@@ -369,30 +366,3 @@ class Group:
         if self.size > 1:
             work = dist.barrier(group=self.process_group, async_op=True)
             self._handle(work, "barrier").wait()
-
-
-class PaperGroup(Group):
-    """A group of ranks that do not exist: what is said in it is counted, and what would come keeps its shape."""
-
-    times = 1
-    """What is done now stands for so many of its kind."""
-
-    @contextmanager
-    def standing_for(self, times: int) -> Iterator[None]:
-        """Within: one pass of a loop, done for all of them."""
-        self.times = times
-        try:
-            yield
-        finally:
-            self.times = 1
-
-    @property
-    def on_paper(self) -> bool:
-        """Yes."""
-        return True
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
-        """Count it."""
-        if self.size > 1:
-            self._count("all_reduce", tensor_bytes(tensor))
-        return Handle([], "", finish=finish)

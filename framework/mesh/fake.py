@@ -1,6 +1,6 @@
 """A mesh on paper: one rank's own mesh of a job of any size, in one process, with nobody at the other end.
 
-    job of 16,384      paper_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
+    job of 16,384      fake_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
     this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
 
 So that what runs on a rank (our groups, megatron-core's regions, torch's fully_shard) runs here as it is, without the
@@ -10,23 +10,24 @@ others. Only the groups that the rank is in are made: all of them, of 16,384 ran
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import Group, Traffic
+from meshwright.mesh.comm import Group, Handle, Traffic, tensor_bytes
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.mesh import Mesh
 
 
-class PaperGroup(Group):
+class FakeGroup(Group):
     """A group of which only this rank is there. What others would say is taken to be what this one says."""
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
@@ -39,7 +40,43 @@ class PaperGroup(Group):
             return super().device_mesh(device_type)
 
 
-class PaperMesh(Mesh):
+class CountingGroup(Group):
+    """Group without a process group, for tensors on the meta device: counts the traffic of collectives."""
+
+    repeats = 1
+    """Number of chunks that the present one is counted for."""
+
+    def communicates(self, tensor: Tensor) -> bool:
+        """Return True: collectives on the meta device are counted too."""
+        return True
+
+    def chunks(self, starts: Sequence[int]) -> Iterator[int]:
+        """Yield the first chunk alone; meanwhile ``repeats`` is the number of chunks that it stands for."""
+        if not starts:
+            return
+        self.repeats = len(starts)
+        try:
+            yield starts[0]
+        finally:
+            self.repeats = 1
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
+        """Count an all-reduce; the tensor keeps its shape."""
+        if self.size > 1:
+            self._count("all_reduce", tensor_bytes(tensor))
+        return Handle([], "", finish=finish)
+
+
+class PlaceholderGroup(Group):
+    """Group of a rank that is chosen later: layers are sharded for it before any mesh exists."""
+
+    def become(self, other: Group) -> None:
+        """Take over the ranks and the process group of ``other``, which has the same size and rank."""
+        assert (self.size, self.rank) == (other.size, other.rank), (self, other)
+        vars(self).update(vars(other))
+
+
+class FakeMesh(Mesh):
     """A mesh whose groups are made as they are asked for."""
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
@@ -57,11 +94,11 @@ class PaperMesh(Mesh):
 
 def _group(name: str, ranks: tuple[int, ...], rank: int, traffic: Traffic, activity: Activity) -> Group:
     made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-    return PaperGroup(name, ranks, ranks.index(rank), made, traffic, activity)
+    return FakeGroup(name, ranks, ranks.index(rank), made, traffic, activity)
 
 
 @contextmanager
-def paper_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
+def fake_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
     """The mesh of ``rank``, on CPU, as long as it is entered; nothing of it is left afterwards.
 
     Raises:
@@ -81,9 +118,9 @@ def paper_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Itera
     try:
         pp, dp, tp = (_group(axis, grid.group(axis, rank), rank, traffic, activity) for axis in Axis)
         everybody = dist.group.WORLD if grid.size > 1 else None
-        world = PaperGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
+        world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         nodes = ["node0"] * grid.size
-        yield PaperMesh(grid, rank, torch.device("cpu"), pp, dp, tp, world, traffic, nodes, activity=activity)
+        yield FakeMesh(grid, rank, torch.device("cpu"), pp, dp, tp, world, traffic, nodes, activity=activity)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

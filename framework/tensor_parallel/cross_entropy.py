@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.mesh.comm import Group, PaperGroup
+from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel.layers import vocab_slice
 
 CHUNK_ELEMENTS = 2**22
@@ -47,7 +47,7 @@ def vocab_parallel_cross_entropy(
         group: the tp group.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    if logits.is_meta and not group.on_paper:
+    if not group.communicates(logits):
         return logits.new_empty(labels.shape, dtype=dtype)
     if group.size == 1 or logits.shape[-1] == vocab_size:
         assert logits.shape[-1] == vocab_size, (tuple(logits.shape), vocab_size)
@@ -66,16 +66,12 @@ def vocab_parallel_cross_entropy(
 def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
     """Yield slices of tokens that hold about CHUNK_ELEMENTS logits each.
 
-    In a dry run (:class:`meshwright.mesh.comm.PaperGroup`) the first slice stands for all.
+    In a dry run (:class:`meshwright.mesh.fake.CountingGroup`) the first slice stands for all.
     """
     tokens, columns = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     starts = range(0, tokens, step)
-    if isinstance(group, PaperGroup) and starts:
-        with group.standing_for(len(starts)):
-            yield slice(0, min(step, tokens))
-        return
-    for start in starts:
+    for start in group.chunks(starts):
         yield slice(start, min(start + step, tokens))
 
 

@@ -167,11 +167,11 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
 def _only_shapes(x: Tensor, group: Group) -> bool:
     """Return whether to compute shapes only: ``x`` is on meta, and the group is no dry run's, which counts traffic."""
-    return x.is_meta and not group.on_paper
+    return not group.communicates(x)
 
 
 def _mappings(x: Tensor, group: Group) -> megatron.Mappings:
-    return fake_regions.mappings(group.size) if group.on_paper else megatron.load_mappings(x.device)
+    return fake_regions.mappings(group.size) if x.is_meta else megatron.load_mappings(x.device)
 
 
 def _my_part(x: Tensor, group: Group) -> Tensor:

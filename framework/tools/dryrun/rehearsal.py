@@ -27,8 +27,7 @@ from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.data_parallel.buckets import Bucket
-from meshwright.mesh.comm import Group
-from meshwright.mesh.fake import paper_mesh
+from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
@@ -110,7 +109,7 @@ class SharedBlueprint(NamedTuple):
     """Blueprint drawn before any rank exists, for all ranks of one tp coordinate."""
 
     blueprint: Blueprint
-    tp: Group
+    tp: PlaceholderGroup
     """Tensor-parallel group in its layers; it becomes the group of the rehearsed rank."""
 
     def for_rank(self, pp_rank: int) -> Blueprint:
@@ -126,7 +125,7 @@ class SharedBlueprint(NamedTuple):
 
 def draw(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
     """Draw the blueprint once, for many ranks."""
-    tp = Group("tp", tuple(range(config.parallel.tp)), tp_rank)
+    tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), tp_rank)
     return SharedBlueprint(draw_blueprint(on_cpu(config), tp), tp)
 
 
@@ -167,11 +166,11 @@ def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = No
     """Run the dry run of :func:`rehearse` and return all notes."""
     recorder = Recorder()
     config = on_cpu(config)
-    with paper_mesh(grid_of(config), rank, RecordingActivity(recorder)) as mesh:
+    with fake_mesh(grid_of(config), rank, RecordingActivity(recorder)) as mesh:
         drawn = draw(config, mesh.at.tp_rank) if drawn is None else drawn
         drawn.tp.become(mesh.tp)
         blueprint = drawn.for_rank(mesh.at.pp_rank)
-        with _on_paper(blueprint, mesh.at.pp_rank, recorder) as constants:
+        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.skip_first_look()
@@ -193,7 +192,7 @@ def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = No
 
 
 @contextmanager
-def _on_paper(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterator[set[int]]:
+def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterator[set[int]]:
     """Make tensors fake and record all operations inside the context; yield the storages of the model's buffers.
 
     The real buffers of this rank's layers are replaced by fake ones. The storages are those of the whole model, since

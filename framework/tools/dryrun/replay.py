@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
-from meshwright.mesh.fake import paper_mesh
+from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.intercept import Heard
 from meshwright.pipeline.executor import Executor, Microbatch
@@ -390,7 +390,7 @@ def replay(templates: Templates, config: RunConfig, rank: int, drawn: SharedBlue
     """Play one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), drawn.blueprint
     recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
-    with paper_mesh(grid, rank, RecordingActivity(recorder)) as mesh, FakeTensorMode(), recorder:
+    with fake_mesh(grid, rank, RecordingActivity(recorder)) as mesh, FakeTensorMode(), recorder:
         player = Player(templates, recorder, grid, mesh.at.pp_rank, schedule)
         last = schedule.num_stages - 1
         stages: Mapping[int, Any] = {

@@ -23,7 +23,7 @@ from torch import nn
 from meshwright.mesh.comm import Group, Transfer
 from meshwright.tools.planner.hardware import Hardware, Link, Message, Rate
 from meshwright.tools.planner.operations import ExecutionOptions, Tape, WorkKind
-from meshwright.tools.planner.profile import paper_group, profile_layers
+from meshwright.tools.planner.profile import counting_group, profile_layers
 from meshwright.tools.planner.rates import MEASURED, work_s
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
@@ -115,7 +115,7 @@ def measure_block(hardware: Hardware) -> float:
     block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
     meta = torch.empty_like(x, device="meta").requires_grad_()
     practice = ExecutionOptions(takes_everything=False)
-    (profile,) = profile_layers([("block", block)], meta, None, tp=paper_group(1), loss=_no_loss, practice=practice)
+    (profile,) = profile_layers([("block", block)], meta, None, tp=counting_group(1), loss=_no_loss, practice=practice)
     seconds = sum(
         work.times * work_s(work, hardware, "float32", MEASURED, backward=False)
         for work in (*profile.forward, *profile.backward)
@@ -139,7 +139,7 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
         layers(x).sum().backward()
 
     step()
-    with Tape(paper_group(1)) as tape:
+    with Tape(counting_group(1)) as tape:
         step()
     spent = fastest_s(step)
     computed = sum(

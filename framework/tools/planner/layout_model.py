@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, cut
 from meshwright.config import RunConfig
 from meshwright.data.example import example
-from meshwright.mesh.comm import PaperGroup
+from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
@@ -34,7 +34,7 @@ from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entrop
 from meshwright.tensor_parallel.layers import VocabHead
 from meshwright.tools.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
 from meshwright.tools.planner.operations import ExecutionOptions
-from meshwright.tools.planner.profile import LayerProfile, paper_group, profile_layers
+from meshwright.tools.planner.profile import LayerProfile, counting_group, profile_layers
 
 
 @dataclass
@@ -162,7 +162,7 @@ class ModelCache:
 
     def split(
         self, tp: int, sequence: bool
-    ) -> tuple[nn.Sequential, PaperGroup, dict[str, list[tuple[str, int, bool, bool]]]]:
+    ) -> tuple[nn.Sequential, CountingGroup, dict[str, list[tuple[str, int, bool, bool]]]]:
         """Shard the representative layers over ``tp`` ranks.
 
         Returns:
@@ -175,7 +175,7 @@ class ModelCache:
             for name in dict.fromkeys(self.representatives):
                 kept.add_module(name, self.model.layers.get_submodule(name))
             layers = copy.deepcopy(kept)
-            group = paper_group(tp)
+            group = counting_group(tp)
             infos = sharding.apply(
                 layers,
                 plan=self.model.plan,
@@ -194,7 +194,7 @@ class ModelCache:
                 numel = math.prod(info.local_shape)
                 parameters.setdefault(layer, []).append((rest, numel, info.in_blocks, parameter.requires_grad))
             self.seen[key] = layers, group, parameters
-        found: tuple[nn.Sequential, PaperGroup, dict[str, list[tuple[str, int, bool, bool]]]] = self.seen[key]
+        found: tuple[nn.Sequential, CountingGroup, dict[str, list[tuple[str, int, bool, bool]]]] = self.seen[key]
         return found
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
@@ -236,7 +236,7 @@ class ModelCache:
         forward = sum(cost.forward.flops for cost in self.costs(config))
         return 3.0 * forward * batch.global_batch / batch.micro_batch_size
 
-    def loss(self, layers: nn.Sequential, group: PaperGroup) -> Loss:
+    def loss(self, layers: nn.Sequential, group: CountingGroup) -> Loss:
         """Return the loss that ``meshwright.build`` would choose."""
         if self.model.loss is not None:
             return self.model.loss

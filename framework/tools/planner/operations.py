@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.mesh.comm import PaperGroup
+from meshwright.mesh.fake import CountingGroup
 from meshwright.model.meter import op_bytes, stored_bytes
 
 aten = torch.ops.aten
@@ -108,8 +108,8 @@ class Op:
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that records operations. Only storages created inside it count as live."""
 
-    def __init__(self, group: PaperGroup) -> None:
-        """Create an empty tape; ``group.times`` is the number of loop passes that one recorded pass represents."""
+    def __init__(self, group: CountingGroup) -> None:
+        """Create an empty tape; ``group.repeats`` is the number of loop passes that one recorded pass represents."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
         self.ops: list[Op] = []
@@ -206,7 +206,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     writes,
                     not product and packet not in GATHERS,
                     copies=packet is aten.clone,
-                    times=self.group.times,
+                    times=self.group.repeats,
                 )
             )
         return result

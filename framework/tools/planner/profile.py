@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import Counted, PaperGroup
+from meshwright.mesh.comm import Counted
+from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import recompute_parts, recomputed
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
@@ -97,7 +98,7 @@ def profile_layers(
     inputs: Any,
     labels: Tensor | None,
     *,
-    tp: PaperGroup,
+    tp: CountingGroup,
     loss: Loss,
     practice: Practice,
     recompute: Sequence[str] = (),
@@ -217,7 +218,7 @@ def _profile(
     name: str,
     layer: nn.Module,
     value: Any,
-    tp: PaperGroup,
+    tp: CountingGroup,
     ending: tuple[Loss, Tensor] | None,
     practice: Practice,
     recompute: Sequence[str],
@@ -351,7 +352,7 @@ def _forget(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _said(tp: PaperGroup) -> tuple[GroupMessages, ...]:
+def _said(tp: CountingGroup) -> tuple[GroupMessages, ...]:
     """Return the messages counted since the last call, and reset the counters."""
     counts = {operation: counted for (_, operation), counted in tp.traffic.counts.items()}
     tp.traffic.reset()
@@ -362,6 +363,6 @@ def _numbers(counted: Counted) -> tuple[int, float]:
     return counted.calls, counted.wire_bytes
 
 
-def paper_group(tp: int) -> PaperGroup:
+def counting_group(tp: int) -> CountingGroup:
     """Return a fake tensor-parallel group of ``tp`` ranks, seen from rank 0; it counts traffic and sends nothing."""
-    return PaperGroup("tp", tuple(range(tp)), 0)
+    return CountingGroup("tp", tuple(range(tp)), 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.errors import MeshError
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.fake import paper_mesh
+from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.job import Job, plan_job
 from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
@@ -91,7 +91,7 @@ def test_nothing_is_left_of_a_paper_mesh() -> None:
     assert sys.excepthook is hook
     assert torch.UntypedStorage.resize_ is resize
     assert type(torch.zeros(1)) is Tensor
-    with pytest.raises(ZeroDivisionError), paper_mesh(Grid(2, 4, 2), 9):
+    with pytest.raises(ZeroDivisionError), fake_mesh(Grid(2, 4, 2), 9):
         raise ZeroDivisionError
     assert not dist.is_initialized()
 
@@ -110,7 +110,7 @@ def test_a_rank_of_a_job_rehearses_nothing(pool: RankPool) -> None:
 
 
 def test_a_paper_mesh_of_any_size_makes_its_own_groups_alone() -> None:
-    with paper_mesh(Grid(16, 128, 8), 5000) as mesh:
+    with fake_mesh(Grid(16, 128, 8), 5000) as mesh:
         assert (mesh.pp.size, mesh.dp.size, mesh.tp.size, mesh.world.size) == (16, 128, 8, 16384)
         assert mesh.dp.ranks == Grid(16, 128, 8).group(mesh.dp.name, 5000)  # type: ignore[arg-type]
         shard, copies = mesh.split_dp(8)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tools.planner.operations import Tape, Work, WorkKind
-from meshwright.tools.planner.profile import GroupMessages, LayerProfile, Practice, paper_group, profile_layers
+from meshwright.tools.planner.operations import ExecutionOptions, Tape, Work, WorkKind
+from meshwright.tools.planner.profile import GroupMessages, LayerProfile, counting_group, profile_layers
 from tests.support.processes import Live
 from tests.tools.planner.small import workbench
 
@@ -40,9 +40,9 @@ def profile(layer: nn.Module, x: Tensor, **other: Any) -> LayerProfile:
         [("layer", layer.to("meta"))],
         x.to("meta").requires_grad_(x.is_floating_point()),
         None,
-        tp=paper_group(1),
+        tp=counting_group(1),
         loss=cross_entropy,
-        practice=other.pop("practice", Practice()),
+        practice=other.pop("practice", ExecutionOptions()),
         **other,
     )[0]
 
@@ -112,7 +112,7 @@ def llama(tp: int = 1, sequence: bool = False, **how: Any) -> dict[str, LayerPro
         shapes.labels,
         tp=group,
         loss=bench.loss(layers, group),
-        practice=how.pop("practice", Practice()),
+        practice=how.pop("practice", ExecutionOptions()),
         **how,
     )
     return {each.name: each for each in found}
@@ -167,7 +167,7 @@ def test_recomputed_whole_a_layer_keeps_only_what_came_in() -> None:
 
 
 def test_attention_that_writes_its_scores_costs_more() -> None:
-    fused, written = llama()["block0"], llama(practice=Practice(fused_attention=False))["block0"]
+    fused, written = llama()["block0"], llama(practice=ExecutionOptions(fused_attention=False))["block0"]
 
     def moved(found: LayerProfile) -> float:
         return sum(work.bytes * work.times for work in (*found.forward, *found.backward))
@@ -186,7 +186,7 @@ class Bare(nn.Module):
 
 def test_fused_attention_keeps_a_number_for_a_row_and_the_other_all_scores() -> None:
     heads, x = 4, torch.randn(B, 4, S, D)
-    fused, written = (profile(Bare(), x, practice=Practice(fused_attention=f)) for f in (True, False))
+    fused, written = (profile(Bare(), x, practice=ExecutionOptions(fused_attention=f)) for f in (True, False))
     rows = B * heads * S * WIDE
     assert fused.kept_bytes - fused.outputs[0].bytes * fused.outputs[0].kept == rows
     assert written.kept_bytes - written.outputs[0].bytes * written.outputs[0].kept == rows * S
@@ -195,7 +195,7 @@ def test_fused_attention_keeps_a_number_for_a_row_and_the_other_all_scores() -> 
 
 
 def test_operations_that_are_fused_move_fewer_bytes() -> None:
-    apart, fused = llama()["block0"], llama(practice=Practice(fused=True))["block0"]
+    apart, fused = llama()["block0"], llama(practice=ExecutionOptions(fused=True))["block0"]
     for a, b in ((apart.forward, fused.forward), (apart.backward, fused.backward)):
         assert sum(w.bytes * w.times for w in b) < sum(w.bytes * w.times for w in a)
         assert sum(w.times for w in b) < sum(w.times for w in a)
@@ -230,7 +230,7 @@ def test_one_pass_of_a_loop_stands_for_all(monkeypatch: pytest.MonkeyPatch, rows
     def one_after_the_other(logits: Tensor, _: object) -> list[slice]:
         return [slice(start, min(start + 8, len(logits))) for start in range(0, len(logits), 8)]
 
-    group = paper_group(2)
+    group = counting_group(2)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 8 * 48)
     found = []
     for chunks in (module._chunks, one_after_the_other):
