@@ -12,11 +12,11 @@ from meshwright.config import RunConfig, default_world_size, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis.account import account, measured_costs, table, without_early_steps
 from meshwright.schedule.analysis.draw import Panel, Unit, text, timeline_of
-from meshwright.schedule.analysis.picture.axis import unit_of_seconds
 from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.outputs import write_out, writing
 from meshwright.terminal.output import put
+from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.watch.trace import newest, read
 
 WIDTH = 100
@@ -97,8 +97,8 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
     Raises:
         ConfigError: a file cannot be written there.
     """
-    from meshwright.schedule.analysis.picture.figure import figure, save
-    from meshwright.schedule.analysis.picture.perfetto import chrome_trace
+    from meshwright.tools.picture.figure import figure, save
+    from meshwright.tools.picture.perfetto import chrome_trace
 
     is_pictured = bool({Format.SVG, Format.PNG} & set(formats))
     picture = figure(panels, unit) if is_pictured else None

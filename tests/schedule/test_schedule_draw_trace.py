@@ -10,10 +10,10 @@ import pytest
 
 from meshwright.schedule.action import COMPUTE, SENDS, Kind
 from meshwright.schedule.analysis.draw import Panel, Reading, Unit, timeline_of
-from meshwright.schedule.analysis.picture.perfetto import chrome_trace
 from meshwright.schedule.analysis.simulate import Costs
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
-from tests.schedule.test_schedule_draw_picture import INTERLEAVED
+from meshwright.tools.picture.perfetto import chrome_trace
+from tests.tools.picture.test_figure import INTERLEAVED
 
 COSTS = Costs(comm=0.25, reduce=1, step=1)
 

@@ -212,7 +212,7 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     """Draw the memory of each pipeline rank, stacked by category, beside its timeline."""
     from matplotlib.figure import Figure
 
-    from meshwright.schedule.analysis.picture.palette import shade
+    from meshwright.tools.picture.palette import shade
 
     time = None if time_model is None else time_model(job)
     timeline = simulate_schedule(job) if time is None else time.timeline

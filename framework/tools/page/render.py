@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from meshwright.schedule.analysis.picture.figure import STYLE
+from meshwright.tools.picture.figure import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

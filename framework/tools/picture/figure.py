@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.schedule.action import COMPUTE, Kind
 from meshwright.schedule.analysis.draw import Panel, Unit, caption, typical_shortest
-from meshwright.schedule.analysis.picture.axis import TimeAxis, time_axis, unit_of_seconds
-from meshwright.schedule.analysis.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
-from meshwright.schedule.analysis.picture.palette import (
+from meshwright.schedule.analysis.simulate import Span, Timeline
+from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
+from meshwright.tools.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
+from meshwright.tools.picture.palette import (
     COLUMN,
     DIGIT_WIDTH,
     FAINT,
@@ -41,7 +42,6 @@ from meshwright.schedule.analysis.picture.palette import (
     label,
     shade,
 )
-from meshwright.schedule.analysis.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis.draw import typical_shortest
-from meshwright.schedule.analysis.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
 from meshwright.schedule.analysis.simulate import Span
+from meshwright.tools.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
 
 MOST_COLUMNS = 240
 """So many of the shortest kind of computation can still be told apart; of a longer run the two ends are drawn."""

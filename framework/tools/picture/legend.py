@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.schedule.action import COMPUTE, Kind
-from meshwright.schedule.analysis.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, shade
 from meshwright.schedule.analysis.simulate import Span
+from meshwright.tools.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, shade
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
