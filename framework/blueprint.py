@@ -1,9 +1,11 @@
-"""Everything about a run that is decided before the first collective: a pure function of the config and a tp rank.
+"""The blueprint of a run: everything that is decided before the first collective, a pure function of config and tp
+rank.
 
     RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
 
-The launcher draws it once to refuse what cannot work before any process exists; each rank draws it again for itself and
-the ranks compare digests. Nothing here needs a GPU, a network or more memory than the model's outline.
+The launcher draws it once, to refuse what cannot work before any process exists. Each rank draws it again, and the
+ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on the meta device.
+
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What every rank of a layout agrees on, seen from one tp rank."""
+    """Decisions that all ranks of a layout share, as seen from one tp rank."""
 
     config: RunConfig
     grid: Grid
@@ -58,14 +60,14 @@ class Blueprint:
     """Parameters on meta, in the training dtype, sharded over tp."""
     infos: dict[str, ParameterInfo]
     example: MetaMicrobatch
-    """The shapes of a micro-batch."""
+    """Shapes of a micro-batch."""
     stages: list[range]
     """Layers of each stage."""
     schedule: Schedule
     boundaries: list[ValueSpec]
-    """What stage i hands to stage i+1."""
+    """Output spec of stage i, the input spec of stage i+1."""
     layer_costs: list[LayerCost]
-    """One micro-batch of each whole (unsharded) layer, the loss in the last."""
+    """Cost of one micro-batch of each full (unsharded) layer, the loss included in the last."""
     running: tuple[str, ...] = ()
     """Buffers that forward changes: part of the state, as weights are."""
     recomputed: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ class Blueprint:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; tied weights count once, padding not at all."""
+        """Parameters of the whole model. Tied weights count once, padding not at all."""
         names = {self.model.canonical(name) for name in self.infos}
         return sum(torch.Size(self.infos[name].global_shape).numel() for name in names)
 
@@ -85,7 +87,7 @@ class Blueprint:
         return 3.0 * forward_flops * batch.global_batch / batch.micro_batch_size
 
     def stage_layers(self, stage: int) -> nn.Sequential:
-        """The layers of one stage under the names that they have in the whole model."""
+        """Return the layers of one stage, under their names in the whole model."""
         named = list(self.model.layers.named_children())
         layers = nn.Sequential()
         for index in self.stages[stage]:
@@ -93,7 +95,7 @@ class Blueprint:
         return layers
 
     def stage_of_parameter(self) -> dict[str, list[int]]:
-        """Canonical parameter name -> the stages that hold it (several for a tied weight), in order."""
+        """Return canonical parameter name -> the stages that hold it, in order; several for a tied weight."""
         found: dict[str, list[int]] = {}
         for stage in range(len(self.stages)):
             for name, _ in self.stage_layers(stage).named_parameters(remove_duplicate=False):
@@ -103,13 +105,13 @@ class Blueprint:
         return found
 
     def digest(self) -> str:
-        """Equal on all ranks, or they would not understand each other."""
+        """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
         text = dump(self.config) + self.schedule.digest() + repr(self.stages)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 class BatchNumbers(NamedTuple):
-    """``global_batch = micro_batch_size x chunks x dp``, known."""
+    """The resolved batch: ``global_batch = micro_batch_size x chunks x dp``."""
 
     micro_batch_size: int
     chunks: int
@@ -117,14 +119,14 @@ class BatchNumbers(NamedTuple):
 
 
 def batch_numbers(config: RunConfig) -> BatchNumbers:
-    """The batch of a resolved config."""
+    """Return the batch numbers of a resolved config."""
     batch = config.batch
     assert batch.micro_batch_size is not None and batch.chunks is not None and batch.global_batch is not None
     return BatchNumbers(batch.micro_batch_size, batch.chunks, batch.global_batch)
 
 
 def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
-    """Work out a resolved config: describe the model, check it, shard it, plan its stages.
+    """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
 
     Args:
         tp: this rank's tensor-parallel group; None stands for tp rank 0, without any process.
@@ -282,14 +284,14 @@ def check_impossible(config: RunConfig, model: PlainModel) -> None:
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Floating-point parameters to the training dtype, in place; constant buffers stay as the model made them."""
+    """Cast floating-point parameters to the training dtype, in place. Constant buffers keep their dtype."""
     for parameter in layers.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[range]:
-    """The stages, by what ``pipeline.balance`` says."""
+    """Cut the layers into stages, by ``pipeline.balance``."""
     balance = config.pipeline.balance
     if isinstance(balance, list):
         if len(balance) != num_stages:

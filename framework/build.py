@@ -1,4 +1,5 @@
-"""build(config, mesh) -> Parts: everything that one rank needs to train, put together once, with nothing started."""
+"""Construction of one rank's parts from a configuration and a mesh: ``build(config, mesh) -> Parts``. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ from meshwright.watch.nonfinite.guard import refuse
 
 
 def split_vocab_size(blueprint: Blueprint) -> int | None:
-    """The whole vocabulary, where the last layer's linear gives this tp rank's part of it; None: logits are whole."""
+    """Return the full vocabulary size if this tp rank's logits are sharded over it; None: logits are full."""
     last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
     heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
     return blueprint.infos[f"{heads[-1]}.weight"].global_shape[0] if heads else None
 
 
 def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
-    """The loss for what the model's last layer gives: whole logits, or this tp rank's part of the vocabulary."""
+    """Return the loss for the last layer's output: full logits, or this tp rank's shard of the vocabulary."""
     if blueprint.model.loss is not None:
         return blueprint.model.loss
     vocab_size = split_vocab_size(blueprint)
@@ -66,13 +67,15 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
 
 @dataclass
 class Again:
-    """What has to be as it was when layers of a stage are run once more in backward."""
+    """Dropout state and split-backward mode of a forward, restored when recompute (activation checkpointing) runs it
+    again."""
 
     draw: Draw
     stage: Stage | None = None
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Called in the first forward: remembers which samples go through; entered around the second."""
+        """Return the context of the second forward. Called in the first one, it remembers the samples of the
+        micro-batch."""
         return self._as_it_was(self.draw.sample_indices)
 
     @contextmanager
@@ -88,7 +91,7 @@ class Again:
 
 
 def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) -> dict[str, Context]:
-    """The layers that are recomputed as a whole; parts of layers are prepared in place."""
+    """Return the contexts of the layers that are recomputed as a whole. Wrap parts of layers in place."""
     whole = [name for name in layers._modules if name in blueprint.recomputed]
     for name, layer in layers.named_children():
         if name not in whole:
@@ -97,7 +100,7 @@ def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) 
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
-    """All ranks must have drawn the same blueprint, or their messages would not fit together.
+    """Compare the blueprints of all ranks: with different ones their messages would not match. Collective; blocks.
 
     Raises:
         MeshError: names the ranks that differ from rank 0.
@@ -117,10 +120,12 @@ def build(
     sources: tuple[Source, Source | None] | None = None,
     blueprint: Blueprint | None = None,
 ) -> Parts:
-    """Put one rank's parts together. Every rank calls it, in step; ``config`` is resolved.
+    """Build one rank's parts. Collective over all ranks; ``config`` is resolved.
 
-    ``sources``: training and validation; None opens the corpora that the config names. ``blueprint``: this rank's,
-    drawn already and nobody else's: its layers become the rank's own.
+    Args:
+        sources: training and validation samples; None opens the corpora of the configuration.
+        blueprint: this rank's own, if it exists already. Its layers become the rank's layers, so no other rank may use
+        it.
     """
     blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
@@ -187,7 +192,7 @@ def make_optimizer(
 def make_stage(
     blueprint: Blueprint, index: int, layers: nn.Sequential, loss: Loss, before_layer: Callable[[str], None]
 ) -> Stage:
-    """A stage of these layers, between the shapes that the blueprint has found."""
+    """Build a stage of these layers, with the input and output specs of the blueprint."""
     labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
     again = Again(blueprint.model.draw)
     again.stage = Stage(
@@ -208,7 +213,7 @@ def make_stage(
 
 
 def tell_draw(blueprint: Blueprint) -> Callable[[Tensor], None]:
-    """What an executor calls before each forward: the model's dropouts draw by its samples' global indices."""
+    """Return the callback of the executor before each forward: it hands the dropouts the global sample indices."""
 
     def on_microbatch(sample_indices: Tensor) -> None:
         blueprint.model.draw.sample_indices = sample_indices
@@ -224,7 +229,7 @@ def _replica(
     tied: Mapping[str, Group],
     host: HostMemory | None,
 ) -> tuple[nn.Sequential, Replica]:
-    """The layers of a stage with their weights, and who shares these with the other replicas, as the config says."""
+    """Return the layers of a stage with their weights, and the replica that shards them as the configuration asks."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
     of_stage = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
@@ -249,9 +254,9 @@ def _replica(
 
 
 def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
-    """Canonical name -> the ranks (with my dp and tp coordinates) that hold copies of a weight tied across stages.
+    """Return canonical name -> group of the ranks that hold copies of a weight tied across stages.
 
-    Every rank calls this, in step: it makes process groups.
+    The ranks differ in pp alone. Collective over all ranks: it makes process groups.
     """
     groups: dict[tuple[int, ...], Group] = {}
     found: dict[str, Group] = {}
@@ -267,7 +272,7 @@ def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
 def stage_members(
     blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]
 ) -> list[StageParameter]:
-    """The parameters of a stage, frozen ones too, with what the data-parallel axis must know of each."""
+    """Return the parameters of a stage, frozen ones included, with the ties and shapes that data parallelism needs."""
     members = []
     stages = blueprint.stage_of_parameter()
     for name, parameter, layer in members_of(layers):
@@ -278,7 +283,7 @@ def stage_members(
 
 
 def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
-    """Where the optimizer steps, if not on the device."""
+    """Return the host memory for an offloaded optimizer; None: the optimizer steps on the device."""
     if not config.parallel.offload:
         return None
     directory = config.parallel.offload_directory

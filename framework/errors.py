@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """The system refuses to read a checkpoint, which says nothing about its bytes: no reason to pass it over."""
+    """A checkpoint cannot be read (EIO, ESTALE). Its bytes may be sound, so that it is not skipped as damaged."""
 
 
 class LockError(UserError):
@@ -68,7 +68,7 @@ class HangError(UserError):
 
 
 class HangEcho(HangError):
-    """Another rank has told why the run hangs."""
+    """The run hangs, for the reason that another rank has printed."""
 
 
 class DriftError(UserError):

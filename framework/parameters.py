@@ -1,8 +1,9 @@
-"""What is known of one parameter besides its numbers: the words that the axes, checkpoints and verify share.
+"""Names, global shapes and local slices of parameters: the vocabulary shared by the axes, checkpoints and verify.
 
 A parameter has one name and one global shape in every layout. Tensor parallelism may keep only a slice of one dim of it
-on this rank; rows beyond the global size (a vocabulary that tp does not divide) are padding: present in memory, always
-zero, never counted, never written to a checkpoint.
+on this rank. Rows beyond the global size (of a vocabulary that tp does not divide) are padding: present in memory,
+always zero, never counted, never written to a checkpoint.
+
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class ParameterInfo(NamedTuple):
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices: biases and norms (one dim) are left alone, in every layout."""
+        """True if weight decay applies: to matrices, not to biases and norms (one dim), in every layout."""
         return len(self.global_shape) >= 2
 
     def take(self, full: Tensor) -> Tensor:
-        """The local tensor out of the global one: ``global_shape`` -> ``local_shape``, padding zero. A copy."""
+        """Return a copy of this rank's slice of a full tensor: ``global_shape`` -> ``local_shape``, padding zero."""
         assert tuple(full.shape) == self.global_shape, (self.name, tuple(full.shape), self.global_shape)
         if self.slice is None:
             return full.clone()
@@ -59,7 +60,7 @@ class ParameterInfo(NamedTuple):
         return local
 
     def unpadded(self, local: Tensor) -> Tensor:
-        """The view of a local tensor without its padding: what belongs to the global tensor."""
+        """Return the view of a local tensor without its padding."""
         if self.slice is None:
             return local
         return local.narrow(self.slice.dim, 0, self.slice.stop - self.slice.start)

@@ -28,14 +28,14 @@ STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
 
 @dataclass
 class TrainState:
-    """Where a run stands: all that a layout-free resume needs besides the tensors."""
+    """State of a run besides its tensors: all that a resume on any layout needs."""
 
     step: int = 0
     """Steps taken, skipped ones included."""
     optimizer_steps: int = 0
     """Steps that have changed the weights."""
     skipped_in_a_row: int = 0
-    """The last so many steps were skipped."""
+    """Number of steps skipped in a row up to now."""
     samples_seen: int = 0
     """The data cursor: the global index of the next sample."""
     tokens_seen: int = 0
@@ -44,7 +44,7 @@ class TrainState:
 
 @dataclass
 class Forward:
-    """What one rank needs to run its stages forward: a model in use needs no more, and one that trains has it too."""
+    """Parts that run this rank's stages forward, for a model in use and for one that trains."""
 
     config: RunConfig
     mesh: Mesh
@@ -85,7 +85,7 @@ class Parts(Forward):
         return len(self.blueprint.model.layers)
 
     def running(self) -> dict[str, Tensor]:
-        """The running buffers of my stages by name, as they are now; the same on every tp rank."""
+        """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
         found: dict[str, Tensor] = {}
         for stage in self.executor.stages.values():
             found |= running_values(stage.layers, self.blueprint.running)

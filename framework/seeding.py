@@ -27,21 +27,21 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for a purpose: stable across processes, Python versions and machines (BLAKE2b)."""
+    """Return a 63-bit seed for a purpose, stable across processes, Python versions and machines (BLAKE2b)."""
     text = "\x1f".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def seeded(seed: int, *names: str | int) -> Iterator[None]:
-    """Within: torch's CPU generator is seeded for this purpose. After: it is as it was."""
+    """Seed torch's CPU generator for a purpose within the block; restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive(seed, *names))
         yield
 
 
 def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser, in place: int64 -> int64, each input bit moves each output bit."""
+    """Apply splitmix64's finaliser in place, int64 -> int64: each input bit changes each output bit."""
     z ^= (z >> 30) & 0x3FFFFFFFF  # >> keeps the sign: mask to the logical shift
     z *= MIX_1
     z ^= (z >> 27) & 0x1FFFFFFFFF
@@ -52,15 +52,15 @@ def _mix(z: Tensor) -> Tensor:
 
 @dataclass
 class Draw:
-    """Which samples are going through the layers now; set by whoever calls forward, read by the dropouts."""
+    """Sample indices of the micro-batch in the layers. The caller of forward sets them, the dropouts read them."""
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
     is_recompute: bool = False
-    """A forward may run inside backward: ``pipeline.recompute`` has asked for it, or only costs are counted."""
+    """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
 
 NUM_KEYS = 16
-"""Keys that a dropout holds from the start: for so many calls in one forward. Further ones are made when needed."""
+"""Keys that a dropout prepares at the start, one per call in a forward. More are made when needed."""
 
 
 def key_of(seed: int, name: str, call: int = 0) -> int:
@@ -136,7 +136,7 @@ class SeededDropout(nn.Module):
         return f"p={self.p}, name={self.name!r}, shard={self.shard}"
 
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """True where kept, in the next call; shape (B, ...) as the input's (local)."""
+        """Return the mask of the next call, bool (B, ...) in the input's local shape; True: kept."""
         sample_indices = self.draw.sample_indices
         assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
         if self.num_calls >= self.keys.shape[0]:
@@ -146,7 +146,7 @@ class SeededDropout(nn.Module):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
-        """Double the number of calls that there are keys for."""
+        """Double the number of calls that keys are prepared for."""
         have = self.keys.shape[0]
         more = [key_of(self.seed, self.name, call) for call in range(have, 2 * have)]
         self.keys = torch.cat([self.keys, torch.tensor(more, device=self.keys.device)])

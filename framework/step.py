@@ -1,4 +1,4 @@
-"""One optimizer step: a row of the schedule run on this rank's stages; and one validation, forward only."""
+"""One optimizer step, which runs a row of the schedule on this rank's stages; and one validation, forward only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepFeed:
 
     NOTE [sample indices]: step s of a run trains on the sample indices from samples_seen on, global_batch of them. The
     micro-batch m of replica dp_rank is the run of micro_batch_size indices that begins at samples_seen + (dp_rank x
-    chunks + m) x micro_batch_size. This is the only place that knows: sources of samples answer to indices, on any
+    chunks + m) x micro_batch_size. The formula stands nowhere else: sources of samples answer to indices, on any
     layout, and a run resumes from one number.
     """
 
@@ -169,24 +169,26 @@ def sum_numbers(parts: Parts, result: RowResult) -> Tensor:
 
 
 def validate(parts: Parts) -> float:
-    """Mean loss over the validation batches, in eval mode; the same on every rank and in every layout."""
+    """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
     assert parts.validation is not None
     found = total_loss(parts, parts.validation, range(validation_batches(parts)))
     return found.loss_sum / max(found.num_tokens, 1)
 
 
 class TotalLoss(NamedTuple):
-    """Of several global batches."""
+    """Loss over several global batches."""
 
     loss_sum: float
-    """In nats, in float64."""
+    """Sum of the labels' losses in nats, accumulated in float64."""
     num_tokens: int
     """Labels that counted."""
 
 
 def total_loss(parts: Forward, source: Source, batches: Iterable[int]) -> TotalLoss:
-    """Forward only, in eval mode, over these global batches of ``source``, counted from 0. Every rank calls it; all
-    get the same, in every layout."""
+    """Run forward in eval mode over these global batches of ``source``, counted from 0; return the total loss.
+
+    Collective over all ranks. Equal on every rank and in every layout.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
     stages = parts.executor.stages.values()
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}

@@ -19,7 +19,7 @@ _LIST = """
     calculate calibrate call cap capture carry cast change check choose clamp clean clear clip clone close collect
     combine compare compile complete compose compress compute concatenate configure connect construct consume convert
     copy count cover create cut debug declare decode decompose decorate decrease define delete derive describe detach
-    detect determine digest disable discard dispatch display divide draw drop dump emit empty enable encode end enter
+    detect determine digest disable discard dispatch display divide double draw drop dump emit empty enable encode end enter
     enqueue ensure enumerate escape estimate evaluate exchange exclude execute exit expand expect explain export
     express extend extract fail fetch fill filter find finish fit fix flatten flush fold follow forget fork format
     forward free freeze gather generate get give group guess halt hand handle hash hide hold identify ignore implement
