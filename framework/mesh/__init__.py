@@ -1,1 +1,2 @@
-"""Ranks, nodes, axes: the pure grid, and the mesh with its process groups. Only this room says torch.distributed."""
+"""Ranks, nodes and axes: the pure grid, and the mesh with its process groups. Only this room calls
+torch.distributed."""

@@ -1,11 +1,12 @@
-"""What this rank does right now, told as it begins, for a thread that looks when nothing moves any more.
+"""The present activity of a rank, recorded as it begins, for a watchdog thread to read when nothing moves any more.
 
     main thread    begin(0F3) .. waits(handle) . begin(0F3) .... begin("reading samples") ...      100 ns each
                                    |
     watchdog       ------------- told() ------------------------ told() ---                        now and then
 
-What is told is one attribute, replaced as a whole: another thread sees the one before or the one after. Objects are
-kept as they are and put into words when somebody asks.
+The record is one attribute, replaced as a whole: another thread reads the one before or the one after. Objects are kept
+as they are, and formatted only when the record is read.
+
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BETWEEN = "going from one step to the next"
 
 
 class Waits(NamedTuple):
-    """What a rank waits for."""
+    """An operation that blocks a rank, and the ranks that it depends on."""
 
     how: str
     """``receive``, ``send`` or ``collective``."""
@@ -29,21 +30,21 @@ class Waits(NamedTuple):
     operation: str
     """``1RECV_F3``, or ``all-reduce of (3,)``."""
     group: str = ""
-    """Of a collective: the name of the group, and which one it is in :attr:`Doing.posted`."""
+    """Name of the group of a collective, its key in :attr:`Doing.posted`."""
     key: str = ""
     number: int = 0
-    """Of a collective: which it is of this group's, from 1."""
+    """Number of the collective among those of its group, from 1."""
 
 
 class Waiting(Protocol):
-    """Something that can be waited for, and can tell what that is."""
+    """A blocking operation that can describe itself."""
 
     def waits(self) -> Waits:
-        """Asked by another thread, rarely."""
+        """Return the description of the operation. Called by another thread, rarely."""
 
 
 class Doing(NamedTuple):
-    """What a rank does, in words."""
+    """Activity of a rank, formatted."""
 
     phase: str
     what: str
@@ -54,24 +55,24 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """One rank's. ``begin`` and ``waits`` are called all the time, by one thread; ``told`` by any."""
+    """Recorder of one rank's activity. ``begin`` and ``waits`` are called often, by one thread; ``told`` by any."""
 
     def __init__(self) -> None:
         self.phase = "starting"
-        """What the run is about: training, validating, saving a checkpoint."""
+        """Phase of the run: training, validating, saving a checkpoint."""
         self.now: tuple[object, float, Waiting | None] = (self.phase, time.monotonic(), None)
-        """What, since when, and what it waits for."""
+        """Activity, start time, and the operation that blocks it."""
         self.posted: dict[str, int] = {}
         self.waited_s = 0.0
         """In which the program has waited for others, in all; on CUDA only the device waits for most of them."""
 
     def begin(self, what: object) -> None:
-        """From now on this rank does that: ``str(what)`` is its name."""
+        """Record the start of an activity; ``str(what)`` is its name."""
         self.waits(None)
         self.now = (what, self.now[1], None)
 
     def waits(self, handle: Waiting | None) -> None:
-        """From now on it waits for something while it does what it does; None: it goes on."""
+        """Record the operation that blocks the present activity; None: nothing does."""
         what, since_s, before = self.now
         now_s = time.monotonic()
         if before is not None:
@@ -79,13 +80,13 @@ class Activity:
         self.now = (what, now_s, handle)
 
     def posts(self, key: str) -> int:
-        """It has come to the next collective of a group; which one that is."""
+        """Count one more collective of a group; return its number."""
         number = self.posted[key] = self.posted.get(key, 0) + 1
         return number
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A part of the run, such as ``validating``: what is done until something finer begins."""
+        """Run the block as a phase of the run, such as ``validating``, until a finer activity begins."""
         before, self.phase = self.phase, phase
         self.begin(phase)
         try:
@@ -95,7 +96,7 @@ class Activity:
             self.begin(before)
 
     def told(self) -> Doing:
-        """In words."""
+        """Return the present activity, formatted."""
         what, since_s, handle = self.now
         waits = handle.waits() if handle is not None else None
         return Doing(self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted))

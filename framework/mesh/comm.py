@@ -49,7 +49,7 @@ class Counted(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What this rank has said so far: ``counts[(group name, operation)]``."""
+    """Traffic of this rank up to now: ``counts[(group name, operation)]``."""
 
     counts: dict[tuple[str, str], Counted] = field(default_factory=lambda: defaultdict(Counted))
 
@@ -63,7 +63,7 @@ class Traffic:
         self.counts.clear()
 
     def wire_bytes(self, group: str) -> float:
-        """Bytes on the wire of all operations of one group."""
+        """Return the bytes on the wire of all operations of one group."""
         return sum(counted.wire_bytes for (name, _), counted in self.counts.items() if name == group)
 
 
@@ -119,11 +119,11 @@ class Handle:
             work.wait()
 
     def done(self) -> bool:
-        """True when ``wait`` would not block."""
+        """Return True when ``wait`` would not block."""
         return all(work.is_completed() for work in self._works)
 
     def waits(self) -> Waits:
-        """What ``wait`` waits for, as it does so."""
+        """Return the operation that ``wait`` blocks for."""
         assert self._group is not None
         what = self._what if isinstance(self._what, str) else self._what()
         if self._number:
@@ -160,13 +160,15 @@ class Transfer(NamedTuple):
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Where its first element lies: its storage, while that lives, and the offset in it. (Tensors without numbers have
-    that too, but no address.)"""
+    """Return the storage of a tensor and the offset of its first element in it, valid while the storage lives.
+
+    Tensors on the meta device have both too, but no address.
+    """
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
@@ -207,18 +209,17 @@ class Group:
         yield from starts
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
-        """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
-        process group.
-        """
+        """Count and record a blocking collective that bypasses this class: megatron-core takes the bare process
+        group."""
         self._count(operation, message_bytes)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
 
     def end_collective(self) -> None:
-        """That collective is done."""
+        """Record the end of that collective."""
         self.activity.waits(None)
 
     def waits_in(self, what: str, number: int) -> Waits:
-        """What a rank waits for in a collective of this group."""
+        """Return the description of a collective of this group that blocks."""
         others = tuple(rank for rank in self.ranks if rank != self.ranks[self.rank])
         return Waits("collective", others, what, self.name, self._key, number)
 
@@ -240,7 +241,7 @@ class Group:
         return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor], finish)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Handle:
-        """``out`` (n x part, flat along dim 0) = everyone's ``part`` in group order. Does not block."""
+        """All-gather: ``out`` (n x part, flat along dim 0) = every rank's ``part`` in group order. Does not block."""
         if self.size == 1:
             if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
@@ -250,10 +251,11 @@ class Group:
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
-        """``part`` = my slice of the sum of everyone's ``whole`` (n x part, flat along dim 0). Does not block.
+        """Reduce-scatter: ``part`` = this rank's slice of the sum of every rank's ``whole`` (n x part, dim 0). Does not
+        block.
 
-        On CPU everyone sends each its slice, and ``wait`` sums them here, in the order of the ranks: gloo's own
-        reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a piece of ``whole``.
+        On CPU each rank sends every other its slice, and ``wait`` sums them in rank order: gloo's own reduce-scatter is
+        an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
         """
         if self.size == 1:
             if place_of(part) != place_of(whole):
@@ -357,7 +359,7 @@ class Group:
         ]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The group as torch's fully_shard wants it. Local."""
+        """Return the group as a DeviceMesh for torch's fully_shard. Does not communicate."""
         assert self.process_group is not None
         return DeviceMesh.from_group(self.process_group, device_type)
 

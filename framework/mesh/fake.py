@@ -28,14 +28,14 @@ from meshwright.mesh.mesh import Mesh
 
 
 class FakeGroup(Group):
-    """A group of which only this rank is there. What others would say is taken to be what this one says."""
+    """Group over torch's fake backend, with this rank alone. Values of other ranks are taken to equal this rank's."""
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
-        """This rank's, as often as there are ranks."""
+        """Return this rank's value once per rank of the group."""
         return [value] * self.size
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """It holds the ranks' numbers in a tensor, which must not be a fake one."""
+        """Return the DeviceMesh, built from a real tensor of rank numbers even under FakeTensorMode."""
         with unset_fake_temporarily():
             return super().device_mesh(device_type)
 
@@ -83,7 +83,7 @@ class FakeMesh(Mesh):
         return _group(name, ranks, self.rank, self.traffic, self.activity)
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """Mine alone."""
+        """Return the group of this rank, without making those of other ranks."""
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) > 1 and self.at.pp_rank not in pp_ranks:
             return Group("tied", (), -1, None, self.traffic, self.activity)
@@ -99,7 +99,7 @@ def _group(name: str, ranks: tuple[int, ...], rank: int, traffic: Traffic, activ
 
 @contextmanager
 def fake_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
-    """The mesh of ``rank``, on CPU, as long as it is entered; nothing of it is left afterwards.
+    """Open the mesh of ``rank`` on CPU within the block; nothing of it is left afterwards.
 
     Raises:
         MeshError: this process is a rank of a real job: its groups would be lost.

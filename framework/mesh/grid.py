@@ -24,7 +24,7 @@ class Axis(StrEnum):
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis."""
+    """Coordinates of a rank on each axis."""
 
     pp_rank: int
     dp_rank: int
@@ -44,11 +44,11 @@ class Grid(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def rank(self, at: Coordinates) -> int:
-        """The rank that stands at the coordinates."""
+        """Return the rank at these coordinates."""
         return (at.pp_rank * self.dp + at.dp_rank) * self.tp + at.tp_rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Inverse of :meth:`rank`."""
+        """Return the coordinates of a rank, the inverse of :meth:`rank`."""
         assert 0 <= rank < self.size, (rank, self.size)
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
@@ -59,13 +59,14 @@ class Grid(NamedTuple):
         return {Axis.PP: self.pp, Axis.DP: self.dp, Axis.TP: self.tp}[axis]
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains ``rank``."""
+        """Return the ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains
+        ``rank``."""
         at = self.coordinates(rank)
         field = f"{axis}_rank"
         return tuple(self.rank(at._replace(**{field: i})) for i in range(self.degree(axis)))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All groups of an axis, by their first rank: a partition of the ranks."""
+        """Return all groups of an axis, by their first rank: a partition of the ranks."""
         return sorted({self.group(axis, rank) for rank in range(self.size)})
 
 
@@ -92,11 +93,11 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
 
 
 MOST_DEVICES = 2**20
-"""Of a cluster."""
+"""Most devices of a cluster that are enumerated."""
 
 
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Names of the nodes by rank, for a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
+    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
 
     Raises:
         MeshError: more than MOST_DEVICES of them.

@@ -1,4 +1,4 @@
-"""What a rank says to others, heard from below: an operation that reaches a process group, in the words of comm.py."""
+"""Interception of communication below torch.distributed: operations on process groups, in the terms of comm.py."""
 
 from __future__ import annotations
 
@@ -56,33 +56,33 @@ class Heard(NamedTuple):
     peer: int | None
     """The global rank at the other end of a send or receive."""
     num_bytes: int
-    """Of the message: the whole tensor."""
+    """Bytes of the message: the full tensor."""
     dtype: str
 
     @property
     def wire_bytes(self) -> float:
-        """What the rank puts on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
+        """Return this rank's bytes on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
         return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
 
 
 def num_bytes(values: Any) -> int:
-    """Bytes of all tensors in it."""
+    """Return the bytes of all tensors in a tree of values."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def hears_parts(types: Sequence[type]) -> bool:
-    """Whether an operation is on a DTensor, whose parts come by on their own."""
+    """Return True for an operation on a DTensor, whose local operations are intercepted on their own."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 class Ear:
-    """Tells what an operation says. Remembers groups by their names: they have thousands of ranks."""
+    """Interpreter of intercepted operations. Caches groups by name, since they have thousands of ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
 
     def hear(self, function: Any, arguments: Sequence[Any]) -> Heard | None:
-        """None: nothing is said (a wait, a barrier)."""
+        """Return the communication of an operation; None for one that sends nothing (a wait, a barrier)."""
         name = str(function.overloadpacket)
         ranks = None if name in SILENT else self._group(arguments)
         if ranks is None:

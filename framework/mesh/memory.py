@@ -7,9 +7,11 @@ import sys
 
 
 def peak_memory_bytes(device_type: str) -> int:
-    """CUDA: the most that torch had allocated on the current device (``torch.cuda.max_memory_allocated``), which leaves
-    out what NCCL and the driver hold. CPU: the largest resident set of this process, the interpreter and its libraries
-    included. Both since the process began (or the CUDA peak was last reset)."""
+    """Return the peak memory in bytes since the process began, or since the CUDA peak was reset.
+
+    CUDA: the most that torch allocated on the current device (``torch.cuda.max_memory_allocated``), without NCCL and
+    the driver. CPU: the peak resident set of this process, interpreter and libraries included.
+    """
     if device_type == "cuda":
         import torch
 

@@ -23,7 +23,7 @@ from meshwright.mesh.store import Board
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands and whom it talks to. Build it with :func:`open_mesh`, end it with :func:`close_mesh`."""
+    """Process groups and coordinates of this rank. Built by :func:`open_mesh`, ended by :func:`close_mesh`."""
 
     grid: Grid
     rank: int
@@ -36,9 +36,9 @@ class Mesh:
     nodes: list[str] = field(default_factory=list)
     """Name of the node of each rank."""
     timeout_s: float = 600.0
-    """How long a rank waits in a collective before that fails."""
+    """Timeout of a collective in seconds."""
     activity: Activity = field(default_factory=Activity)
-    """What this rank does right now."""
+    """Present activity of this rank."""
 
     @property
     def at(self) -> Coordinates:
@@ -46,14 +46,15 @@ class Mesh:
         return self.grid.coordinates(self.rank)
 
     def board(self) -> Board | None:
-        """Where ranks leave each other notes, reached by a connection of its own; a mesh of one rank needs none."""
+        """Store for small notes between ranks, over a connection of its own. A mesh of one rank has none."""
         return Board(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
-        """(my neighbours among whom a state is cut into ``shard_factor`` shards, those who hold the same shard as I).
+        """Return (the replicas among whom a state is cut into ``shard_factor`` shards, those with copies of this rank's
+        shard).
 
-        Replicas d .. d + shard_factor - 1 are neighbours: dp is laid out so that they are in one node before they are
-        in two. With all of dp or with 1 it is (dp, only me) or (only me, dp). Every rank of the mesh calls it.
+        Replicas d .. d + shard_factor - 1 shard together: dp is laid out so that they share a node before they span
+        two. With all of dp or with 1 it is (dp, this rank alone) or (this rank alone, dp). Collective over all ranks.
         """
         alone = Group("dp", (self.rank,), 0, None, self.traffic, self.activity)
         if shard_factor == self.dp.size:
@@ -67,7 +68,7 @@ class Mesh:
         return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Made by its own ranks alone; all ranks make theirs in the same order."""
+        """Make a subgroup. Called by its own ranks alone; all ranks make theirs in the same order."""
         timeout = timedelta(seconds=self.timeout_s)
         made = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
         group = Group(name, ranks, ranks.index(self.rank), made, self.traffic, self.activity)
@@ -76,7 +77,8 @@ class Mesh:
         return group
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """The ranks at these pipeline ranks that share my dp and tp coordinates (for tied weights).
+        """Return the group of the ranks at these pipeline ranks with this rank's dp and tp coordinates (for tied
+        weights).
 
         Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``: process groups are
         made by all ranks together. A rank that is no member gets a group with ``rank`` -1, which it must not use.
@@ -95,7 +97,7 @@ class Mesh:
 
 
 def environment_rank() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun's environment says; a lone process is rank 0 of 1."""
+    """Return (rank, world size, local rank) from torchrun's environment variables; a lone process is rank 0 of 1."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     found = {name: os.environ.get(name, "") for name in names}
     if not any(found.values()):
@@ -111,7 +113,7 @@ def environment_rank() -> tuple[int, int, int]:
 
 
 def check_size(grid: Grid, world_size: int) -> None:
-    """As many ranks as the grid has.
+    """Check that there are as many ranks as the grid has.
 
     Raises:
         MeshError: there are others.
@@ -124,7 +126,7 @@ def check_size(grid: Grid, world_size: int) -> None:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """``auto``: this process's GPU when there is one, else the CPU."""
+    """Return the device: with ``auto`` this process's GPU if there is one, else the CPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

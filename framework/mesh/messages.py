@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.errors import CommunicationError
 
 MAX_BYTES = 2**28
-"""Of one rank's value."""
+"""Most bytes of one rank's value."""
 TAG, FIELDS = "", "of"
 
 

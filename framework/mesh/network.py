@@ -1,5 +1,9 @@
-"""Which of this machine's network interfaces leads to another machine: NCCL and gloo guess, and guess wrong where a
-node has a management network, a docker bridge or a host name that resolves to 127.0.1.1."""
+"""Network interfaces of this machine that lead to another one.
+
+NCCL and gloo guess, and guess wrong where a node has a management network, a docker bridge or a host name that resolves
+to 127.0.1.1.
+
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 ANY_PORT = 9
 NODES = "MESHWRIGHT_NODES"
-"""In the environment: the names of all nodes of the job, where who has started the ranks knows them."""
+"""Environment variable with the names of all nodes of the job, where the launcher has them."""
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface from which packets to ``host`` leave; on that host itself, the one that has its address.
+    """Return the interface from which packets to ``host`` leave; on that host itself, the one that has its address.
 
     None where nobody can tell: the name is unknown, it means the loopback here (no other machine is on that), or no
     interface has the address (IPv6, not Linux).
@@ -38,13 +42,15 @@ def interface_towards(host: str) -> str | None:
 
 
 def node_name() -> str:
-    """Of the node that this process runs on: as Slurm calls it, which may be shorter than what it calls itself."""
+    """Return the name of this node: Slurm's, which may be shorter than the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(towards: str) -> str | None:
-    """The IPv4 address at which other nodes reach this one, as gloo will choose it: GLOO_SOCKET_IFNAME's, or that of
-    the interface from which packets to a host leave. None where nobody can tell.
+    """Return the IPv4 address at which other nodes reach this one, as gloo will choose it; None if it cannot be
+    determined.
+
+    It is that of GLOO_SOCKET_IFNAME, or of the interface from which packets to a host leave.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(towards)
     if interface is None:
@@ -55,7 +61,7 @@ def own_address(towards: str) -> str | None:
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:
-    """Listen at the address that ``host`` (MASTER_ADDR) means on this node, and at no other.
+    """Open a socket that listens at the address of ``host`` (MASTER_ADDR) on this node, and at no other.
 
     None where torch has to listen on all interfaces: a name that means the loopback here may mean another address
     elsewhere (Debian's 127.0.1.1), and an address in front of a container is no interface's.
@@ -80,7 +86,7 @@ def open_listener(host: str, port: int) -> socket.socket | None:
 
 
 def _address_of(interface: str, via: socket.socket) -> str | None:
-    """Its IPv4 address; None: it has none."""
+    """Return the IPv4 address of an interface; None: it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     try:
         return socket.inet_ntoa(fcntl.ioctl(via.fileno(), SIOCGIFADDR, request)[20:24])

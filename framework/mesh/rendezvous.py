@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet, when nobody else sees to it: a store on rank 0. Who has not come in time is named.
+"""Rendezvous of a run without an elastic agent: a store on rank 0. Ranks that do not arrive in time are named.
 
 torchrun, meshwright's own launcher     their agents hold a store, and start ranks only when all agents are there
 srun                                    rank 0 holds it here: nobody has looked whether all nodes can be reached
@@ -17,7 +17,7 @@ from meshwright.errors import CommunicationError, MeshError
 from meshwright.mesh.network import NODES, node_name, open_listener
 
 LONGER_S = 30.0
-"""So much longer than rank 0 waits who cannot reach it: it speaks first, and says who is missing."""
+"""Seconds that other ranks wait longer than rank 0, which then prints first, and names the missing ranks."""
 
 
 class NotAllCame(MeshError):
@@ -32,12 +32,12 @@ class NotAllCame(MeshError):
 
 
 def needs_meeting() -> bool:
-    """Whether the ranks must find each other by themselves: an elastic agent has a store for them."""
+    """Return True if the ranks must find each other: no elastic agent has a store for them."""
     return "TORCHELASTIC_RUN_ID" not in os.environ and bool(os.environ.get("MASTER_ADDR"))
 
 
 def meet(rank: int, world_size: int, limit_s: float) -> Any:
-    """The store that all ranks share, when all have come. Every rank calls it; blocks.
+    """Wait for all ranks; return the store that they share. Collective; blocks.
 
     Raises:
         NotAllCame: on rank 0: some have not. On others: rank 0 cannot be reached from here.
@@ -76,7 +76,7 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
 
 
 def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta) -> Any:
-    """torch's store; who holds it listens at the address of ``host`` alone where that can be told."""
+    """Return torch's store. Its holder listens at the address of ``host`` alone, where that can be determined."""
     listener = open_listener(host, port) if holds else None
     bound = {} if listener is None else {"master_listen_fd": listener.detach()}
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -97,5 +97,5 @@ def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:
 
 
 def in_short(items: Sequence[object], most: int = 8) -> str:
-    """``2, 3``; of many the first."""
+    """Format items as ``2, 3``, and of many the first."""
     return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"

@@ -17,7 +17,7 @@ class Board:
     """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
 
     def __init__(self, store: Any) -> None:
-        """``store``: torch's, whose classes are not all in its type stubs."""
+        """Wrap ``store``, one of torch's, whose classes are not all in its type stubs."""
         clone = getattr(store, "clone", None)
         self._store: Any = dist.PrefixStore(PREFIX, clone() if clone is not None else store)  # type: ignore[attr-defined]
         self._there: set[str] = set()
@@ -27,7 +27,7 @@ class Board:
         self._store.set(name, text)
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
-        """Those notes that are there. Does not wait for any."""
+        """Return those of the notes that exist. Does not wait for any."""
         self._there.update(name for name in names if name not in self._there and self._store.check([name]))
         found = [name for name in names if name in self._there]
         if not found:
@@ -39,9 +39,9 @@ class Board:
         return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
     def is_first(self, name: str) -> bool:
-        """True for one rank only, the first that asks."""
+        """Return True on one rank only, the first that calls it."""
         return int(self._store.add(name, 1)) == 1
 
     def has(self, name: str) -> bool:
-        """Whether somebody has asked :meth:`is_first`."""
+        """Return True if a rank has called :meth:`is_first`."""
         return bool(self._store.check([name]))

@@ -24,7 +24,7 @@ from meshwright.system.bounded import read_text
 
 
 class Kind(StrEnum):
-    """What is done. Closed: handlers, rules, costs and pictures are tables keyed by it.
+    """Kinds of actions. Closed: handlers, rules, costs and pictures are tables keyed by it.
 
     ``2SEND_F0``: stage 2 sends its output of micro-batch 0 to stage 3. ``3RECV_F0``: stage 3 receives its input of it.
     ``3SEND_B0``: stage 3 sends the gradient of its input to stage 2. ``2RECV_B0``: stage 2 receives that of its output.
@@ -78,23 +78,24 @@ class Action(NamedTuple):
         return f"{stage}{self.kind}{microbatch}"
 
     def partner(self) -> Action:
-        """The other end of a communication: ``2SEND_F0`` <-> ``3RECV_F0``, ``3SEND_B0`` <-> ``2RECV_B0``."""
+        """Return the other end of a communication: ``2SEND_F0`` <-> ``3RECV_F0``, ``3SEND_B0`` <-> ``2RECV_B0``."""
         assert self.stage is not None, self
         kind, offset = _PARTNERS[self.kind]
         return Action(kind, self.stage + offset, self.microbatch)
 
 
 Item: TypeAlias = Action | tuple[Action, ...]
-"""What a row is made of: an action, or a group of communications that are posted together and waited for together."""
+"""Item of a row: an action, or a group of communications that are posted and awaited together."""
 
 
 def actions_of(item: Item) -> tuple[Action, ...]:
-    """The actions of an item. (An Action is itself a tuple: ask ``isinstance(item, Action)``, never ``tuple``.)"""
+    """Return the actions of an item. (An Action is itself a tuple: check ``isinstance(item, Action)``, never
+    ``tuple``.)"""
     return (item,) if isinstance(item, Action) else item
 
 
 class Placement(StrEnum):
-    """Which pipeline rank holds a stage."""
+    """Placement of stages on pipeline ranks."""
 
     LOOP = "loop"
     """Stages go round the ranks: 0 1 .. pp-1 0 1 .."""
@@ -102,14 +103,14 @@ class Placement(StrEnum):
     """Stages go down the ranks and come back: 0 1 .. pp-1 pp-1 .. 1 0; at the turn nothing is sent."""
 
     def pp_rank(self, stage: int, pp: int) -> int:
-        """The pipeline rank of a stage."""
+        """Return the pipeline rank of a stage."""
         turn, position = divmod(stage, pp)
         return pp - 1 - position if self is Placement.V and turn % 2 else position
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step: ``for item in schedule.rows[pp_rank]``. All ranks hold all rows."""
+    """Actions of every pipeline rank in one step: ``for item in schedule.rows[pp_rank]``. All ranks hold all rows."""
 
     name: str
     pp: int
@@ -133,7 +134,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it holds more than computations: it can run, or has to be lowered first."""
+        """True if the schedule has communications, and can run; else it is to be lowered first."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
     @property
@@ -142,16 +143,16 @@ class Schedule:
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage, or would: a damaged row may name one that is not there."""
+        """Return the pipeline rank that holds a stage. For a damaged row it may be one that does not exist."""
         return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
-        """Of each stage: asked for at every message."""
+        """Pipeline rank of each stage, cached for the lookup at every message."""
         return tuple(self.placement.pp_rank(stage, self.pp) for stage in range(self.num_stages))
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, first to last."""
+        """Return the stages of a pipeline rank, first to last."""
         return self._stages[pp_rank]
 
     @cached_property
@@ -162,21 +163,21 @@ class Schedule:
         return tuple(map(tuple, found))
 
     def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
-        """The actions of a row, groups opened, each with the position of its item in the row."""
+        """Yield the actions of a row, groups opened, each with the position of its item in the row."""
         return ((position, action) for position, item in enumerate(self.rows[pp_rank]) for action in actions_of(item))
 
     def peer(self, action: Action) -> int:
-        """The pipeline rank at the other end of a communication."""
+        """Return the pipeline rank at the other end of a communication."""
         stage = action.partner().stage
         assert stage is not None
         return self.rank_of(stage)
 
     def receive_for(self, action: Action) -> Action | None:
-        """What a computation must have received before it; None where it needs nothing from another rank."""
+        """Return the receive that a computation needs; None where its input comes from this rank."""
         return self._at_border(action, self._received_for)
 
     def send_after(self, action: Action) -> Action | None:
-        """What a computation has to send after it; None where no other rank needs it."""
+        """Return the send that follows a computation; None where no other rank needs its output."""
         return self._at_border(action, self._sent_after)
 
     def _at_border(self, action: Action, kinds: dict[tuple[Kind, int | None], Kind]) -> Action | None:
@@ -192,7 +193,7 @@ class Schedule:
         return self._border(_SENT_AFTER)
 
     def _border(self, table: dict[Kind, tuple[Kind, int]]) -> dict[tuple[Kind, int | None], Kind]:
-        """Of each computation of each stage the message over the border to another rank, where there is one."""
+        """Return, for each computation, its message to or from another rank, where there is one."""
         found: dict[tuple[Kind, int | None], Kind] = {}
         for kind, (message, offset) in table.items():
             for stage in range(self.num_stages):
@@ -202,12 +203,13 @@ class Schedule:
         return found
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
-        """For each stage of the rank the B or W after which its weight gradient is whole: the reduction may begin."""
+        """Return the B or W of each stage of the rank after which its weight gradient is complete: the reduction may
+        begin."""
         last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
         return frozenset(last.values())
 
     def digest(self) -> str:
-        """sha256 of the text form: equal on all ranks, or they are not about to run the same step."""
+        """Return the sha256 of the text form, which must be equal on all ranks."""
         return hashlib.sha256(format_schedule(self).encode()).hexdigest()
 
 
@@ -222,12 +224,12 @@ _HAS_MICROBATCH = COMPUTE | COMMUNICATION
 
 
 def format_item(item: Item) -> str:
-    """``2F0``, or ``{0SEND_F1+0RECV_B0}`` for what is posted together."""
+    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
     return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """A header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
+    """Format a schedule: a header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
     header = (
         f"# {schedule.name} pp={schedule.pp} num_stages={schedule.num_stages} chunks={schedule.chunks}"
         f" placement={schedule.placement}"
@@ -236,10 +238,13 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a text file. Raises :class:`ScheduleError` with file, line and word; what it does is not checked.
+    """Read a schedule from a text file. Its order is not checked.
 
-    Rows of computations only (``is_lowered`` is false) are for :func:`lower`; what comes of that, or is in the file
-    already, is for :func:`check`.
+    Rows of computations only (``is_lowered`` is false) are for :func:`lower`. Its result, or a lowered file, is for
+    :func:`check`.
+
+    Raises:
+        ScheduleError: with file, line and word.
     """
     try:
         text = read_text(path, encoding="utf-8-sig")
@@ -252,9 +257,10 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def parse_schedule(text: str, source: str = "") -> Schedule:
-    """The schedule of a text form; blank lines and comments, lines that begin with ``#``, may stand anywhere.
+    """Parse the text form of a schedule. Blank lines and comments, lines that begin with ``#``, may stand anywhere.
 
-    Raises :class:`ScheduleError` with the line and the word that it cannot read, behind ``source``.
+    Raises:
+        ScheduleError: with the line and the word that cannot be parsed, after ``source``.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     headers = [(number, _HEADER.fullmatch(line)) for number, line in lines if _HEADER.fullmatch(line)]

@@ -33,7 +33,8 @@ _TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """The schedule that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE STEP``.
+    """Lower a compute schedule to one that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE
+    STEP``.
 
     Each stage is reduced after its last backward, but not before what that backward has to send: the next rank waits
     for it. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
@@ -57,7 +58,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
-    """(rank, computation) in the order in which they start. (1)
+    """Return (rank, computation) in the order in which they start. (1)
 
     Where rows wait for each other in a circle, or for what nobody computes, the first of them goes on as if its input
     had come: ``check`` will find the receive without a partner, or the deadlock.
@@ -92,14 +93,14 @@ def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _messages_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action | None, Action | None]:
-    """What a computation receives and sends; nothing for one that has no business on this rank."""
+    """Return the messages that a computation receives and sends; none for one that does not belong on this rank."""
     if action.stage is None or action.stage >= schedule.num_stages or schedule.rank_of(action.stage) != rank:
         return None, None
     return schedule.receive_for(action), schedule.send_after(action)
 
 
 def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[list[Action]]:
-    """The rows with both ends of each message where its place in the order of all is. (2)"""
+    """Return the rows, with both ends of each message at its place in the global order. (2)"""
     made_at: dict[Action, int] = {}  # by send: the position in the order
     used_at: dict[Action, int] = {}  # by receive
     following: dict[int, int] = {}  # the position of what the same rank computes next
@@ -136,7 +137,7 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[
 
 
 def _fuse(row: Iterable[Action]) -> list[Item]:
-    """Neighbouring communications become one group, sends first; one alone stays as it is. (3)"""
+    """Fuse neighbouring communications into one group, sends first; a single one stays as it is. (3)"""
     items: list[Item] = []
     for is_communication, run in groupby(row, key=lambda action: action.kind in COMMUNICATION):
         actions = list(run)

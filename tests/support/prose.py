@@ -19,10 +19,10 @@ _LIST = """
     calculate calibrate call cap capture carry cast change check choose clamp clean clear clip clone close collect
     combine compare compile complete compose compress compute concatenate configure connect construct consume convert
     copy count cover create cut debug declare decode decompose decorate decrease define delete derive describe detach
-    detect determine digest disable discard dispatch display divide double draw drop dump emit empty enable encode end enter
-    enqueue ensure enumerate escape estimate evaluate exchange exclude execute exit expand expect explain export
+    detect determine digest disable discard dispatch display divide double draw drop dump emit empty enable encode end
+    enter enqueue ensure enumerate escape estimate evaluate exchange exclude execute exit expand expect explain export
     express extend extract fail fetch fill filter find finish fit fix flatten flush fold follow forget fork format
-    forward free freeze gather generate get give group guess halt hand handle hash hide hold identify ignore implement
+    forward free freeze fuse gather generate get give group guess halt hand handle hash hide hold identify ignore implement
     import include increase index inherit initialise insert inspect install interleave interpret intersect interrupt
     invert invoke issue iterate join judge keep kill label launch lay leave limit link list load locate lock log look
     lower make map mark mask match materialise measure merge mirror move name normalise note notify number observe
