@@ -1,4 +1,4 @@
-"""A run by the place where it is kept; whoever names another thing is told what there is instead. No torch."""
+"""Run directories and their names on the command line; an error lists the runs that exist. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESOLVED = "resolved.json"
 MANIFEST = "manifest.json"
 """Each checkpoint has it."""
 RUNS = Path("runs")
-"""Where runs are kept when nobody says otherwise."""
+"""Default parent directory of runs."""
 MOST_NAMED = 8
 
 
@@ -24,17 +24,17 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def is_run(place: Path) -> bool:
-    """Whether this is the directory of a run that has been started."""
+    """Return True for the directory of a run that has been started."""
     return (place / RESOLVED).is_file()
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Whether this is one checkpoint, in a run or copied out of one."""
+    """Return True for a checkpoint, in a run or copied out of one."""
     return (place / MANIFEST).is_file()
 
 
 def runs_in(place: Path) -> list[Path]:
-    """The runs right below a directory, those that were started last first."""
+    """Return the runs directly below a directory, the last started first."""
     try:
         found = [path for path in place.iterdir() if is_run(path)]
     except OSError:
@@ -43,7 +43,7 @@ def runs_in(place: Path) -> list[Path]:
 
 
 def find_run(place: Path) -> Path:
-    """The directory of a run; ``place`` itself, or the run whose checkpoint it is.
+    """Find the directory of a run: ``place`` itself, or the run whose checkpoint it is.
 
     Raises:
         ConfigError: it is none; names the runs that are near.
@@ -73,7 +73,7 @@ def _none(place: Path) -> str:
 
 
 def _run_of(config: Path) -> str:
-    """Where the run of a configuration is, or how there comes to be one."""
+    """Describe where the run of a configuration is, or how to start it."""
     try:
         section = parse_toml(read_text(config, MAX_TOML_BYTES)).get("run", {})
         directory = Path(section.get("directory", RUNS)) / section.get("name", "run")
@@ -85,7 +85,7 @@ def _run_of(config: Path) -> str:
 
 
 def _near(place: Path) -> str:
-    """The runs beside a place, or where runs are usually kept."""
+    """Return the runs beside a place, or in the default directory."""
     for directory in (place.parent, RUNS, Path()):
         found = [run for run in runs_in(directory) if run != place]
         if found:

@@ -35,9 +35,9 @@ from meshwright.watch.hang.heartbeat import STATUS
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
 PRESUPPOSED = (*KEPT, METRICS_FILE, AGAIN)
-"""What a checkpoint presupposes beside itself."""
+"""Files that a checkpoint needs beside itself."""
 DELETED = " (deleted)"
-"""How the kernel marks the path of an open file that has no name any more."""
+"""Suffix that the kernel adds to the path of an open file that was deleted."""
 
 
 def check_run_files(directory: Path) -> None:
@@ -79,7 +79,7 @@ def make_directory(config: RunConfig) -> Path:
 
 
 class Recovery(NamedTuple):
-    """What was done about files that were lost."""
+    """Outcome of recovering lost files."""
 
     message: str
     must_stop: bool = False
@@ -87,21 +87,21 @@ class Recovery(NamedTuple):
     is_new: bool = False
     """The directory was made again, and has no checkpoint."""
     moved_to: Path | None = None
-    """Where the directory of a run that must stop lies now."""
+    """New path of the directory of a run that must stop."""
 
 
 class RunFiles:
     """The directory of a live run, as the rank that holds its lock sees it; other ranks see nothing lost."""
 
     def __init__(self, directory: Path, lock: RunLock | None) -> None:
-        """``lock``: held; None on the ranks that do not hold it."""
+        """Remember the identity of the directory. ``lock``: held by this rank; None on the other ranks."""
         self.directory = directory
         self._lock = lock
         self._descriptor = -1 if lock is None else _open(directory)
         self._kept: dict[str, bytes] = {}
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -176,7 +176,8 @@ def _open(directory: Path) -> int:
 
 
 def _is_anothers(directory: Path) -> bool:
-    """Whether a directory has what only a run writes. What this run may have made itself meanwhile does not count."""
+    """Return True if a directory has files that only another run writes. Files that this run may have made do not
+    count."""
     return any((directory / name).exists() for name in (*PRESUPPOSED, FILE)) or bool(find(directory))
 
 

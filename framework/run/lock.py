@@ -32,23 +32,23 @@ if TYPE_CHECKING:  # the launcher looks before torch is there
 
 FILE = "lock"
 PATIENCE_S = 2.0
-"""How long a lock that is held is tried again: the job that holds it may just be dying."""
+"""Seconds for which a held lock is tried again: the job that holds it may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
 """The same for an earlier life of this very Slurm job: on a node that was cut off it lives until somebody kills it."""
 PAUSE_S = 0.1
 TRIES = 3
-"""How often a lock is taken anew that was removed meanwhile."""
+"""Attempts to take a lock that was removed meanwhile."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What flock says where the file system knows no locks."""
+"""Error numbers of flock on a file system without locks."""
 
 
 class RunLock:
-    """Within: this process, and no other on any node, works in ``directory``. Processes it starts do not hold it.
+    """Lock of a run directory: within the block this process works in ``directory``, and no other on any node.
 
-    Where the file system knows no locks a warning says so, and the run goes on without.
+    Child processes do not hold it. On a file system without locks a warning is printed, and the run goes on.
 
     Raises:
-        LockError: another job is in there, or the file cannot be opened.
+        LockError: another job holds it, or the file cannot be opened.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -127,7 +127,7 @@ class RunLock:
         self._descriptor, fresh._descriptor = fresh._descriptor, None
 
     def _got(self, how: int, *, warn: bool = True) -> bool:
-        """Whether the file is locked now: False where there are no locks. Waits a little for a job that is dying."""
+        """Try to lock the file; return False where there are no locks. Waits a little for a job that is ending."""
         assert self._descriptor is not None
         began_s = time.monotonic()
         while True:
@@ -147,7 +147,7 @@ class RunLock:
                 raise LockError(_refusal(self.path))
 
     def _close(self) -> None:
-        """Let go: the lock goes with the open file."""
+        """Close the file, which releases the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -155,7 +155,7 @@ class RunLock:
 
 @contextlib.contextmanager
 def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
-    """Within: the ranks of this mesh alone work in ``directory``; rank 0 holds its lock, and gets it. Every rank calls
+    """Lock ``directory`` for the ranks of this mesh within the block. Collective; rank 0 holds the lock, and receives
     it.
 
     Raises:
@@ -176,7 +176,7 @@ def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
 
 
 def _holder() -> dict[str, str | int]:
-    """Who holds the lock, for the message to others."""
+    """Return the line that describes this holder to other jobs."""
     holder: dict[str, str | int] = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -187,7 +187,7 @@ def _holder() -> dict[str, str | int]:
 
 
 def _is_mine(path: Path) -> bool:
-    """Whether the file names this very process as its holder."""
+    """Return True if the file names this very process as its holder."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         found = json.loads(path.read_text())
         return bool(found["host"] == socket.gethostname() and found["process"] == os.getpid())
@@ -195,7 +195,7 @@ def _is_mine(path: Path) -> bool:
 
 
 def _is_own_job(path: Path) -> bool:
-    """Whether the lock is held by the Slurm job that this process belongs to: by what it was before it was requeued."""
+    """Return True if the holder is this process's own Slurm job, from before it was requeued."""
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return False
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -204,7 +204,7 @@ def _is_own_job(path: Path) -> bool:
 
 
 def _refusal(path: Path) -> str:
-    """The message, with as much of the holder as its line tells."""
+    """Return the error message, with what the holder wrote about itself."""
     who = "another job"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         found = parse_json(read_bytes(path, MIB))

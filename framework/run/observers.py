@@ -35,7 +35,7 @@ class Validation(Observer):
     """Validation every ``train.validate_every`` steps and after the last."""
 
     def __init__(self, validate: Callable[[Parts], float], report: Callable[[float], None]) -> None:
-        """``report``: called with the last validation loss, after the last checkpoint."""
+        """Validate by ``validate``; call ``report`` with the last validation loss, after the last checkpoint."""
         self._validate, self._report = validate, report
         self._last: float | None = None
 

@@ -58,7 +58,7 @@ def note_peaks(mesh: Mesh, directory: Path, step: int) -> None:
 
 
 def read_peaks(run: Path) -> Peaks | None:
-    """Of a run; None: nothing was gathered yet.
+    """Read the peaks of a run; None: none were gathered yet.
 
     Raises:
         DataError: the file is damaged.

@@ -16,7 +16,7 @@ from meshwright.run.tensors import restore
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
-    """Go on from the newest checkpoint that verifies, if there is one. Every rank calls it.
+    """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the newest belongs to
@@ -57,10 +57,11 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
 def newest_sound(
     directory: Path, mesh: Mesh, warn: Warn = to_stderr, only: Sequence[Path] | None = None
 ) -> Path | None:
-    """The newest checkpoint that verifies; None: there is none yet. Every rank calls it, and hashes some of the files.
+    """Find the newest checkpoint that verifies; None: there is none yet. Collective: each rank hashes some of the
+    files.
 
-    ``only``: looks at these, newest first, and no others. Rank 0 warns of each that is passed over, and names the bad
-    file.
+    Args:
+        only: these alone, newest first. Rank 0 warns of each that is passed over, and names the damaged file.
 
     Raises:
         CheckpointError: on every rank; there are some, and none verifies.
@@ -90,7 +91,7 @@ def newest_sound(
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:
-    """A whole number from 0 up out of the manifest's ``state``. Raises CheckpointError for anything else."""
+    """Return a whole number >= 0 from the manifest's ``state``. Raises CheckpointError for anything else."""
     found = manifest.state.get(name, default)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(

@@ -1,10 +1,11 @@
-"""Saving a run while it trains: what all ranks do together around the threads that write.
+"""Asynchronous checkpoints of a run in training: what all ranks do together around the writer threads.
 
-    every rank   start    the one before is ended; agree on the attempt; copy to host memory: all that a step waits for
-    every rank   look     after each step: has somebody's share failed (the step's own reduction says so)?
-    every rank   finish   block until it has appeared, or failed: before the next one, and at the end
+    every rank   start    end the save before, agree on the attempt, copy to host memory: the step waits for no more
+    every rank   look     after each step: did the step's reduction report a failed share?
+    every rank   finish   block until the checkpoint has appeared or failed: before the next one, and at the end
 
-When a share fails, nothing of that attempt is published and what was written is removed; the checkpoints before stand.
+When a share fails, nothing of that attempt is published, and its files are removed. Earlier checkpoints stand.
+
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_fi
 from meshwright.run.tensors import named_weights, pieces
 
 LAST_TRIES = 3
-"""How often a directory that is lost at the end of a run is made again."""
+"""Attempts to recreate a directory that is lost at the end of a run."""
 LONGEST_PAUSE_S = 0.5
 """Between two looks at what is being written, while nothing else is done."""
 
 
 class _Begun(NamedTuple):
-    """What the first rank tells before anything is written."""
+    """Result of preparing a save on rank 0."""
 
     attempt: str
     problem: str | None = None
@@ -67,7 +68,7 @@ class Saver:
         warn: Warn = to_stderr,
         files: RunFiles | None = None,
     ) -> None:
-        """``files``: of the run, on every rank; None: nobody watches them."""
+        """Save ``parts`` below ``directory``. ``files``: the run's files, watched for loss; None: not watched."""
         self.parts = parts
         self.directory = directory
         self._files = files
@@ -121,7 +122,7 @@ class Saver:
             self.finish()
 
     def look(self, not_written: bool) -> None:
-        """After each step; ``not_written``: some rank's share has failed.
+        """React to the flags of a step; ``not_written``: the share of some rank has failed.
 
         Raises:
             CheckpointError: on every rank, of such a failure with ``checkpoint.on_failure = "fail"``.
@@ -150,12 +151,12 @@ class Saver:
             behind.end()
 
     def take_save_s(self) -> float | None:
-        """On the first rank: how long the checkpoint took that was seen to appear since the last call, if one was."""
+        """Return, on rank 0, the seconds of the checkpoint that appeared since the last call; None: none did."""
         taken, self._save_s = self._save_s, None
         return taken
 
     def finish_or_fail(self) -> None:
-        """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
+        """Finish the last checkpoint of a run. Its failure is an error, whatever ``checkpoint.on_failure`` is."""
         self.finish()
         step = self.parts.state.step
         for _ in range(LAST_TRIES):
@@ -206,7 +207,7 @@ class Saver:
         raise RunFilesError(f"{found.message}. The run stops after step {step}: {saved}")
 
     def _are_files_lost(self) -> bool:
-        """The same on every rank. Every rank calls it."""
+        """Return True if the run's files are lost. Collective; equal on every rank."""
         return bool(self.parts.mesh.world.gather_objects(self.parts.flags[FILES_LOST]())[0])
 
     # -------------------------------------------------------------------------------------------------------- pieces
@@ -224,11 +225,13 @@ class Saver:
         return _Begun(attempt)
 
     def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
-        """Until it is so on every rank; whether a share has failed. All ranks keep moving meanwhile: a slow disk is no
-        hang. Unless it is ``to_the_end``, a share that has failed ends it too, and
+        """Wait until ``done`` is true on every rank; return True if a share has failed. Collective over all ranks.
+
+        All ranks keep communicating meanwhile, so that a slow disk is no hang. A failed share ends the wait, unless
+        ``to_the_end``.
 
         Raises:
-            CheckpointError: on every rank, when nobody's bytes have got to the disk for ``launch.timeout_s``.
+            CheckpointError: on every rank, when no rank's bytes have reached the disk for ``launch.timeout_s``.
         """
         parts, mesh = self.parts, self.parts.mesh
         limit_s, pause_s = parts.config.launch.timeout_s, 0.001
@@ -253,7 +256,7 @@ class Saver:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _problems(self) -> list[str]:
-        """What has failed on which rank. Every rank calls it."""
+        """Return the problems by rank. Collective over all ranks."""
         mesh = self.parts.mesh
         found = mesh.world.gather_objects(self.writer.problem)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
@@ -280,7 +283,8 @@ class Saver:
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
 
     def _has_saved(self) -> bool:
-        """Whether a checkpoint of this run stands, an imported model (step 0) not counted. Every rank calls it."""
+        """Return True if the run has a checkpoint, not counting an imported model (step 0). Collective over all
+        ranks."""
         if self.saved_step is not None:
             return True
         stands = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
@@ -293,7 +297,8 @@ class Saver:
             self._say(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
-        """On the writer's thread, when a checkpoint has appeared: what goes wrong here harms no checkpoint."""
+        """Delete older checkpoints, on the writer's thread, after one has appeared. An error here harms no
+        checkpoint."""
         try:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:
@@ -301,7 +306,7 @@ class Saver:
 
 
 def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> CheckpointMetadata:
-    """Return what a checkpoint of this state says besides its tensors."""
+    """Return the metadata of a checkpoint of this state."""
     return CheckpointMetadata(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -350,5 +355,5 @@ def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) ->
 
 
 def shard_name(pp_rank: int, tp_rank: int) -> str:
-    """Of the rank that writes for its replicas."""
+    """Return the name of the shard that the ranks of one pp and tp rank write."""
     return f"pp{pp_rank}-tp{tp_rank}"

@@ -45,10 +45,10 @@ def note_start(
     corpus: Mapping[str, int] | None = None,
     say: Callable[[str], None] = tell,
 ) -> int:
-    """Write down that the run goes on from this step; return how often it had been started before. Rank 0 calls it.
+    """Record a start of the run at this step; return the number of starts before. Called by rank 0.
 
-    That it cannot be written is no reason not to train. ``corpus``: as for :func:`written_since`, whose findings go to
-    ``say``.
+    A record that cannot be written does not stop the run. ``corpus``: as for :func:`written_since`, whose findings go
+    to the last argument.
     """
     if touched := written_since(directory, corpus or {}):
         say(

@@ -1,4 +1,4 @@
-"""What is said before the first step: placement, batch arithmetic, schedule, bytes of each rank. Pure."""
+"""Summary printed before the first step: placement, batch arithmetic, schedule, bytes of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 100
 
 
 class RankShare(NamedTuple):
-    """What the ranks of one stage hold each; tp ranks hold alike."""
+    """Memory of each rank of one stage; equal on all tp ranks."""
 
     stage: int
     layers: str
@@ -33,13 +33,13 @@ class RankShare(NamedTuple):
     optimizer_bytes: int
     """Its states and, under bfloat16, master weights; of the ZeRO shard."""
     host_bytes: int
-    """Of these three, what ``parallel.offload`` puts into the host's memory instead."""
+    """Bytes of these three that ``parallel.offload`` keeps in host memory."""
     peak_activations: int
     """Micro-batches in flight."""
 
 
 def rank_shares(blueprint: Blueprint) -> list[RankShare]:
-    """Parameters and bytes of a rank of each stage. Flat buckets may add padding of a few elements per bucket."""
+    """Return parameters and bytes of a rank of each stage. Flat buckets may add padding of a few elements each."""
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -58,7 +58,8 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Elements of trained weights that several modules of a stage use: ZeRO-3 gathers them once for both ways."""
+    """Return the elements of trained weights that several modules of a stage use: ZeRO-3 gathers them once for both
+    passes."""
     uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
 
@@ -79,7 +80,7 @@ class Elements(NamedTuple):
 
 
 def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
-    """Bytes of weights, of gradients and of the optimizer on the device, and on the host."""
+    """Return the bytes of weights, gradients and optimizer state on the device, and on the host."""
     trained, frozen = elements.trained, elements.frozen
     dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
@@ -110,7 +111,8 @@ def _elements(blueprint: Blueprint, stage: int) -> Elements:
 
 
 def _gradient_bytes(config: RunConfig, whole: int) -> int:
-    """What is kept of ``whole`` bytes: with ZeRO-2 a shard, and besides it the whole where that is summed once."""
+    """Return the gradient bytes at rest: with ZeRO-2 a shard, plus the full gradient where it is reduced once per
+    step."""
     shards = shard_factor(config)
     if config.parallel.zero < 2 or shards == 1:
         return whole
@@ -118,7 +120,7 @@ def _gradient_bytes(config: RunConfig, whole: int) -> int:
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
-    """``micro_batch_size x chunks x dp = global_batch``, with numbers; and what that is in tokens."""
+    """Return the batch arithmetic with its numbers, and in tokens."""
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
     example = blueprint.example
     if blueprint.config.data.builder is None:
@@ -136,7 +138,7 @@ def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
 
 
 def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
-    """The whole text. ``width``: columns to fit the schedule into; all else fits into 80 where names are short."""
+    """Return the whole summary. ``width``: columns for the schedule; all else fits into 80 where names are short."""
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
@@ -167,7 +169,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
 
 
 def _price(blueprint: Blueprint) -> list[str]:
-    """What sharding gradients and weights costs, at the stage that has most; of less there is nothing to say."""
+    """Return the cost of sharding gradients and weights at the largest stage; nothing for ZeRO-0 and -1."""
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
@@ -197,7 +199,7 @@ def _price(blueprint: Blueprint) -> list[str]:
 
 
 def _eight_bit(blueprint: Blueprint) -> list[str]:
-    """Of how much the optimizer keeps 8 bits."""
+    """Return the share of parameters with 8-bit optimizer state."""
     optimizer = blueprint.config.optimizer
     if optimizer.name != "adamw8bit":
         return []
@@ -210,7 +212,7 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
 
 
 def _offload(blueprint: Blueprint) -> list[str]:
-    """What is on the host, at the stage that has most."""
+    """Return the host memory of the largest stage."""
     parallel = blueprint.config.parallel
     if not parallel.offload:
         return []
@@ -221,7 +223,7 @@ def _offload(blueprint: Blueprint) -> list[str]:
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:
-    """The grid of the schedule; its rows are pipeline ranks, and called so here, where there are others too."""
+    """Return the rows of the schedule, labelled by pipeline rank."""
     rows = schedule_text(timeline, width + len("rank ") - len("pp")).splitlines()[1:]
     return [row.replace("rank ", "pp", 1) for row in rows]
 
@@ -244,7 +246,7 @@ def _table(shares: list[RankShare]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Lines of a table. ``sides``: ``<`` or ``>`` for each column: names stand left, numbers right."""
+    """Return the lines of a table. ``sides``: ``<`` or ``>`` for each column, for names and for numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
@@ -253,7 +255,7 @@ def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def memory(num_bytes: int) -> str:
-    """Three digits or more, in the unit that fits."""
+    """Format bytes with three digits or more, in the unit that fits."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"

@@ -19,7 +19,7 @@ from meshwright.parameters import ParameterInfo
 
 
 def saved_weights(blueprint: Blueprint) -> Iterator[SavedTensor]:
-    """The tensors of the model that are saved, each once, whole."""
+    """Yield the tensors of the model that are saved, each once, in full."""
     return (weight for _, weight in named_weights(blueprint))
 
 
@@ -35,7 +35,7 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
 
 
 def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[Piece]:
-    """The parameters' parts of a flat tensor, without padding."""
+    """Yield the pieces of a flat tensor by parameter, without padding."""
     for place in bucket.places:
         info = place.member.info
         yield Piece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
@@ -44,7 +44,8 @@ def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> It
 def pieces(
     replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
 ) -> Iterator[Piece]:
-    """What this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the way.
+    """Yield what this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the
+    way.
 
     A rank that stands for others (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights)
     yields; the others yield nothing. ``running``: buffers that forward changes, by name.
@@ -126,7 +127,7 @@ def _read(checkpoint: Checkpoint, kind: TensorKind, member: StageParameter, dtyp
 
 
 def _read_bucket(checkpoint: Checkpoint, kind: TensorKind, bucket: ShardedParameters) -> Tensor:
-    """One kind of tensor for all parameters of a bucket, flat, in the optimizer's dtype; padding zero."""
+    """Read one kind of tensor for all parameters of a bucket, flat, in the dtype of the optimizer; padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
     for place in bucket.places:

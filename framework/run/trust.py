@@ -26,7 +26,7 @@ from meshwright.terminal.output import tell
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
 """Keys whose value is imported."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
-"""What lies beside the configuration of a run, or of an exported model, that has lost its other files."""
+"""Files beside the configuration of a run, or of an exported model, whose other files are missing."""
 DEPTH = 4
 """Levels above a file that may be the run directory: RUN/checkpoints/step-00000010/config.toml is three below it."""
 

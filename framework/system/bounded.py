@@ -27,7 +27,7 @@ MIB = 1 << 20
 MAX_DEPTH = 100
 """Lists and tables inside each other."""
 MAX_DIGITS = 4000
-"""Of one integer."""
+"""Most digits of one integer."""
 MAX_FILE_BYTES = 256 * MIB
 MAX_MANIFEST_BYTES = 1024 * MIB
 MAX_LINE_BYTES = 64 * MIB

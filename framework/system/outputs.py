@@ -33,9 +33,9 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Within: the path to write to, of the same suffix, which is ``out`` after the block. The folder is made.
+    """Yield a path of the same suffix to write to, renamed to ``out`` after the block. The folder is made.
 
-    What fails leaves ``out`` as it was. What is no file, such as /dev/stdout, is written to as it stands.
+    An error leaves ``out`` as it was. Other than a regular file, such as /dev/stdout, is written to directly.
 
     Raises:
         ConfigError: it cannot be written, with the system's reason.
@@ -57,7 +57,7 @@ def writing(out: Path) -> Iterator[Path]:
 
 
 def write_out(out: Path, text: str) -> None:
-    """A file of text.
+    """Write a text file.
 
     Raises:
         ConfigError: it cannot be written.

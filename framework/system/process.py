@@ -1,4 +1,4 @@
-"""Whether a process lives, and how one ends at once."""
+"""Processes of this machine: existence by process id, and immediate exit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def leave(exit_code: int, after_s: float = 0.0) -> None:
 
 
 def end_process(error: UserError) -> None:
-    """The default of :data:`GiveUp`: one message, and out."""
+    """Print one message and exit at once: the default of :data:`GiveUp`."""
     tell(f"meshwright: error: {error}")
     leave(error.exit_code)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this machine has a process of that number."""
+    """Return True if this machine has a process of that id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,11 +1,12 @@
-"""Asked to end, by Slurm, a launcher or a person: all ranks save at the same step boundary and leave with exit code 85.
+"""Requests to end a run, by Slurm, a launcher or a user: all ranks save at the same step, and leave with exit code 85.
 
-rank 5      SIGTERM      noted
-all ranks   ... STEP     the reduction that every step does anyway carries the note: all know, in the same step
+rank 5      SIGTERM      recorded
+all ranks   ... STEP     the reduction that every step does anyway carries the request to all, in the same step
 all ranks   save         further signals change nothing
 all ranks   leave        Preempted: exit code 85, "run the same command again"
 
 A signal that was ignored when the run was started (SIGHUP under nohup) stays ignored, in the launcher and in all ranks.
+
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LISTENING = "MESHWRIGHT_LISTENING"
 
 
 def ignored() -> list[signal.Signals]:
-    """Those of SIGNALS that this process ignores: who started it wants it so."""
+    """Return those of SIGNALS that this process ignores, as whoever started it set up."""
     return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
 
 
@@ -57,7 +58,7 @@ class StopRequest:
                 signal.signal(each, handler)
 
     def requested(self) -> bool:
-        """True from the first signal on."""
+        """Return True from the first signal on."""
         return self.signal is not None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

@@ -22,14 +22,15 @@ _LIST = """
     detect determine digest disable discard dispatch display divide double draw drop dump emit empty enable encode end
     enter enqueue ensure enumerate escape estimate evaluate exchange exclude execute exit expand expect explain export
     express extend extract fail fetch fill filter find finish fit fix flatten flush fold follow forget fork format
-    forward free freeze fuse gather generate get give group guess halt hand handle hash hide hold identify ignore implement
-    import include increase index inherit initialise insert inspect install interleave interpret intersect interrupt
+    forward free freeze fuse gather generate get give group guess halt hand handle hash hide hold identify ignore
+    implement import include increase index inherit initialise insert inspect install interleave interpret intersect
+    interrupt
     invert invoke issue iterate join judge keep kill label launch lay leave limit link list load locate lock log look
     lower make map mark mask match materialise measure merge mirror move name normalise note notify number observe
     offload open order overlap overwrite pack pad parse partition pass pause pick pin place plan play point poll pop
     post predict prefetch prepare prevent print probe process produce profile propose prove prune publish pull push
-    put quantise quote raise rank read rebuild receive recompute record recover redirect reduce reduce-scatter refuse
-    register reject release remove rename render reorder repeat replace replay report represent reproduce request
+    put quantise quote raise rank react read rebuild receive recompute record recover redirect reduce reduce-scatter refuse
+    register reject release remember remove rename render reorder repeat replace replay report represent reproduce request
     require reserve reset reshard reshape resolve respect restart restore resume retry return reverse rewrite rotate
     round route run sample save scale scan scatter schedule score search seed select send separate serialise set shard
     share shift shorten show shrink shut shuffle simulate skip slice solve sort spawn split stack start state step stop
