@@ -13,7 +13,7 @@ from meshwright.schedule.lower import lower
 
 
 def draw_schedule(config: RunConfig) -> Schedule:
-    """The schedule that a resolved configuration runs. A file's may be of computations alone, or lowered.
+    """Return the schedule of a resolved configuration. A file's may be of computations alone, or lowered.
 
     Raises:
         UserError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.

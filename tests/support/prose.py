@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LIST = """
-    accept accumulate activate add advance align all-gather all-reduce allocate allow append apply arrange assemble
+    abridge accept account accumulate activate add advance align all-gather all-reduce allocate allow append apply arrange assemble
     assert assign attach average await backpropagate balance begin bind block bound bring broadcast build cache
     calculate calibrate call cap capture carry cast change check choose clamp clean clear clip clone close collect
     combine compare compile complete compose compress compute concatenate configure connect construct consume convert
@@ -29,15 +29,15 @@ _LIST = """
     lower make map mark mask match materialise measure merge mirror move name normalise note notify number observe
     offload open order overlap overwrite pack pad parse partition pass pause pick pin place plan play point poll pop
     post predict prefetch prepare prevent print probe process produce profile propose prove prune publish pull push
-    put quantise quote raise rank react read rebuild receive recompute record recover redirect reduce reduce-scatter refuse
-    register reject release remember remove rename render reorder repeat replace replay report represent reproduce request
-    require reserve reset reshard reshape resolve respect restart restore resume retry return reverse rewrite rotate
-    round route run sample save scale scan scatter schedule score search seed select send separate serialise set shard
-    share shift shorten show shrink shut shuffle simulate skip slice solve sort spawn split stack start state step stop
-    store stream strip submit subtract sum summarise support suppress swap switch sync synchronise take terminate test
-    time touch trace track train transform translate transpose traverse trim truncate try turn undo unflatten unpack
-    attend embed plot interpolate unshard untie update upload use serve pickle destroy dry-run sleep validate verify
-    view visit wait walk warm warn watch weigh wrap write yield zero
+    put quantise quote raise rank react read rebuild receive recompute record recover redirect reduce reduce-scatter
+    refuse register reject release remember remove rename render reorder repeat replace replay report represent
+    reproduce request require reserve reset reshard reshape resolve respect restart restore resume retry return reverse
+    rewrite rotate round route run sample save scale scan scatter schedule score search seed select send separate
+    serialise set shard share shift shorten show shrink shut shuffle simulate skip slice solve sort spawn split stack
+    start state step stop store stream strip submit subtract sum summarise support suppress swap switch sync synchronise
+    take terminate test time touch trace track train transform translate transpose traverse trim truncate try turn undo
+    unflatten unpack attend embed plot interpolate unshard untie update upload use serve pickle destroy dry-run sleep
+    validate verify view visit wait walk warm warn watch weigh wrap write yield zero
 """
 VERBS = frozenset(_LIST.split())
 """Imperative verbs that a function's docstring may open with. Another one is added here."""

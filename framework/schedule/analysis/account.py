@@ -1,4 +1,4 @@
-"""Where the time of a measured step went, rank by rank, and the costs that a simulation of it takes.
+"""Accounting of a measured step: the time of each rank by cause, and the costs for a simulation of it.
 
     rank r    |data|--wait for F--|==F==|..|--wait for B--|===B===| REDUCE |--STEP---|
                         |                                                      |
@@ -23,7 +23,7 @@ from meshwright.schedule.analysis.simulate import Costs, Span, Timeline
 
 
 class Account(NamedTuple):
-    """Where the time of one rank went, in the timeline's unit; all but ``rank`` sum to the step's time."""
+    """Time of one rank by cause, in the timeline's unit; all but ``rank`` sum to the step's time."""
 
     rank: int
     compute: float
@@ -45,7 +45,8 @@ class Account(NamedTuple):
 
 
 def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Account, ...]:
-    """Of each rank. The step begins at 0, or with the first span if that is earlier, and ends with the last."""
+    """Account for the time of each rank. The step begins at 0, or with the first span if that is earlier, and ends with
+    the last."""
     begin = min(0.0, *(span.start for span in timeline.spans))
     total = max(span.end for span in timeline.spans) - begin
     sums: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in timeline.ranks}
@@ -74,7 +75,7 @@ _COLUMNS = {
 
 
 def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
-    """Each span with that part of it in which somebody else was not ready."""
+    """Yield each span with the part of it in which another rank was not ready."""
     started = {(span.rank, span.action): span.start for span in timeline.spans}
     sent = {action: start for (_, action), start in started.items() if action.kind in SENDS}  # (1)
     all_here = max((start for (_, action), start in started.items() if action.kind is Kind.STEP), default=0.0)  # (2)
@@ -88,9 +89,8 @@ def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
 
 
 def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, int], float]:
-    """Of each (sender, receiver): how long the receiver waited for messages that had been sent. Counted is what is over
-    ``at_least`` in each wait.
-    """
+    """Return (sender, receiver) -> time that the receiver waited for messages already sent, beyond ``at_least`` per
+    wait."""
     sent = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
     found: dict[tuple[int, int], float] = defaultdict(float)
     for span, bubble in _bubbles(timeline):
@@ -101,7 +101,7 @@ def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, i
 
 
 def without_early_steps(timeline: Timeline) -> Timeline:
-    """The optimizer begins when the last rank is there, for a picture: what comes before is idle time, not work."""
+    """Shorten STEP spans to begin when the last rank arrives, for a picture: the time before is idle."""
     return timeline._replace(
         spans=tuple(
             span._replace(start=span.start + bubble) if span.action.kind is Kind.STEP else span
@@ -111,7 +111,7 @@ def without_early_steps(timeline: Timeline) -> Timeline:
 
 
 def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
-    """For each stage the median duration of each kind without its bubble, as :func:`simulate` takes them.
+    """Return the median duration of each kind per stage without its bubble, as :func:`simulate` takes them.
 
     A message takes, from the start of its send, until who was already waiting for it had it: the median over the
     sending stage's messages that were waited for so; 0 without any. A rank's optimizer time is spread over its stages.
@@ -146,7 +146,8 @@ def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
 
 
 def table(accounts: Sequence[Account], size: float, unit: str) -> str:
-    """A line per rank and one of the mean, in ``unit``, which is ``size`` of the timeline's; below them its shares."""
+    """Format a line per rank and one of the mean, in ``unit``, which is ``size`` of the timeline's; below them the
+    shares."""
     names = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other", "total")
     rows: list[tuple[str, ...]] = [("rank", *names)]
     numbers = [(*each[1:], each.total) for each in accounts]

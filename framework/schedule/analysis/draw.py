@@ -1,4 +1,4 @@
-"""What can be drawn, and the drawing for a terminal: a row per rank, time from left to right, idle as dots.
+"""Schedules and timelines as text for a terminal: a row per rank, time from left to right, idle as dots.
 
     1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
@@ -26,7 +26,7 @@ _MARGIN = " … "
 
 
 class Unit(StrEnum):
-    """What the times of a timeline are."""
+    """Unit of the times of a timeline."""
 
     TICKS = "ticks"
     SECONDS = "seconds"
@@ -50,7 +50,8 @@ class Panel(NamedTuple):
 
 
 def text(drawn: Schedule | Timeline, width: int = 100) -> str:
-    """The grid, no line longer than ``width``: columns in the middle (and ranks, beyond 16) are left out with an ``…``.
+    """Draw the grid, no line longer than ``width``: columns in the middle (and ranks, beyond 16) are abridged to an
+    ``…``.
 
     A schedule is drawn in ticks, F as long as B, and may be lowered or not. In a timeline a column is a fixed time: the
     label of a span that is too short for it is cut, one of no length is not drawn, a long one is filled with dashes.
@@ -64,31 +65,31 @@ def text(drawn: Schedule | Timeline, width: int = 100) -> str:
 
 
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
-    """The simulation of a schedule, lowered or not, under a name that tells its size."""
+    """Simulate a schedule, lowered or not, under a name with its size."""
     is_lowered = any(action.kind not in COMPUTE for rank in range(schedule.pp) for _, action in schedule.actions(rank))
     return simulate(schedule if is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
 
 
 def name_of(schedule: Schedule) -> str:
-    """``1f1b pp=4 chunks=8``."""
+    """Return a name such as ``1f1b pp=4 chunks=8``."""
     interleave = schedule.num_stages // schedule.pp
     size = f"pp={schedule.pp} chunks={schedule.chunks}" + (f" interleave={interleave}" if interleave > 1 else "")
     return f"{schedule.name} {size}"
 
 
 def caption(timeline: Timeline) -> str:
-    """``1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1``."""
+    """Return a caption such as ``1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1``."""
     peaks = _elided([str(peak) for peak in peak_activations(timeline)])
     share = 100 * bubble_share(timeline)
     return f"{timeline.name}: bubble {share:.1f} % of total time; activations in flight {' '.join(peaks)}"
 
 
 MOST_COLUMNS = 100_000
-"""Of a row before its middle is left out."""
+"""Columns of a row beyond which its middle is abridged."""
 
 
 def _bodies(timeline: Timeline, width: int) -> list[str]:
-    """One string per rank, all of one length."""
+    """Return one string per rank, all of one length."""
     shown = [span for span in timeline.spans if span.action.kind not in COMMUNICATION and span.end > span.start]
     has_many_stages = any(
         len({span.action.stage for span in shown if span.rank == rank and span.action.kind is Kind.F}) > 1
@@ -109,7 +110,7 @@ def _bodies(timeline: Timeline, width: int) -> list[str]:
 
 
 def typical_shortest(spans: Iterable[Span]) -> float:
-    """The time that gets a whole cell: the median of the kind of computation that is the quickest.
+    """Return the duration drawn as one cell: the median of the quickest kind of computation.
 
     But no less than a quarter of the slowest kind's: a W of next to nothing must not blow up all the rest.
     """
@@ -122,7 +123,7 @@ def typical_shortest(spans: Iterable[Span]) -> float:
 
 
 def _painted(label: str, width: int, cell: int) -> str:
-    """``F0`` and blanks in about a cell, ``B0---`` and a blank in more, the label cut in less."""
+    """Draw one span: ``F0`` and blanks in about a cell, ``B0---`` and a blank in more, the label cut in less."""
     return f"{label:-<{width - 1}} " if width > cell + 1 else f"{label:<{width}}"[:width]
 
 
@@ -133,7 +134,7 @@ def _label(action: Action, has_many_stages: bool) -> str:
 
 
 def _middle_out(body: str, cell: int, width: int) -> str:
-    """The first and the last cells of a row that is too long: what fills and what empties the pipeline."""
+    """Abridge a row that is too long to its first and last cells, which show the pipeline fill and drain."""
     if len(body.rstrip()) <= width:
         return body
     keep = (width - len(_MARGIN)) // cell // 2 * cell

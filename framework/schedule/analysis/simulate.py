@@ -1,12 +1,13 @@
-"""Time, added to a schedule: what a simulator says or what clocks have read, in one type.
+"""Timelines of schedules: simulated or measured times of their actions, in one type.
 
-The simulator is a row of ranks that each do one item after the other. A computation takes its cost. Message k of a
-channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever they call themselves.
-What a communication holds up is the reading of the channel:
+The simulator is a row of ranks that each run one item after the other. A computation takes its cost. Message k of a
+channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever their actions are.
+The channel decides what a communication blocks:
 
     row                      1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
     rendezvous        waits here                  waits here for both             the harshest
-    buffered                            waits for 1RECV_F0              waits for 1RECV_B0      what the executor does
+    buffered                            waits for 1RECV_F0              waits for 1RECV_B0      as the executor
+
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshwright.schedule.action import COMMUNICATION, COMPUTE, LAST_HALVES, SEND
 
 
 class Channel(StrEnum):
-    """What a communication in a row holds up."""
+    """Blocking behaviour of communications in a row."""
 
     RENDEZVOUS = "rendezvous"
     """Its rank, until its partner is posted and the message is there: what runs so runs on any transport."""
@@ -42,7 +43,7 @@ class Costs(NamedTuple):
     step: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """The cost of a kind."""
+        """Return the cost of a kind."""
         if kind in COMMUNICATION:
             return self.comm
         return {
@@ -86,12 +87,14 @@ class Blocked(NamedTuple):
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel = Channel.BUFFERED) -> Timeline:
-    """The timeline of a lowered schedule. ``costs``: of every stage alike, or one per stage.
+    """Simulate a lowered schedule. ``costs``: of every stage alike, or one per stage.
 
     A message takes the ``comm`` of its sending stage; the STEP of a rank the sum over its stages. With buffered sends
-    the span of a receive is the time in which the computation that uses it waited for it (of no length if it was
-    there), and stands just before that. Raises :class:`ScheduleError` for a schedule that is not lowered (nobody would
-    wait for anybody) or that hangs.
+    the span of a receive is the time for which the computation that uses it waited (of no length if it had arrived),
+    just before that computation.
+
+    Raises:
+        ScheduleError: the schedule is not lowered (no rank would wait for another), or it hangs.
     """
     if any(not row or row[-1] != Action(Kind.STEP) for row in schedule.rows):
         raise ScheduleError(f"{schedule.name}: a row does not end with STEP: lower() the schedule, then simulate it")
@@ -103,7 +106,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
 
 
 def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
-    """The computations of the timeline that the lowered schedule has with buffered sends; several times as quick.
+    """Return the computations of the timeline with buffered sends, several times as fast as :func:`simulate`.
 
     ``schedule``: as ``build`` gives it. Raises :class:`ScheduleError` where it hangs.
     """
@@ -190,7 +193,7 @@ class _Machine:
     """The ranks for which something may have changed."""
 
     def go_on(self, rank: int) -> Action | None:
-        """Do the next item of a rank, or say which communication it has to wait for."""
+        """Run the next item of a rank, or return the communication that blocks it."""
         group = actions_of(self.schedule.rows[rank][self.positions[rank]])
         is_communication = group[0].kind in COMMUNICATION
         if is_communication and rank not in self.has_posted:
@@ -225,14 +228,15 @@ class _Machine:
         self.has_posted.add(rank)
 
     def awaited(self, rank: int, group: tuple[Action, ...]) -> list[Action]:
-        """The communications that hold a rank at an item of its row. Not those that it forgot to post: see check."""
+        """Return the communications that block a rank at an item of its row. Receives that were never posted are for
+        check."""
         if group[0].kind in COMMUNICATION:
             return list(group) if self.channel is Channel.RENDEZVOUS else []
         receive = self.schedule.receive_for(group[0]) if self.channel is Channel.BUFFERED else None
         return [receive] if receive is not None and receive in self.numbers[rank] else []
 
     def end_of(self, rank: int, action: Action) -> float | None:
-        """When a posted communication is done; None as long as its partner is not posted."""
+        """Return the end time of a posted communication; None as long as its partner is not posted."""
         source, destination, is_send = self.channel_end(rank, action)
         sent, received = self.posted[source, destination, True], self.posted[source, destination, False]
         number = self.numbers[rank][action]
@@ -244,12 +248,12 @@ class _Machine:
         return leaves_at + self.per_stage[(action if is_send else action.partner()).stage].comm
 
     def channel_end(self, rank: int, action: Action) -> tuple[int, int, bool]:
-        """The rank's end of the channel that a communication goes through: (source, destination, is a send)."""
+        """Return the rank's end of the channel of a communication: (source, destination, is a send)."""
         peer = self.schedule.peer(action)
         return (rank, peer, True) if action.kind in SENDS else (peer, rank, False)
 
     def cost(self, rank: int, action: Action) -> float:
-        """Of what is no communication."""
+        """Return the cost of an action that is no communication."""
         stages = self.schedule.stages_of(rank) if action.kind is Kind.STEP else (action.stage,)
         return sum(self.per_stage[stage].of(action.kind) for stage in stages)
 
@@ -262,7 +266,7 @@ def _per_stage(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Mapping[in
 
 
 def bubble_share(timeline: Timeline) -> float:
-    """The share of the ranks' total time in which they compute nothing, 0..1: (pp-1) / (chunks+pp-1) for 1F1B, GPipe.
+    """Return the share of the ranks' total time without computation, 0..1: (pp-1) / (chunks+pp-1) for 1F1B, GPipe.
 
     Total time (not the ideal time, the literature's other denominator) is from the first forward's start to the last
     backward's end, times the ranks that are there: waiting and communication are idle in it, REDUCE and STEP neither
@@ -276,7 +280,7 @@ def bubble_share(timeline: Timeline) -> float:
 
 
 def own_bubble_share(timeline: Timeline) -> float:
-    """The largest share of a rank's own time in which it computes nothing, 0..1: 0 for zb_h2 and zb_v in ticks.
+    """Return the largest share of a rank's own time without computation, 0..1: 0 for zb_h2 and zb_v in ticks.
 
     A rank's own time is from the start of its first forward to the end of its last backward. It counts where ranks do
     not begin and end their steps together; where they do, as here with one gradient norm over all ranks,
@@ -290,7 +294,7 @@ def own_bubble_share(timeline: Timeline) -> float:
 
 
 def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
-    """For each rank the most micro-batches whose activations it holds at once: from F to B or, split, to W.
+    """Return the most micro-batches per rank whose activations it holds at once: from F to B or, split, to W.
 
     A micro-batch counts once per stage of the rank. ``min(pp - rank, chunks)`` for 1F1B, ``chunks`` for GPipe.
     """

@@ -12,7 +12,7 @@ from meshwright.schedule.analysis.simulate import Span
 from meshwright.tools.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
 
 MOST_COLUMNS = 240
-"""So many of the shortest kind of computation can still be told apart; of a longer run the two ends are drawn."""
+"""Columns of the shortest kind of computation that can be distinguished. A longer run is abridged to its two ends."""
 
 
 class TimeAxis(NamedTuple):
@@ -23,11 +23,11 @@ class TimeAxis(NamedTuple):
     second_start: float
     end: float
     gap: float
-    """What stands for the time that is left out, as long as so much time."""
+    """Length of the mark for the time that is left out."""
 
     @property
     def length(self) -> float:
-        """Of the whole axis, in time that is drawn."""
+        """Length of the whole axis, in drawn time."""
         return self.first_end - self.start + self.gap + self.end - self.second_start
 
     @property
@@ -38,13 +38,13 @@ class TimeAxis(NamedTuple):
         return [first, (self.second_start, self.end, by)] if self.gap else [first]
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
-        """What is seen of a span: (from, to) on the axis; none, one or, across the cut, two."""
+        """Return the visible parts of a span: (from, to) on the axis; none, one or, across the cut, two."""
         seen = [(max(start, first) + by, min(end, last) + by) for first, last, by in self.parts]
         return [(first, last) for first, last in seen if last > first]
 
 
 def time_axis(spans: Sequence[Span]) -> TimeAxis:
-    """All of the time; of a long run its two ends, in which numbers fit and the pipeline is filled and emptied."""
+    """Build the axis: all of the time, or of a long run its two ends, where the pipeline fills and drains."""
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     column = typical_shortest(spans)
     busiest = max(Counter(span.rank for span in spans).values())
@@ -61,6 +61,6 @@ def time_axis(spans: Sequence[Span]) -> TimeAxis:
 
 
 def unit_of_seconds(length: float) -> tuple[float, str]:
-    """The unit in which a length of so many seconds is a number that reads well."""
+    """Return the unit in which a length in seconds is a readable number."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     return next((unit for unit in units if length >= 10 * unit[0]), units[-1])

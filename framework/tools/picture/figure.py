@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {"hatch.linewidth": 0.45, "svg.fonttype": "none", "svg.h
 
 
 def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
-    """The panels one below the other over one time axis.
+    """Draw the panels one below the other over one time axis.
 
     Raises UserError where matplotlib is missing.
     """
@@ -101,7 +101,7 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write ``.svg`` (letters stay letters) or ``.png``, as the suffix says; the same figure gives the same bytes."""
+    """Write ``.svg`` (text stays text) or ``.png``, by the suffix; the same figure gives the same bytes."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -112,7 +112,7 @@ def save(drawn: Figure, path: Path) -> None:
 
 
 def stage_places(timeline: Timeline) -> Mapping[tuple[int, int | None], tuple[int, int]]:
-    """(rank, stage) -> which of how many stages of its rank it is: its shade."""
+    """Return (rank, stage) -> (index, count) of the stage among those of its rank, which is its shade."""
     held: dict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         if span.action.kind in COMPUTE and span.action.stage is not None:
@@ -129,21 +129,21 @@ def _boxes(timeline: Timeline) -> list[Span]:
 
 
 def _drawn_ranks(timeline: Timeline) -> list[int | None]:
-    """The ranks that get a row, None for those that are left out."""
+    """Return the ranks that get a row, None for those that are left out."""
     ranks: list[int | None] = list(timeline.ranks)
     half = MOST_RANKS // 2
     return ranks if len(ranks) <= MOST_RANKS else [*ranks[: half - 1], None, *ranks[-half:]]
 
 
 def _font(spans: Iterable[Span], column_points: float, row_points: float) -> float:
-    """The largest size at which the longest number fits into the shortest kind of box, within what can be read."""
+    """Return the largest font at which the longest number fits into the shortest kind of box, within readable sizes."""
     digits = max(len(label(span.action)) for span in spans)
     fitting = (column_points - 1.5) / (DIGIT_WIDTH * max(digits, 1))
     return max(LEAST_FONT, min(MOST_FONT, fitting, 0.62 * row_points))
 
 
 def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> None:
-    """The frame: a row per rank, and the cut."""
+    """Draw the frame: a row per rank, and the cut."""
     ranks = _drawn_ranks(timeline)
     axes.set_xlim(0, axis.length)
     axes.set_ylim(len(ranks), 0)
@@ -168,7 +168,8 @@ def _paint(
     points_per_time: float,
     font: float,
 ) -> None:
-    """The boxes, and the numbers of those kinds into whose boxes they fit. In an SVG a box is ``NAME-rank0-1F2``."""
+    """Draw the boxes, and the numbers of those kinds into whose boxes they fit. In an SVG a box is
+    ``NAME-rank0-1F2``."""
     from matplotlib.patches import Rectangle
 
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(timeline)) if rank is not None}
@@ -201,7 +202,7 @@ def _paint(
 
 
 def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
-    """A dark line at the foot of the box in which samples were read."""
+    """Draw a dark line at the foot of the box in which samples were read."""
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(panel.timeline)) if rank is not None}
     for reading in panel.readings:
         for first, last in axis.pieces(reading.start, reading.end) if reading.rank in rows else ():
@@ -210,7 +211,7 @@ def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
 
 
 def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
-    """The kinds into whose typical box their longest number fits. Of the others no box has one."""
+    """Return the kinds into whose typical box their longest number fits. Boxes of other kinds have no numbers."""
     lengths: dict[Kind, list[float]] = defaultdict(list)
     digits: dict[Kind, int] = defaultdict(int)
     for span in spans:

@@ -18,7 +18,7 @@ LINE = 0.17
 
 
 class Entry(NamedTuple):
-    """What is told of one kind: its name, a patch for each shade."""
+    """Legend entry of one kind: its name, a patch for each shade."""
 
     name: str
     colours: tuple[str, ...]
@@ -34,7 +34,7 @@ READINGS = Entry("samples read", (INK,))
 
 
 def entries_of(panels: Iterable[Iterable[Span]]) -> list[Entry]:
-    """What has to be told of the boxes of these panels."""
+    """Return the legend entries of the boxes of these panels."""
     stages: dict[tuple[int, int, Kind], set[int | None]] = defaultdict(set)
     for index, spans in enumerate(panels):
         for span in spans:
@@ -53,7 +53,7 @@ def entries_of(panels: Iterable[Iterable[Span]]) -> list[Entry]:
 
 
 def lines_of(entries: Sequence[Entry], width: float) -> list[list[Entry]]:
-    """As many on a line as fit into so many inches."""
+    """Lay out entries in lines, as many on each as fit into the width in inches."""
     lines: list[list[Entry]] = [[]]
     for entry in entries:
         if lines[-1] and sum(each.inches for each in [*lines[-1], entry]) > width:

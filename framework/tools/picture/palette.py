@@ -1,6 +1,6 @@
-"""How a figure looks: colours and sizes.
+"""Colours and sizes of figures.
 
-The kinds are told apart without red and green, and as greys in print: each has a band of lightness (CIE L*) of its own,
+The kinds are distinguished without red and green, and as greys in print: each has a band of lightness (CIE L*) of its own,
 F above B and I above W. A virtual stage is a shade inside its kind's band, the later the darker. REDUCE and STEP are
 hatched.
 """
@@ -14,24 +14,24 @@ from meshwright.schedule.action import Action, Kind
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
 LEAST_FONT, MOST_FONT = 5.0, 7.5
-"""Of the numbers in boxes, in points."""
+"""Font sizes of the numbers in boxes, in points."""
 DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
-"""Of a digit, and on average of a letter, in font sizes."""
+"""Width of a digit, and mean width of a letter, in font sizes."""
 POINTS = 72.0
 """In an inch."""
 LEAST_WIDTH, MOST_WIDTH, COLUMN = 4.5, 13.0, 0.135
-"""Of what is inside the axes, and of a column where there is room, in inches."""
+"""Width of the area inside the axes, and of a column where there is room, in inches."""
 
 
 class Paint(NamedTuple):
-    """How the boxes of a kind look: from the rank's first stage (``light``) to its last (``dark``)."""
+    """Colours of the boxes of a kind: from the rank's first stage (``light``) to its last (``dark``)."""
 
     name: str
     """For the legend."""
     light: str
     dark: str
     letters: str
-    """The colour of the number inside."""
+    """Return the colour of the rank's stage number ``index`` of ``count``; a single stage has the first colour."""
     hatch: str = ""
 
 
@@ -43,11 +43,11 @@ PAINTS: dict[Kind, Paint] = {
     Kind.REDUCE: Paint("reduce", "#ffffff", "#ffffff", INK, "/////"),
     Kind.STEP: Paint("optimizer step", "#d6d9dd", "#d6d9dd", INK, "\\\\\\\\\\"),
 }
-"""Of what is drawn as a box. Communication is seen as the time in which nobody computes."""
+"""Colours of the kinds that are drawn as boxes. Communication shows as time without computation."""
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
-    """The colour of the rank's stage number ``index`` of ``count``: one stage alone is painted as the first."""
+    """Return the colour of the rank's stage number ``index`` of ``count``; a single stage has the first colour."""
     paint = PAINTS[kind]
     share = index / (count - 1) if count > 1 else 0.0
     pairs = zip(_channels(paint.light), _channels(paint.dark), strict=True)
@@ -55,7 +55,7 @@ def shade(kind: Kind, index: int, count: int) -> str:
 
 
 def lightness(colour: str) -> float:
-    """CIE L* of ``#rrggbb``, 0 (black) to 100 (white): what is left of it in grey."""
+    """Return the CIE L* of ``#rrggbb``, 0 (black) to 100 (white): its grey in print."""
     linear = [
         value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
         for value in (channel / 255 for channel in _channels(colour))
@@ -65,7 +65,7 @@ def lightness(colour: str) -> float:
 
 
 def label(action: Action) -> str:
-    """What stands in a box: the micro-batch. REDUCE and STEP have none."""
+    """Return the text in a box: the micro-batch. REDUCE and STEP have none."""
     return "" if action.microbatch is None else str(action.microbatch)
 
 

@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> str:
-    """The JSON of one process per panel."""
+    """Return the JSON trace, one process per panel."""
     events: list[Event] = []
     for pid, panel in enumerate(panels, start=1):
         events += _process(pid, panel, MICROSECONDS[unit])
@@ -70,7 +70,7 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
 
 
 def _messages(spans: Iterable[Span]) -> Iterable[tuple[Span, Span]]:
-    """Each send with the computation for which its message was."""
+    """Yield each send with the computation that used its message."""
     spans = list(spans)
     computed = {span.action: span for span in spans if span.action.kind in COMPUTE and span.end > span.start}
     for span in spans:
