@@ -14,30 +14,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LIST = """
-    abridge accept account accumulate activate add advance align all-gather all-reduce allocate allow append apply arrange assemble
-    assert assign attach average await backpropagate balance begin bind block bound bring broadcast build cache
-    calculate calibrate call cap capture carry cast change check choose clamp clean clear clip clone close collect
-    combine compare compile complete compose compress compute concatenate configure connect construct consume convert
-    copy count cover create cut debug declare decode decompose decorate decrease define delete derive describe detach
-    detect determine digest disable discard dispatch display divide double draw drop dump emit empty enable encode end
-    enter enqueue ensure enumerate escape estimate evaluate exchange exclude execute exit expand expect explain export
-    express extend extract fail fetch fill filter find finish fit fix flatten flush fold follow forget fork format
-    forward free freeze fuse gather generate get give group guess halt hand handle hash hide hold identify ignore
-    implement import include increase index inherit initialise insert inspect install interleave interpret intersect
-    interrupt
-    invert invoke issue iterate join judge keep kill label launch lay leave limit link list load locate lock log look
-    lower make map mark mask match materialise measure merge mirror move name normalise note notify number observe
-    offload open order overlap overwrite pack pad parse partition pass pause pick pin place plan play point poll pop
+    abridge accept account accumulate activate add advance align all-gather all-reduce allocate allow append apply
+    arrange assemble assert assign attach attend average await backpropagate balance begin bind block bound bring
+    broadcast build cache calculate calibrate call cap capture carry cast change check choose clamp clean clear clip
+    clone close collect combine compare compile complete compose compress compute concatenate configure connect
+    construct consume convert copy count cover create cut debug declare decode decompose decorate decrease define
+    delete derive describe destroy detach detect determine digest disable discard dispatch display divide double
+    draw drop dry-run dump embed emit empty enable encode end enqueue ensure enter enumerate escape estimate
+    evaluate exchange exclude execute exit expand expect explain export express extend extract fail fetch fill
+    filter find finish fit fix flatten flush fold follow forget fork format forward free freeze fuse gather generate
+    get give group guess halt hand handle hash hide hold identify ignore implement import include increase index
+    inherit initialise insert inspect install interleave interpolate interpret interrupt intersect invert invoke
+    issue iterate join judge keep kill label launch lay leave limit link list load locate lock log look lower make
+    map mark mask match materialise measure merge mirror move name normalise note notify number observe offload open
+    order overlap overwrite pack pad parse partition pass pause pick pickle pin place plan play plot point poll pop
     post predict prefetch prepare prevent print probe process produce profile propose prove prune publish pull push
     put quantise quote raise rank react read rebuild receive recompute record recover redirect reduce reduce-scatter
     refuse register reject release remember remove rename render reorder repeat replace replay report represent
-    reproduce request require reserve reset reshard reshape resolve respect restart restore resume retry return reverse
-    rewrite rotate round route run sample save scale scan scatter schedule score search seed select send separate
-    serialise set shard share shift shorten show shrink shut shuffle simulate skip slice solve sort spawn split stack
-    start state step stop store stream strip submit subtract sum summarise support suppress swap switch sync synchronise
-    take terminate test time touch trace track train transform translate transpose traverse trim truncate try turn undo
-    unflatten unpack attend embed plot interpolate unshard untie update upload use serve pickle destroy dry-run sleep
-    validate verify view visit wait walk warm warn watch weigh wrap write yield zero
+    reproduce request require reserve reset reshape reshard resolve respect restart restore resume retry return
+    reverse rewrite rotate round route run sample save scale scan scatter schedule score search seed select send
+    separate serialise serve set shard share shift shorten show shrink shuffle shut simulate skip sleep slice solve
+    sort spawn split stack start state step stop store stream strip submit subtract sum summarise support suppress
+    swap switch sync synchronise take terminate test time touch trace track train transform translate transpose
+    traverse trim truncate try turn undo unflatten unpack unshard untie update upload use validate verify view visit
+    wait walk warm warn watch weigh wrap write yield zero
 """
 VERBS = frozenset(_LIST.split())
 """Imperative verbs that a function's docstring may open with. Another one is added here."""

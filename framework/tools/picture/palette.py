@@ -1,8 +1,8 @@
 """Colours and sizes of figures.
 
-The kinds are distinguished without red and green, and as greys in print: each has a band of lightness (CIE L*) of its own,
-F above B and I above W. A virtual stage is a shade inside its kind's band, the later the darker. REDUCE and STEP are
-hatched.
+The kinds are distinguished without red and green, and as greys in print: each has a band of lightness (CIE L*) of its
+own, F above B and I above W. A virtual stage is a shade inside its kind's band, the later the darker. REDUCE and STEP
+are hatched.
 """
 
 from __future__ import annotations
