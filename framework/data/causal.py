@@ -25,7 +25,7 @@ class CorpusSource(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of the corpus."""
+        """Samples of the corpus."""
         return self.corpus.num_samples
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
@@ -50,5 +50,5 @@ class CorpusSource(NamedTuple):
 
 
 def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
-    """Global batches until every sample was seen once, or ``at_most``; at least 1."""
+    """Return the global batches until every sample was read once, or ``at_most``; at least 1."""
     return min(at_most, -(-num_samples // global_batch))

@@ -1,4 +1,4 @@
-"""A ``.bin/.idx`` pair as numbered samples: which tokens each has, what of them counts, where documents begin.
+"""A ``.bin/.idx`` pair as numbered samples: their tokens, the labels that count, the starts of documents.
 
 ``packing = "stream"``: documents one after the other, each closed by its end-of-document token, cut into windows that
 cross document ends; a window's last token, here only a label, is the next one's first::
@@ -44,7 +44,7 @@ IGNORE = -100
 Packing = Literal["stream", "documents"]
 _TOKENS_AT_ONCE = 1 << 22
 _SCAN_TOKENS = 1 << 26
-"""Without a fingerprint, up to this many tokens (a tenth of a second) are read once to know the largest id up front."""
+"""Most tokens of a corpus without a fingerprint that are read at once (a tenth of a second) for the largest id."""
 
 
 class Example(NamedTuple):
@@ -58,10 +58,12 @@ class Example(NamedTuple):
 class Corpus:
     """A ``.bin/.idx`` pair as numbered samples. Raises :class:`DataError` for whatever is wrong with it.
 
-    ``vocab_size``: the model's; None: any id will do. ``eod_id``: the end of document, where no fingerprint says it.
-    ``eod_mask_loss``: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
-    ``num_sentinels``: the last ids of the vocabulary are something else, and no text may use them.
-    ``packing``, ``document_boundaries``: see above.
+    Args:
+        vocab_size: the model's; None: any id will do.
+        eod_id: the end-of-document token, for a corpus whose fingerprint lacks it.
+        eod_mask_loss: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
+        num_sentinels: the last ids of the vocabulary are sentinels, which no text may use.
+        packing, document_boundaries: see the module.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Corpus:
         self._check_largest_id()
 
     def open(self) -> None:
-        """Now and not in the first step: see :meth:`TokenStream.open`."""
+        """Open the files now, not in the first step: see :meth:`TokenStream.open`."""
         self.stream.open()
 
     def sampled(self) -> str:
@@ -166,7 +168,7 @@ class Corpus:
         return Example(tokens, labels, starts)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Window ``number``: (S + 1,) token ids, checked against the vocabulary."""
+        """Return window ``number``: (S + 1,) token ids, checked against the vocabulary."""
         assert 0 <= number < self.num_samples, (number, self.num_samples)
         window = self.stream.read(number * self.sequence_length, self.sequence_length + 1)
         return self._checked(window, f"in sample {number} (tokens from {number * self.sequence_length:,} on)")
@@ -218,7 +220,7 @@ class Corpus:
 
 
 class Packed(NamedTuple):
-    """Which documents each sample has."""
+    """Documents of each sample."""
 
     firsts: list[int]
     """(samples + 1,) the first document of each; the last is the number of documents."""
@@ -227,7 +229,7 @@ class Packed(NamedTuple):
 
     @staticmethod
     def of(starts: NDArray[np.int64], sequence_length: int) -> Packed:
-        """In order, as many as fit. ``starts`` (documents + 1,): where each begins, in tokens."""
+        """Pack documents in order, as many as fit. ``starts`` (documents + 1,): the first token of each."""
         lengths = np.diff(starts)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))])
         firsts, num_documents = [0], len(lengths)
@@ -240,7 +242,7 @@ class Blend:
     """Several corpora as one: their samples are numbered one after the other."""
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
-        """``weights``: how often each is drawn, relative to the others."""
+        """Blend ``corpora``; ``weights``: how often each is drawn, relative to the others."""
         self.corpora = tuple(corpora)
         self.weights = tuple(weights)
         self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
@@ -250,7 +252,7 @@ class Blend:
         self.document_boundaries = corpora[0].document_boundaries
 
     def open(self) -> None:
-        """All of them."""
+        """Open all corpora."""
         for corpus in self.corpora:
             corpus.open()
 
@@ -260,7 +262,7 @@ class Blend:
         return corpus.example(own)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Window ``number`` of all."""
+        """Return window ``number`` among those of all corpora."""
         corpus, own = self._where(number)
         return corpus.sample(own)
 
@@ -270,14 +272,14 @@ class Blend:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in exactly the relation of the decimal ones: 0.7, 0.3 -> 7, 3."""
+    """Return whole numbers in exactly the ratio of the decimal ones: 0.7, 0.3 -> 7, 3."""
     parts = [Fraction(repr(float(weight))) for weight in weights]
     common = lcm(*(part.denominator for part in parts))
     return tuple(int(part * common) for part in parts)
 
 
 def unigram_entropy(corpus: Corpus) -> Entropy:
-    """Entropy of the corpus's single labels: the loss of a model that knows their frequencies and nothing else.
+    """Return the unigram entropy of a corpus's labels: the loss of a model with token frequencies alone.
 
     From the fingerprint, or else by counting the whole corpus.
     """
@@ -297,12 +299,11 @@ class _Known(NamedTuple):
     split: Split
     end_of_document_id: int
     vocab_size: int
-    """Of the tokenizer."""
+    """Vocabulary of the tokenizer."""
 
 
 def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
-    """What a fingerprint beside the corpus tells of it; of its hashes those of samples are held
-    against the files."""
+    """Read the fingerprint beside the corpus; compare its sampled hashes with the files."""
     found = fingerprints.read(prefix.parent)
     split = found.splits.get(prefix.name) if found else None
     if found is None or split is None:

@@ -42,10 +42,10 @@ class Samples(NamedTuple):
     dataset: Any
     num_samples: int
     like: tuple[Spec, ...] | None = None
-    """Of the tensors of the first sample; None: not looked at yet."""
+    """Shapes and dtypes of the first sample; None: not read yet."""
 
     def sample(self, number: int) -> tuple[Any, Tensor]:
-        """(inputs, labels) of one sample, as tensors.
+        """Return (inputs, labels) of one sample, as tensors.
 
         Raises:
             DataError: the dataset fails, gives something else than a pair of tensors, or another shape than before.
@@ -78,7 +78,7 @@ class Samples(NamedTuple):
         return inputs, labels
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells this dataset from another, as far as a look at its ends does: length, first and last sample."""
+        """Return length, first and last sample as hashes: they distinguish datasets as far as their ends do."""
         ends = {f"sample {number}": _sha256(self.sample(number)) for number in (0, self.num_samples - 1)}
         return {"train_samples": str(self.num_samples)} | ends
 
@@ -99,7 +99,7 @@ class DatasetSource(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of the dataset."""
+        """Samples of the dataset."""
         return self.samples.num_samples
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
@@ -118,7 +118,7 @@ class DatasetSource(NamedTuple):
 
 
 def open_dataset(config: RunConfig, split: str) -> Samples | None:
-    """The dataset of a split; None where its builder has none.
+    """Open the dataset of a split; None where its builder has none.
 
     Raises:
         DataError: the builder cannot be found, fails, or returns nothing that has a length and samples.

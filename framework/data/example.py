@@ -14,7 +14,7 @@ from meshwright.data.span_corruption import lengths
 
 
 def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
-    """(inputs, labels) of one micro-batch on meta. A user's own dataset is opened and asked for its first sample.
+    """Return (inputs, labels) of one micro-batch on meta. Of a user's own dataset the first sample is read.
 
     Raises:
         DataError: that dataset cannot be opened, or is not of pairs of tensors.

@@ -1,7 +1,8 @@
-"""What is known of a prepared corpus, kept beside it as ``fingerprint.json``: hashes, counts, ids, entropy, source.
+"""The fingerprint of a prepared corpus, ``fingerprint.json`` beside it: hashes, counts, ids, entropy, source.
 
-With it a corpus is checked against the model before anything starts, a second preparation knows that there is nothing
-to do, and a result can name exactly what it was trained on. A corpus without one (Megatron's own) trains too.
+With it a corpus is checked against the model before anything starts, a second preparation is skipped, and a result can
+name its training data exactly. A corpus without one (Megatron's own) can be trained on too.
+
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes
 FILE_NAME = "fingerprint.json"
 _READ_BYTES = 1 << 20
 SAMPLED_BLOCKS, SAMPLED_BYTES = 256, 4096
-"""Of a file that is looked at without being read whole."""
+"""Number and size of the blocks that are hashed of a file that is not read in full."""
 
 
 class _Part(BaseModel):
@@ -36,19 +37,19 @@ class Split(_Part):
     max_token_id: int
     unigram_entropy_nats: float
     unigram_entropy_bits: float
-    """Of the tokens that count as labels."""
+    """Unigram entropy of the tokens that count as labels, in bits."""
     counting: int | None = None
     """Tokens that count as labels, where not all do."""
 
 
 class Source(_Part):
-    """What was asked for: two preparations with equal sources give equal files."""
+    """Request of a preparation: two with equal sources give equal files."""
 
     description: str
     documents: int
     text_bytes: int
     sha256: str
-    """Of the names and contents of all documents."""
+    """Hash of the names and contents of all documents."""
     vocab_size: int
     """As asked; a small corpus may have yielded fewer tokens."""
     validation_share: float
@@ -63,7 +64,7 @@ class File(_Part):
 
 
 class Prepared(_Part):
-    """How `meshwright data prepare` made it, and from what."""
+    """Options and inputs of `meshwright data prepare`."""
 
     files: list[File]
     tokenizer_sha256: str
@@ -94,7 +95,7 @@ class Fingerprint(_Part):
     end_of_document_id: int
     source: Source
     prepared: Prepared | None = None
-    """Of corpora that were written by `meshwright data prepare`."""
+    """Set for corpora that were written by `meshwright data prepare`."""
 
     def sha256_of(self, name: str) -> str:
         """Return the hash of one file. Raises DataError where the fingerprint has none."""
@@ -104,21 +105,21 @@ class Fingerprint(_Part):
 
 
 class Entropy(NamedTuple):
-    """Of the distribution of single tokens; a model that knows only their frequencies has this loss."""
+    """Entropy of the distribution of single tokens: the loss of a model with their frequencies alone."""
 
     nats: float
     bits: float
 
 
 def entropy(counts: NDArray[np.int64]) -> Entropy:
-    """-sum p ln p over the tokens that occur."""
+    """Return -sum p ln p over the tokens that occur."""
     shares = counts[counts > 0] / counts.sum()
     nats = float(-(shares * np.log(shares)).sum())
     return Entropy(nats, nats / float(np.log(2.0)))
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the hex digest of a file's bytes."""
     digest = sha256()
     with path.open("rb") as stream:
         while block := stream.read(_READ_BYTES):
@@ -137,11 +138,12 @@ def tokenizer_sha256(path: Path) -> str:
 
 
 def sampled_sha256(path: Path) -> str:
-    """Hex digest of a file's size and of SAMPLED_BLOCKS blocks of it, or of all its bytes where these are no more.
+    """Return the hex digest of a file's size and of SAMPLED_BLOCKS blocks of it, or of all its bytes if these are no
+    more.
 
-    The first and the last block and, of each equal part between, one at a place that follows from the size alone. At
-    most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the file, is
-    found; one that lies between the blocks is not: see :func:`file_sha256`.
+    The blocks are the first, the last and, in each equal part between, one at an offset that follows from the size
+    alone. At most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the
+    file, is found. A change between the blocks is not: see :func:`file_sha256`.
     """
     with path.open("rb", buffering=0) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -161,7 +163,8 @@ def sampled_places(size: int) -> list[int]:
 
 
 def read(folder: Path) -> Fingerprint | None:
-    """The fingerprint in a folder; None where there is none; :class:`DataError` where it cannot be understood."""
+    """Read the fingerprint in a folder; None where there is none. Raises :class:`DataError` for one that is
+    malformed."""
     path = folder / FILE_NAME
     if not path.is_file():
         return None
@@ -177,7 +180,8 @@ def read(folder: Path) -> Fingerprint | None:
 
 
 def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
-    """Names of files that are missing or differ from their hash; reads every byte, of a tokenizer 256 MiB at most."""
+    """Return the names of files that are missing or differ from their hash. Reads every byte, of a tokenizer 256 MiB at
+    most."""
 
     def is_whole(path: Path, expected: str) -> bool:
         if not path.is_file() or (path.suffix == ".json" and path.stat().st_size > MAX_FILE_BYTES):

@@ -45,7 +45,7 @@ _AGAIN = "prepare the corpus again, or copy both files again from where they are
 
 
 class Index(NamedTuple):
-    """What an ``.idx`` says, and the ``.bin`` agrees with."""
+    """Contents of an ``.idx`` that agree with the ``.bin``."""
 
     prefix: Path
     dtype: np.dtype[Any]
@@ -55,22 +55,22 @@ class Index(NamedTuple):
 
 
 def bin_path(prefix: Path) -> Path:
-    """``prefix.bin``: appended, not replaced, because a prefix may have dots of its own."""
+    """Return ``prefix.bin``: appended, not replaced, because a prefix may have dots of its own."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """``prefix.idx``."""
+    """Return ``prefix.idx``."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def mask_path(prefix: Path) -> Path:
-    """``prefix.mask``: which tokens count as labels, where not all do."""
+    """Return ``prefix.mask``, the labels that count, where not all do."""
     return prefix.with_name(prefix.name + ".mask")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smaller of Megatron's two token types that holds the vocabulary (the bound is Megatron's own)."""
+    """Return the smaller of Megatron's two token types that holds the vocabulary (the bound is Megatron's own)."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -136,9 +136,9 @@ def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> N
 
 
 def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
-    """The ``.idx`` of a ``.bin`` that holds documents of these lengths (int32, one after the other), a sequence each.
+    """Write the ``.idx`` of a ``.bin`` with documents of these lengths (int32, one after the other), a sequence each.
 
-    What Megatron's builder writes, byte for byte, in bounded memory and without the seconds of its import.
+    Equal to that of Megatron's builder byte for byte, in bounded memory and without the seconds of its import.
     """
     num_documents = lengths_file.stat().st_size // 4
     code = next(code for code, known in _DTYPES.items() if known == dtype)
@@ -160,30 +160,30 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a corpus begin and end, in tokens; read from the index as it is asked for."""
+    """Document boundaries of a corpus in tokens, read from the index on access."""
 
     index: Index
     starts: NDArray[np.int64] | FileReader
     """First byte of each; read from the file as it is asked for where a document is a sequence, as almost always."""
     itemsize: int
-    """What ``starts`` is to be divided by."""
+    """Divisor of ``starts``: bytes per token."""
 
     def __len__(self) -> int:
         """Number of documents."""
         return self.index.num_documents
 
     def start(self, number: int) -> int:
-        """First token of a document; for their number the end of the last one."""
+        """Return the first token of a document; for the number of documents, the end of the last one."""
         if number >= len(self):
             return self.index.num_tokens
         return int(self._read(number, 1)[0]) // self.itemsize
 
     def at(self, token: int) -> int:
-        """The document that holds a token; of empty ones that begin there, the last."""
+        """Return the document that holds a token; of empty ones that begin there, the last."""
         return bisect_right(range(len(self)), token, key=self.start) - 1
 
     def all_starts(self) -> NDArray[np.int64]:
-        """(documents + 1,): of each, and the end."""
+        """Return the starts of all documents and the end of the last, (documents + 1,)."""
         starts = self._read(0, len(self)) // self.itemsize
         return np.append(starts, np.int64(self.index.num_tokens))
 
@@ -195,7 +195,7 @@ class Documents:
 
 
 def documents(index: Index) -> Documents:
-    """The documents of a corpus that :func:`inspect` has checked."""
+    """Open the documents of a corpus that :func:`inspect` has checked."""
     n, file = index.num_sequences, idx_path(index.prefix)
     if index.num_documents == n:
         return Documents(index, FileReader(file), index.dtype.itemsize)
@@ -256,7 +256,7 @@ class TokenStream:
     """All tokens of a corpus as one stream, read in slices."""
 
     def __init__(self, index: Index) -> None:
-        """``index``: of :func:`inspect`, so that what is opened was checked."""
+        """Open the tokens of ``index``, which :func:`inspect` has checked."""
         self.index = index
         self._tokens = FileReader(bin_path(index.prefix))
 
@@ -269,16 +269,16 @@ class TokenStream:
         return self.index.num_tokens
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens ``[start, start + count)`` as a copy, (count,) int64."""
+        """Return a copy of the tokens ``[start, start + count)``, (count,) int64."""
         assert start >= 0 and start + count <= len(self), (start, count, len(self))
         return self._tokens.read(self.index.dtype, start * self.index.dtype.itemsize, count).astype(np.int64)
 
 
 class Mask:
-    """Which tokens of a corpus count as labels: all, unless a ``.mask`` beside it says otherwise."""
+    """Labels of a corpus that count: all, unless there is a ``.mask`` beside it."""
 
     def __init__(self, index: Index) -> None:
-        """Raises DataError: a mask that is not of this corpus."""
+        """Open the mask. Raises DataError for one of another corpus."""
         path = mask_path(index.prefix)
         self._bytes: FileReader | None = None
         if not path.is_file():
@@ -291,11 +291,11 @@ class Mask:
         self._bytes = FileReader(path)
 
     def __bool__(self) -> bool:
-        """Whether some may not count."""
+        """Return True if some labels may not count."""
         return self._bytes is not None
 
     def read(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Of tokens ``[start, start + count)``: (count,) bool."""
+        """Return the mask of the tokens ``[start, start + count)``: (count,) bool."""
         if self._bytes is None:
             return np.ones(count, dtype=np.bool_)
         found: NDArray[np.bool_] = self._bytes.read(np.dtype(np.uint8), start, count) != 0
@@ -303,7 +303,7 @@ class Mask:
 
 
 def megatron_indexed_dataset() -> Any:
-    """The module, imported at first use.
+    """Import megatron-core's indexed_dataset module at first use.
 
     Its import warns four times that optional CUDA packages are missing. Nothing here needs them: exactly that message
     is silenced, and only during the import.
@@ -337,7 +337,7 @@ def _check_present(prefix: Path) -> None:
 
 
 def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any]) -> int:
-    """The sequences lie one after the other without a hole; returns the number of tokens."""
+    """Check that the sequences lie one after the other without a hole; return the number of tokens."""
     next_byte = 0
     for first in range(0, num_sequences, _SEQUENCES_AT_ONCE):
         count = min(_SEQUENCES_AT_ONCE, num_sequences - first)

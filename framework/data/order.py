@@ -23,7 +23,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def mix(value: int) -> int:
-    """Scramble 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hash 64 bits by the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     value &= _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -32,13 +32,13 @@ def mix(value: int) -> int:
 
 @lru_cache(maxsize=64)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """The 64-bit keys of the rounds: a hash, so that neighbouring epochs and seeds have nothing in common."""
+    """Return the 64-bit keys of the rounds: a hash, so that neighbouring epochs and seeds have nothing in common."""
     raw = blake2b(f"sample order/{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
     return tuple(int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8))
 
 
 def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
-    """Where ``place`` in 0..size-1 goes: a permutation of that range for each tuple of keys.
+    """Return the image of ``place`` in 0..size-1 under a permutation of that range, one for each tuple of keys.
 
     The network works on 4^w >= size values, fewer than 4 x size, so the walk takes under four turns on average.
     """
@@ -63,31 +63,31 @@ class SampleOrder:
     seed: int
 
     def __call__(self, global_index: int) -> int:
-        """The sample number that is the ``global_index``-th of the run."""
+        """Return the sample number that is the ``global_index``-th of the run."""
         epoch, place = divmod(global_index, self.num_samples)
         return permute(place, self.num_samples, round_keys(self.seed, epoch))
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """Training on several data sets, each drawn as often as its weight says, in its own shuffled order.
+    """Order of several data sets, each drawn as often as its weight, in its own shuffled order.
 
-    Who is the n-th is decided by halving: of the first n samples floor(n a / b + 1/2) come from the first half of the
-    sets, where a / b is that half's share of the weights; and so on inside of it. In whole numbers: no sum of floats
-    drifts. After any number of samples each set is within (halvings / 2) samples of its share, and what the n-th
-    sample is follows from n alone.
+    The n-th draw is decided by halving: of the first n samples floor(n a / b + 1/2) come from the first half of the
+    sets, where a / b is that half's share of the weights; and so on inside it. Whole numbers avoid the drift of float
+    sums. After any number of samples each set is within (halvings / 2) samples of its share, and the n-th sample
+    follows from n alone.
     """
 
     orders: tuple[SampleOrder, ...]
     weights: tuple[int, ...]
 
     def __call__(self, global_index: int) -> int:
-        """The sample number, where all sets' samples are numbered one after the other."""
+        """Return the sample number, where all sets' samples are numbered one after the other."""
         at, own = self.place(global_index)
         return sum(order.num_samples for order in self.orders[:at]) + self.orders[at](own)
 
     def place(self, global_index: int) -> tuple[int, int]:
-        """(which set, the how many-th of it)."""
+        """Return (index of the set, position in its order)."""
         first, last, n = 0, len(self.weights), global_index
         while last - first > 1:
             middle = (first + last) // 2
@@ -107,5 +107,5 @@ class OnceInOrder:
     num_samples: int
 
     def __call__(self, global_index: int) -> int | None:
-        """The sample number, or None past the end."""
+        """Return the sample number, or None past the end."""
         return global_index if global_index < self.num_samples else None

@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 def splits_of(place: Path) -> list[Path]:
-    """The corpora of a prepared folder; or the one that ``place`` names without its suffix. Raises DataError."""
+    """Return the corpora of a prepared folder; or the one that ``place`` names without its suffix. Raises DataError."""
     if not place.is_dir():
         if not idx_path(place).is_file():
             raise DataError(f"there is no corpus at {place}: name a prepared folder, or a .bin/.idx without the suffix")
@@ -79,7 +79,7 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
 
 
 def _used(example: Example) -> int:
-    """Tokens before what is left unused at the end of a sample of whole documents."""
+    """Return the tokens before the unused end of a sample of whole documents."""
     last = int(np.flatnonzero(example.starts)[-1])
     return (
         last
@@ -89,8 +89,11 @@ def _used(example: Example) -> int:
 
 
 def runs_of(example: Example, tokenizer: Tokenizer, used: int) -> Iterator[Run]:
-    """The sample in pieces. A token counts when it is the label of the one before it; the first of a document, which is
-    nobody's label, is shown as its neighbour."""
+    """Split the sample into pieces that count or do not.
+
+    A token counts when it is the label of the one before it. The first of a document is no label, and is shown as its
+    neighbour.
+    """
     counts = np.concatenate([[True], example.labels[:-1] != IGNORE])
     for first in np.flatnonzero(example.starts):
         alone = first + 1 >= used or example.starts[first + 1]

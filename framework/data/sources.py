@@ -37,7 +37,7 @@ AnySource = CorpusSource | SpanCorruptionSource | DatasetSource
 
 
 def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
-    """The training feed, shuffled by the seed, and the validation feed, once in order.
+    """Open the training source, shuffled by the seed, and the validation source, once in order.
 
     Raises:
         DataError: before anything distributed exists when called by the launcher.
@@ -53,15 +53,17 @@ def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
 
 
 def open_validation(config: RunConfig) -> AnySource | None:
-    """The validation feed alone: the training corpus of a model that is done with it need not be there any more."""
+    """Open the validation source alone, for a trained model whose training corpus may be gone."""
     if config.data.builder is not None:
         return open_sources(config)[1]
     return _open(config, "validation", _end_of_document_id(config))
 
 
 def describe_source(source: Source, num_samples: int) -> str:
-    """What is not to be seen in the configuration, for a run of so many samples: how often each of several corpora is
-    gone through, documents that are cut. Lines, or nothing."""
+    """Describe a run of so many samples beyond its configuration, in lines, or nothing.
+
+    How often each of several corpora is read, and documents that are cut.
+    """
     corpus = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     if corpus is None:
         return ""
@@ -126,7 +128,7 @@ def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
 
 
 def _end_of_document_id(config: RunConfig) -> int | None:
-    """Of ``data.tokenizer``, for corpora that do not say it themselves; None without one."""
+    """Return the end-of-document id of ``data.tokenizer``, for corpora without their own; None without one."""
     if config.data.tokenizer is None:
         return None
     tokenizer, vocab_size = (
@@ -144,7 +146,7 @@ def _end_of_document_id(config: RunConfig) -> int | None:
 
 
 def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None:
-    """The feed of one split; None where there is none."""
+    """Open the source of one split; None where there is none."""
     data, seed = config.data, config.run.seed
 
     def order(num_samples: int) -> SampleOrder | OnceInOrder:

@@ -43,7 +43,7 @@ DECODER_MULTIPLE = 8
 
 
 class Lengths(NamedTuple):
-    """What a sample is made of; all in tokens but ``spans``."""
+    """Sizes of a sample; all in tokens but ``spans``."""
 
     window: int
     noise: int
@@ -67,7 +67,7 @@ class Lengths(NamedTuple):
 
 @cache
 def lengths(sequence_length: int) -> Lengths:
-    """The longest window whose encoder part has ``sequence_length`` tokens.
+    """Return the longest window whose encoder part has ``sequence_length`` tokens.
 
     A token more makes the encoder longer by one or, when it is one more of noise, not at all: each length from 2 on can
     be had. Raises DataError for 1.
@@ -85,15 +85,15 @@ def lengths(sequence_length: int) -> Lengths:
 
 
 def _of_window(window: int) -> Lengths:
-    """Rounded to the nearest, at least one."""
+    """Return the sizes of a window, rounded to the nearest, at least one."""
     noise = max((window * NOISE_PERCENT + 50) // 100, 1)
     return Lengths(window, noise, max((2 * noise + MEAN_SPAN) // (2 * MEAN_SPAN), 1))
 
 
 def spans_of(shape: Lengths, seed: int, place: int) -> list[tuple[int, int]]:
-    """The spans [start, stop) of noise in the sample at ``place`` of the run, in order; no two touch.
+    """Return the spans [start, stop) of noise in the sample at ``place`` of the run, in order; no two touch.
 
-    What is kept and what is noise are each divided into ``spans`` parts, all divisions alike, and laid in turn, kept
+    Kept tokens and noise are each divided into ``spans`` parts, all divisions equally likely, and laid in turn, kept
     first (``random_spans_noise_mask`` of the authors' code).
     """
     kept = _divide(shape.window - shape.noise, shape.spans, round_keys(derive(seed, "kept between spans"), place))
@@ -103,7 +103,7 @@ def spans_of(shape: Lengths, seed: int, place: int) -> list[tuple[int, int]]:
 
 
 def _divide(tokens: int, parts: int, keys: tuple[int, ...]) -> list[int]:
-    """Lengths of ``parts`` parts of at least one token: the cuts are the first places of a keyed permutation."""
+    """Return the lengths of ``parts`` parts of at least one token, cut at the first places of a keyed permutation."""
     cuts = sorted(permute(i, tokens - 1, keys) + 1 for i in range(parts - 1))
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
@@ -136,7 +136,7 @@ def corrupt(tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size:
 
 
 def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None) -> Corpus:
-    """The corpus as windows of the length that :func:`lengths` says, none with an id that is a sentinel.
+    """Open the corpus as windows of the length of :func:`lengths`, none with an id that is a sentinel.
 
     Raises:
         DataError: whatever is wrong with it; a vocabulary without room for the sentinels, or unknown.
@@ -167,7 +167,7 @@ class SpanCorruptionSource(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Of the corpus."""
+        """Samples of the corpus."""
         return self.corpus.num_samples
 
     @property

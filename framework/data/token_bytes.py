@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: what makes losses of different tokenizers comparable.
+"""Bytes of text of each token, which make losses of different tokenizers comparable.
 
 bits per byte = sum of the losses in nats / ln 2 / bytes of the text. Special tokens, such as the end of a document,
 are no text: what is paid for them counts, and their bytes are none.
@@ -23,7 +23,7 @@ _BEFORE = "a"
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """(V,) int64: the bytes of UTF-8 that each token id adds to a text; 0 for special tokens and unused ids.
+    """Return the bytes of UTF-8 that each token id adds to a text, (V,) int64; 0 for special tokens and unused ids.
 
     Exact where a token always adds the same text, as in byte-level BPE, byte fallback and Unigram.
     """
@@ -51,7 +51,8 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 
 def blank_of(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
-    """Bytes of the blank that some tokenizers put before each text, and which is none of it. ``table``: as above."""
+    """Return the bytes of the blank that some tokenizers add before each text. ``table``: of
+    :func:`bytes_of_tokens`."""
     ids = tokenizer.encode("a", add_special_tokens=False).ids
     return max(0, int(table[ids].sum()) - 1)
 
@@ -59,8 +60,13 @@ def blank_of(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
 def beginnings(
     tokens: NDArray[np.int64], labels: NDArray[np.int64], before: set[int], *, has_mask: bool
 ) -> NDArray[np.bool_]:
-    """Which labels (B, S) begin a text that was encoded by itself. ``tokens`` (B, S): each before its label;
-    ``before``: those that end or begin documents; ``has_mask``: what counts begins a piece of its own."""
+    """Mark the labels (B, S) that begin a text which was encoded by itself, bool.
+
+    Args:
+        tokens: (B, S), each before its label.
+        before: tokens that end or begin documents.
+        has_mask: labels that count begin a piece of their own.
+    """
     begins: NDArray[np.bool_] = np.isin(tokens, list(before))
     if has_mask:
         begins[:, 1:] |= labels[:, :-1] == IGNORE
@@ -69,7 +75,7 @@ def beginnings(
 
 
 def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
-    """A decoder and, of a sequence, those in it."""
+    """Yield a decoder and, of a sequence, those in it."""
     if isinstance(decoder, dict):
         yield decoder
         for inner in decoder.get("decoders", ()):

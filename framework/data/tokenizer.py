@@ -20,14 +20,14 @@ from meshwright.system.bounded import parse_json, read_bytes, read_text
 
 END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What ends a document in one family of tokenizers or another."""
+"""Usual names of the end-of-document token in families of tokenizers."""
 SMALLEST_VOCAB = 257
 """256 bytes and the end of document."""
 _TEXTS_AT_ONCE = 64
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn the merges. A small corpus may have fewer pairs to merge: ask ``get_vocab_size()`` afterwards."""
+    """Train the merges. A small corpus may have fewer pairs to merge: check ``get_vocab_size()`` afterwards."""
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: 256 bytes and {END_OF_DOCUMENT} need "
@@ -59,15 +59,15 @@ def load(path: Path) -> Tokenizer:
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:
-    """The id of the first of :data:`USUAL_ENDS` that the tokenizer has, or None."""
+    """Return the id of the first of :data:`USUAL_ENDS` that the tokenizer has, or None."""
     found: Iterator[int | None] = map(tokenizer.token_to_id, USUAL_ENDS)
     return next((token_id for token_id in found if token_id is not None), None)
 
 
 def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
-    """The ids after which a text is over: ``<|endoftext|>``, and what the files beside ``path`` call the end.
+    """Return the ids that end a text: ``<|endoftext|>``, and the end tokens in the files beside ``path``.
 
-    A model that was imported has a ``generation_config.json`` with ``eos_token_id``, a number or several of them, or a
+    An imported model has a ``generation_config.json`` with ``eos_token_id``, a number or several of them, or a
     ``tokenizer_config.json`` with ``eos_token``.
     """
     found = {end_of_document_id(tokenizer)}
@@ -80,7 +80,7 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Of a JSON object that may be missing."""
+    """Read a JSON object that may be missing."""
     try:
         found = parse_json(read_bytes(path))
     except (OSError, ValueError):
@@ -89,9 +89,9 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[NDArray[np.int64]]:
-    """Token ids of each text with the end of document appended, (n + 1,) each.
+    """Encode each text as token ids with the end of document appended, (n + 1,) each.
 
-    A text that spells out ``<|endoftext|>`` itself is encoded as those characters: only the appended one ends it.
+    A text that contains the characters ``<|endoftext|>`` is encoded as those characters: only the appended id ends it.
     """
     end = end_of_document_id(tokenizer)
     assert end is not None

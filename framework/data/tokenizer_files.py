@@ -16,7 +16,7 @@ from meshwright.system.bounded import parse_json, read_bytes
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
-"""What Hugging Face writes beside a tokenizer.json, copied with it."""
+"""Files of Hugging Face beside a tokenizer.json, copied with it."""
 
 
 class Known(NamedTuple):
@@ -24,7 +24,7 @@ class Known(NamedTuple):
 
     tokenizer: Tokenizer
     path: Path
-    """Of the tokenizer.json."""
+    """Path of the tokenizer.json."""
     sha256: str
     vocab_size: int
     """The largest id and one."""
@@ -34,12 +34,12 @@ class Known(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """It and what lies beside it."""
+        """Return the tokenizer.json and the files beside it."""
         return [self.path, *(each for name in BESIDE if (each := self.path.with_name(name)).is_file())]
 
 
 def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> Known:
-    """A tokenizer.json, or the folder of one. ``end_token``: by name; None: what its tokenizer_config.json says.
+    """Open a tokenizer.json, or the folder of one. ``end_token``: by name; None: that of its tokenizer_config.json.
 
     Raises DataError: there is none, it cannot be read, or has no such tokens.
     """
@@ -62,7 +62,7 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
 
 
 def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
-    """What a corpus has before each document, if it has anything."""
+    """Return the token id that a corpus has before each document; None: it has none."""
     token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
     return None if token is None else tokenizer.token_to_id(token)
 
@@ -92,6 +92,6 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
 
 
 def _special(tokenizer: Tokenizer) -> str:
-    """The special tokens there are, for a message."""
+    """Return the special tokens, for a message."""
     special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f" (its special tokens: {', '.join(special[:8])})" if special else ""

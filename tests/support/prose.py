@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 _LIST = """
     abridge accept account accumulate activate add advance align all-gather all-reduce allocate allow append apply
-    arrange assemble assert assign attach attend average await backpropagate balance begin bind block bound bring
+    arrange assemble assert assign attach attend average await backpropagate balance begin bind blend block bound bring
     broadcast build cache calculate calibrate call cap capture carry cast change check choose clamp clean clear clip
     clone close collect combine compare compile complete compose compress compute concatenate configure connect
     construct consume convert copy count cover create cut debug declare decode decompose decorate decrease define
