@@ -15,8 +15,8 @@ S is cut. The last token of a document has no label, as what comes next is anoth
     sample 1  b0 b1 b2 b3  .                            labels b1 b2 b3  .  .
     sample 2  c0 c1 ...
 
-``document_boundaries``: nothing is learned across the end of a document in either, and ``starts`` tells the model where
-each begins, so that its attention and positions do not reach across.
+``document_boundaries``: nothing is learned across the end of a document in either, and ``starts`` marks for the model
+where each begins, so that its attention and positions do not reach across.
 
 No torch here: `meshwright data show` reads samples too.
 """

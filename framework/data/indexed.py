@@ -6,8 +6,8 @@
     prefix.mask  of this project, and not always there: a byte for each token, 1 where it counts as a label
 
 megatron-core asserts, or reads past the end, where a file is damaged; :func:`inspect` reads the index by itself first
-and says what is wrong and what to do. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a damaged
-corpus is reported before any rank starts. No other file imports ``megatron.core.datasets``.
+and reports what is wrong and what to do. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a
+damaged corpus is reported before any rank starts. No other file imports ``megatron.core.datasets``.
 """
 
 from __future__ import annotations

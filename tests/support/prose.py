@@ -16,8 +16,8 @@ from typing import NamedTuple
 _LIST = """
     abridge accept account accumulate activate add advance align all-gather all-reduce allocate allow append apply
     arrange assemble assert assign attach attend average await backpropagate balance begin bind blend block bound bring
-    broadcast build cache calculate calibrate call cap capture carry cast change check choose clamp clean clear clip
-    clone close collect combine compare compile complete compose compress compute concatenate configure connect
+    broadcast build cache calculate calibrate call cap capture carry cast change check choose clamp classify clean clear
+    clip clone close collect combine compare compile complete compose compress compute concatenate configure connect
     construct consume convert copy count cover create cut debug declare decode decompose decorate decrease define
     delete derive describe destroy detach detect determine digest disable discard dispatch display divide double
     draw drop dry-run dump embed emit empty enable encode end enqueue ensure enter enumerate escape estimate

@@ -1,4 +1,4 @@
-"""What a worker does: a block of records -> tokens, lengths and what was wrong, as arrays that go through a pipe."""
+"""Encoding of a block by a worker: records -> tokens, lengths and errors, as arrays that go through a pipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshwright.errors import DataError
 _BOM = b"\xef\xbb\xbf"
 _TEXTS_AT_ONCE = 64
 _MOST_TOKENS = 2**31 - 1
-"""Of a document: the index counts them in 32 bits."""
+"""Most tokens of a document: the index counts them in 32 bits."""
 
 
 class Encoded(NamedTuple):
-    """Of one block; records in order."""
+    """Encoded records of one block, in order."""
 
     tokens: NDArray[Any]  # (T,) of all documents, one after the other
     lengths: NDArray[np.int64]  # (R,) tokens of each record; 0: it is empty or broken
@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
     """(index of the record, what is wrong with it)."""
     text_bytes: int
     digest: bytes
-    """Of what was read."""
+    """Digest of the bytes that were read."""
 
 
 class _Read(NamedTuple):
@@ -59,14 +59,14 @@ class Encoder:
     """Id that stands before each document, if any does."""
 
     def __post_init__(self) -> None:
-        """A tokenizer.json may say that texts are cut or filled up: then most of a document would be lost."""
+        """Disable truncation and padding of the tokenizer, which would lose most of a document."""
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # a text that spells out a special token has those characters
         self.columns = columns_of(self.form, self.text_key)
 
     def __call__(self, block: Block) -> Encoded:
-        """Everything of a block. Raises DataError: a file that cannot be read, a document that is too long."""
+        """Encode a block. Raises DataError: a file that cannot be read, a document that is too long."""
         digest = sha256()
         reads, num_lines = self._read(block, digest)
         arrays: list[NDArray[Any]] = []
@@ -115,7 +115,7 @@ class Encoder:
         return tokens, np.repeat(np.array(flags, dtype=np.uint8), times)
 
     def _encode(self, documents: list[list[Piece]]) -> Iterator[list[list[int]]]:
-        """The ids of each piece of each document, several texts at a time."""
+        """Encode each piece of each document, several texts at a time."""
         for start in range(0, len(documents), _TEXTS_AT_ONCE):
             some = documents[start : start + _TEXTS_AT_ONCE]
             texts = [piece.text for pieces in some for piece in pieces]

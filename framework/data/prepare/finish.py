@@ -24,7 +24,7 @@ _TOKENS_AT_ONCE = 1 << 22
 
 
 def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Request) -> Fingerprint:
-    """Indices, tokenizer and fingerprint beside the tokens. Can be done again at any moment."""
+    """Write indices, tokenizer and fingerprint beside the tokens. Can be repeated at any moment."""
     state = work.state
     if not state.splits["train"].documents:
         what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
@@ -77,14 +77,14 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
 
 
 class _Told(NamedTuple):
-    """How often each token occurs."""
+    """Token counts of a file, and its hash."""
 
     all: NDArray[np.int64]  # (V,)
     counting: NDArray[np.int64]  # (V,) as a label
 
 
 def _told(path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.uint8] | None) -> tuple[_Told, str]:
-    """The tokens of a file counted, and its hash: one pass. ``mask``: 1 where a token counts as label; None: all do."""
+    """Count the tokens of a file and hash it, in one pass. ``mask``: 1 where a token counts as label; None: all do."""
     counts = np.zeros((2, vocab_size), dtype=np.int64)
     digest, at = sha256(), 0
     with path.open("rb") as stream:
@@ -109,7 +109,7 @@ def _described(files: Sequence[InputFile]) -> str:
 
 
 def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | None:
-    """The fingerprint of what is there, if it is whole and what is asked for; None if ``out`` may be written."""
+    """Return the fingerprint of a corpus that is whole and as requested; None if ``out`` may be written."""
     if not out.exists():
         return None
     if not out.is_dir():

@@ -10,10 +10,12 @@ from meshwright.system.bounded import real_path
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files below it, sorted by path; hidden ones, and those in hidden folders, are left out. Links are followed,
-    but for those that lead back to a folder that they lie in.
+    """Return all files below a folder, sorted by path. Hidden ones, and those in hidden folders, are left out.
 
-    Raises DataError: a folder that cannot be read, a link that leads nowhere.
+    Links are followed, except those that lead back to a folder that contains them.
+
+    Raises:
+        DataError: a folder that cannot be read, a link that leads nowhere.
     """
     found: list[Path] = []
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):

@@ -1,12 +1,13 @@
-"""Text of any size -> a Megatron corpus, with a tokenizer that exists: parallel, resumable, in bounded memory.
+"""Preparation of text of any size as a Megatron corpus, with an existing tokenizer: parallel, resumable, bounded
+memory.
 
     files --blocks--> workers: read, parse, encode --in order--> by the split of each document --> train.bin/.mask ...
                                                                                                    train.idx at the end
 
 The order of documents is that of the files and of the lines in them, whatever the number of workers. Document i goes
-to the split that a hash of (seed, i) says. What is done is committed every few seconds (:mod:`work_folder`); at the end
-the indices are written, and the folder is published by a rename: under the name asked for there is a whole corpus or
-none.
+to the split that a hash of (seed, i) selects. What is done is committed every few seconds (:mod:`work_folder`); at the
+end the indices are written, and the folder is published by a rename: under the name asked for there is a whole corpus
+or none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COMMIT_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for."""
+    """Options of a preparation."""
 
     sources: Sequence[Path]
     tokenizer: Path
@@ -61,7 +62,7 @@ class Options:
 
 
 class Progress(NamedTuple):
-    """How far it is."""
+    """Progress of a preparation."""
 
     source_bytes: int
     total_bytes: int
@@ -73,7 +74,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What lies in ``out`` now, and whether this call wrote it."""
+    """Result of a preparation: the corpus in ``out``, and whether this call wrote it."""
 
     out: Path
     built: bool
@@ -81,7 +82,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Format the result in a few lines."""
         known = self.fingerprint
         assert known.prepared is not None
         done = "prepared" if self.built else "already complete and verified, nothing to do:"
@@ -166,7 +167,7 @@ def _check_shares(options: Options) -> None:
 
 
 def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
-    """What can be seen before anything is read: columns of parquet files, and texts that are no pairs."""
+    """Check what needs no reading: columns of parquet files, and texts that are no pairs."""
     for file in files:
         if file.kind is Kind.TEXT and form is not Form.TEXT:
             raise DataError(
@@ -225,7 +226,7 @@ def _progress(work: WorkFolder, total_bytes: int) -> Progress:
 
 
 def _broken(block: Block, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
-    """What is wrong in a block, each with its place. ``line``: of the file that was read last."""
+    """Return the errors of a block, each with its place. ``line``: of the file that was read last."""
     first_line = line if block.first.position else 0
     return [f"{_place_of(block, files, first_line, int(found.lines[n]))} {problem}" for n, problem in found.broken]
 
@@ -254,7 +255,7 @@ def _accept(block: Block, found: Encoded, broken: list[str], work: WorkFolder, o
 
 
 def _place_of(block: Block, files: Sequence[InputFile], first_line: int, line: int) -> str:
-    """``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
+    """Return a place such as ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
     file = files[block.first.file]
     if file.kind is Kind.TEXT:
         return str(files[block.first.file + line].path)

@@ -28,7 +28,7 @@ OLD = ".old"
 
 
 def flush(path: Path) -> None:
-    """A file or a folder to the disk."""
+    """Flush a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -32,7 +32,7 @@ _ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": 
 
 
 class Kind(Enum):
-    """How documents lie in a file."""
+    """Forms of files: how documents lie in one."""
 
     TEXT = "text"
     LINES = "lines"
@@ -65,22 +65,24 @@ BEGINNING = Place()
 
 
 class Block(NamedTuple):
-    """What one worker reads at once."""
+    """Records that one worker reads at once."""
 
     first: Place
     after: Place
-    """Where the next one begins."""
+    """Start of the next block."""
     content: Any
     """Bytes of whole lines, or the columns of rows; None: the worker reads the file itself."""
     source_bytes: int
-    """Of the files as they lie on the disk, for the time left."""
+    """Bytes of the files on the disk, for the time left."""
 
 
 def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None) -> list[InputFile]:
-    """The files of sources in their order; of a folder all below it that fit a pattern, sorted by path.
+    """List the files of sources in their order; of a folder all below it that match a pattern, sorted by path.
 
-    Hidden ones in folders are left out, and what lies in ``out``, where the corpus goes. Raises DataError: nothing
-    there, a link that leads nowhere, a file twice, a kind that cannot be read.
+    Hidden files in folders are left out, and the files in ``out``, where the corpus goes.
+
+    Raises:
+        DataError: nothing there, a link that leads nowhere, a file twice, a kind that cannot be read.
     """
     found: list[InputFile] = []
     made = None if out is None else real_path(out)
@@ -108,7 +110,7 @@ def _fits(path: Path, globs: Sequence[str]) -> bool:
 
 
 def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
-    """The ending tells the kind, that of a link's own name. A .json of a folder is a text like any other there."""
+    """Classify a file by its ending, that of a link's own name. In a folder a .json is a text like any other."""
     path = path.absolute()
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     kind = _ENDINGS.get(inner.suffix.lower(), "text")
@@ -128,7 +130,7 @@ def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
 
 
 def changed(file: InputFile) -> bool:
-    """Whether a file is no longer what was listed."""
+    """Return True if a file has changed since it was listed."""
     try:
         stat = file.path.stat()
     except OSError:
@@ -139,7 +141,7 @@ def changed(file: InputFile) -> bool:
 def blocks(
     files: Sequence[InputFile], columns: Sequence[str], start: Place = BEGINNING, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """All blocks from a place on. ``columns``: of parquet files.
+    """Yield all blocks from a place on. ``columns``: of parquet files.
 
     Raises DataError: a file that cannot be read, is damaged, or lacks a column.
     """
@@ -164,7 +166,7 @@ def blocks(
 
 
 def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
-    """The end of the run of text files that are read as one block; at least one."""
+    """Return the end of the run of text files that are read as one block; at least one."""
     size, after = files[first].num_bytes, first + 1
     while after < len(files) and files[after].kind is Kind.TEXT and after - first < MOST_FILES:
         size += files[after].num_bytes
@@ -210,7 +212,7 @@ def _skip(stream: gzip.GzipFile, count: int) -> None:
 def _row_blocks(
     file: InputFile, index: int, columns: Sequence[str], position: int, block_bytes: int
 ) -> Iterator[Block]:
-    """Row group by row group; of the one in which ``position`` lies the first rows are read and left out."""
+    """Yield the blocks of a file row group by row group, from row ``position`` on."""
     table = open_parquet(file.path, columns)
     row, num_rows = 0, max(1, table.metadata.num_rows)
     told = file.num_bytes * position // num_rows
@@ -236,7 +238,7 @@ def _row_blocks(
 
 
 def _runs(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """Rows next to each other that make up a block."""
+    """Group neighbouring rows into blocks."""
     run: list[tuple[Any, ...]] = []
     size = 0
     for row in rows:
@@ -250,7 +252,7 @@ def _runs(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[
 
 
 def open_parquet(path: Path, columns: Sequence[str]) -> Any:
-    """The file, seen to have the columns. Raises DataError."""
+    """Open a parquet file and check its columns. Raises DataError."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -270,7 +272,7 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
 
 
 def _arrow_error() -> type[Exception]:
-    """What pyarrow raises beside errors of the system and of values."""
+    """Return the exceptions of pyarrow beside errors of the system and of values."""
     import pyarrow
 
     raised: type[Exception] = pyarrow.ArrowException
@@ -278,7 +280,7 @@ def _arrow_error() -> type[Exception]:
 
 
 def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:
-    """The lines whose first byte lies in [start, stop), without their line feeds."""
+    """Yield the lines whose first byte lies in [start, stop), without their line feeds."""
     with open_regular(path) as stream:
         stream.seek(max(0, start - 1))
         content = stream.read(stop - max(0, start - 1))
@@ -301,7 +303,7 @@ def lines_of(content: bytes) -> list[bytes]:
 
 
 def text_of(file: InputFile) -> bytes:
-    """A whole file, unpacked. Raises DataError."""
+    """Read a whole file, unpacked. Raises DataError."""
     try:
         if not file.is_packed:
             return read_bytes(file.path, MAX_DOCUMENT_BYTES)

@@ -1,14 +1,15 @@
-"""One record, a text, a line or a row, as the pieces of a document: what is written, and what of it counts as label.
+"""Records, which are texts, lines or rows, as pieces of a document, and the pieces that count as labels.
 
     text      {"text": "Once upon a time"}                      all of it counts
     pairs     {"prompt": "2+2=", "response": "4"}               the response and the end of document count
     messages  {"messages": [{"role": "user", "content": "Hi"},
                             {"role": "assistant", "content": "Hello"}]}
 
-              <|user|>\\nHi\\n<|assistant|>\\nHello<end>          what the assistant says counts, and its end
+              <|user|>\\nHi\\n<|assistant|>\\nHello<end>          the assistant's messages and their ends count
 
 A pair is written as it stands, nothing between prompt and response: a space or line feed that belongs there belongs at
 the end of the prompt. Each piece is encoded by itself, so that none shares a token with its neighbour.
+
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.system.bounded import parse_json
 
 
 class Form(Enum):
-    """What a record says."""
+    """Forms of records."""
 
     TEXT = "text"
     PAIRS = "pairs"
@@ -29,7 +30,7 @@ class Form(Enum):
 
     @property
     def has_mask(self) -> bool:
-        """Whether some of a document does not count as label."""
+        """True if some of a document does not count as label."""
         return self is not Form.TEXT
 
 
@@ -47,12 +48,12 @@ class Broken(Exception):
 
 
 def columns_of(form: Form, text_key: str) -> tuple[str, ...]:
-    """The keys of a record that are read, in the order of :func:`pieces_of`."""
+    """Return the keys of a record that are read, in the order of :func:`pieces_of`."""
     return {Form.TEXT: (text_key,), Form.PAIRS: ("prompt", "response"), Form.MESSAGES: ("messages",)}[form]
 
 
 def decoded(raw: bytes) -> str:
-    """UTF-8. Raises Broken."""
+    """Decode UTF-8. Raises Broken."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -60,7 +61,7 @@ def decoded(raw: bytes) -> str:
 
 
 def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
-    """The columns of a JSON object on a line. Raises Broken."""
+    """Parse the columns of a JSON object on a line. Raises Broken."""
     try:
         record = parse_json(decoded(line))
     except json.JSONDecodeError as error:
@@ -77,7 +78,7 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[Piece]:
-    """The document of a record; empty when there is no text in it. Raises Broken."""
+    """Return the document of a record; empty when there is no text in it. Raises Broken."""
     if form is Form.MESSAGES:
         return _conversation(values[0])
     texts = [_text(value, name) for value, name in zip(values, columns, strict=True)]

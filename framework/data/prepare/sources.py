@@ -1,4 +1,4 @@
-"""Where the text comes from: named, hashed documents, one per file, in an order that only the names decide."""
+"""Sources of text: named, hashed documents, one per file, in an order that the names alone decide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Document(NamedTuple):
     num_bytes: int
 
     def text(self) -> str:
-        """The text, line ends as they are; :class:`DataError` where the file is no longer what was listed."""
+        """Read the text, line ends unchanged; :class:`DataError` if the file has changed since it was listed."""
         raw = _read_bytes(self.path)
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
@@ -36,12 +36,12 @@ class Document(NamedTuple):
         return raw.decode("utf-8")
 
     def place(self) -> float:
-        """A number in [0, 1) that depends on the name alone: documents added later move no other document."""
+        """Return a number in [0, 1) from the name alone: documents added later move no other document."""
         return int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
 
 
 class Source(NamedTuple):
-    """Documents sorted by name, and one line that says what they are."""
+    """Documents sorted by name, with a description in one line."""
 
     documents: tuple[Document, ...]
     description: str
@@ -62,7 +62,7 @@ class Splits(NamedTuple):
 
 
 def stdlib() -> Source:
-    """The ``.py`` files of the running Python's standard library, without its test suites and installed packages.
+    """List the ``.py`` files of the running Python's standard library, without its test suites and installed packages.
 
     Files that are not utf-8 and empty ones (``__init__.py``) are left out: the library keeps a few on purpose.
     """
@@ -81,10 +81,10 @@ def stdlib() -> Source:
 
 
 def files(paths: Sequence[Path], root: Path | None = None) -> Source:
-    """Text files, and all files below folders (hidden ones left out).
+    """List text files, and all files below folders (hidden ones left out).
 
-    ``root``: what names are relative to; default: the folder that all have in common. A file that is missing or not
-    utf-8 is a :class:`DataError`: it was asked for.
+    ``root``: the folder that names are relative to; default: the common one. A file that is missing or not utf-8 raises
+    :class:`DataError`, since it was named.
     """
     found: set[Path] = set()
     for path in paths:
@@ -112,7 +112,7 @@ def files(paths: Sequence[Path], root: Path | None = None) -> Source:
 
 
 def split(source: Source, validation_share: float) -> Splits:
-    """Every document into one split, by the hash of its name. A share above 0 gives at least one to validation."""
+    """Split the documents by the hash of their names. A share above 0 gives at least one to validation."""
     if not 0.0 <= validation_share < 1.0:
         raise DataError(
             f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05"
@@ -135,7 +135,7 @@ def split(source: Source, validation_share: float) -> Splits:
 
 
 def texts(documents: Iterable[Document]) -> Iterator[str]:
-    """The texts one at a time: a corpus need not fit in memory."""
+    """Yield the texts one at a time: a corpus need not fit in memory."""
     return (document.text() for document in documents)
 
 

@@ -37,14 +37,14 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class Summary:
-    """What lies in ``out`` now, and whether this call wrote it."""
+    """Result of a preparation: the corpus in ``out``, and whether this call wrote it."""
 
     out: Path
     built: bool
     fingerprint: Fingerprint
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Format the result in a few lines."""
         known = self.fingerprint
         done = "prepared" if self.built else "already complete and verified, nothing to do:"
         place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
@@ -70,7 +70,7 @@ def prepare_stdlib(
     replace: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Summary:
-    """A corpus of the running Python's standard library: no download, no account. About 5 s on 2 cores."""
+    """Prepare a corpus of the running Python's standard library: no download, no account. About 5 s on 2 cores."""
     return prepare(sources.stdlib(), out, vocab_size, validation_share, replace=replace, say=say)
 
 
@@ -84,7 +84,7 @@ def prepare_files(
     replace: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Summary:
-    """A corpus of text files (folders: all files below them), a document per file."""
+    """Prepare a corpus of text files (folders: all files below them), a document per file."""
     return prepare(sources.files(paths, root), out, vocab_size, validation_share, replace=replace, say=say)
 
 
@@ -100,7 +100,7 @@ def prepare(
     """Prepare ``out`` unless it holds exactly this corpus already.
 
     A damaged corpus of ours is built again. A whole one from other text or settings is refused, because a run may be
-    training on it, unless ``replace``. A folder with files that are not ours is never touched. ``say`` hears progress.
+    training on it, unless ``replace``. A folder with foreign files is never touched. The callback receives progress.
     """
     out = Path(out).absolute()
     splits = sources.split(source, validation_share)
@@ -175,7 +175,7 @@ def _counted(documents: Iterable[NDArray[np.int64]], counts: NDArray[np.int64]) 
 
 
 def _matching(out: Path, wanted: fingerprints.Source, *, replace: bool) -> Fingerprint | None:
-    """The fingerprint of what is there, if it is whole and what is wanted; None if ``out`` may be written."""
+    """Return the fingerprint of a corpus that is whole and as requested; None if ``out`` may be written."""
     if not out.exists():
         return None
     if not out.is_dir():
@@ -212,7 +212,7 @@ def _matching(out: Path, wanted: fingerprints.Source, *, replace: bool) -> Finge
 
 
 def _without_description(source: fingerprints.Source) -> dict[str, Any]:
-    """What decides the bytes of a corpus."""
+    """Return the source without its description: the fields that decide the bytes of a corpus."""
     return source.model_dump(exclude={"description"})
 
 
@@ -226,7 +226,7 @@ def _pair(split: str) -> tuple[Path, Path]:
 
 
 def _make_aside(out: Path) -> Path:
-    """A fresh folder beside ``out``, named for this process; what killed processes of this machine left goes away."""
+    """Make a fresh folder beside ``out``, named for this process; remove those of dead processes of this machine."""
     out.parent.mkdir(parents=True, exist_ok=True)
     mine = f".{out.name}.partial.{socket.gethostname()}."
     for left in out.parent.glob(f"{mine}*"):
@@ -240,4 +240,4 @@ def _make_aside(out: Path) -> Path:
 
 
 def _silent(_: str) -> None:
-    """The listener of who does not listen."""
+    """Ignore progress."""

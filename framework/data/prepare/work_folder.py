@@ -1,15 +1,16 @@
-"""What a preparation has done so far, on the disk: killed at any moment, it goes on from there.
+"""State of a preparation on the disk: killed at any moment, it goes on from there.
 
-    .NAME.preparing/          beside what is asked for, and gone when that is there
-        request.json          what is prepared from what: what has been read may not have changed since
-        state.json            up to which place the sources are read, and how long each file was then
-        lock                  held by the process that works here; the system lets go of it when that dies
+    .NAME.preparing/          beside the corpus to be, removed when that exists
+        request.json          inputs and options: files that have been read must not change
+        state.json            the place up to which the sources are read, and the length of each file then
+        lock                  held by the process that works here; released by the system when that dies
         skipped.txt           records that were left out, a line each
         train.lengths         tokens of each document (int32)
         corpus/train.bin      tokens; train.mask beside it
 
-The files only grow. ``state.json`` is replaced as a whole, after what it tells of is on the disk; whatever a file has
-beyond that is cut off before the work goes on. So nothing is there twice, and nothing is left out.
+The files only grow. ``state.json`` is replaced as a whole, after the data that it counts is on the disk. Whatever a
+file has beyond that is cut off before the work goes on. So nothing is there twice, and nothing is left out.
+
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Request(_Part):
     seed: int
 
     def up_to(self, place: Place) -> Request:
-        """With those files alone of which something has been read."""
+        """Return the request with only those files that have been read in part or in full."""
         return self.model_copy(update={"files": self.files[: place.file + (place.position > 0)]})
 
     def differences(self, other: Request) -> list[str]:
-        """What ``other`` has changed, a line each."""
+        """Return the changes of ``other``, a line each."""
         lines = []
         before, after = ({file.path: file for file in each.files} for each in (self, other))
         lines += [f"{path} is no longer there" for path in before if path not in after]
@@ -87,7 +88,7 @@ class SplitState(_Part):
 
 
 class State(_Part):
-    """How far the work is."""
+    """Progress of the work."""
 
     place: tuple[int, int] = (0, 0)
     line: int = 0
@@ -97,7 +98,7 @@ class State(_Part):
     empty: int = 0
     skipped: int = 0
     skipped_bytes: int = 0
-    """Of skipped.txt."""
+    """Length of skipped.txt."""
     text_bytes: int = 0
     source_bytes: int = 0
     digest: str = ""
@@ -117,9 +118,11 @@ class WorkFolder:
         replace: bool = False,
         may_skip: bool = False,
     ) -> None:
-        """``replace``: begin anew where it cannot go on. ``may_skip``: broken records may have been left out.
+        """Open or make the folder. ``replace``: begin anew where it cannot go on. ``may_skip``: broken records may be
+        left out.
 
-        Raises DataError: another process works there, or it cannot go on from what is there (unless ``replace``).
+        Raises:
+            DataError: another process works there, or it cannot go on from what is there (unless ``replace``).
         """
         self.path = _place_of(out)
         self.corpus = self.path / "corpus"
@@ -158,7 +161,7 @@ class WorkFolder:
         return known
 
     def _obstacle(self, out: Path, begun: Request, request: Request, known: State, may_skip: bool) -> str:
-        """Why the work cannot go on from where it is; nothing: it can."""
+        """Return the reason why the work cannot go on; empty: it can."""
         place = Place(*known.place)
         changes = begun.up_to(place).differences(request.up_to(place))
         if changes:
@@ -183,7 +186,7 @@ class WorkFolder:
         return ""
 
     def file_of(self, split: str, ending: str) -> Path:
-        """``bin`` and ``mask`` are published, ``lengths`` is not."""
+        """Return the path of a file: ``bin`` and ``mask`` are published, ``lengths`` is not."""
         return (self.path if ending == "lengths" else self.corpus) / f"{split}.{ending}"
 
     def _sizes(self, state: State) -> dict[Path, int]:
@@ -198,7 +201,7 @@ class WorkFolder:
     def append(
         self, split: str, tokens: NDArray[Any], lengths: NDArray[np.int64], counts: NDArray[np.uint8] | None
     ) -> None:
-        """Whole documents, to the files of a split."""
+        """Append whole documents to the files of a split."""
         self._streams[self.file_of(split, "bin")].write(np.ascontiguousarray(tokens, self.dtype).tobytes())
         self._streams[self.file_of(split, "lengths")].write(lengths.astype(np.int32).tobytes())
         if self.has_mask:
@@ -216,7 +219,7 @@ class WorkFolder:
             self.state.skipped_bytes += len(raw)
 
     def commit(self, place: Place) -> None:
-        """What was appended is on the disk, and then it is known to be."""
+        """Flush the appended data to the disk, then record it."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -224,19 +227,19 @@ class WorkFolder:
         _replace(self.path / "state.json", self.state.model_dump_json(indent=1))
 
     def close(self) -> None:
-        """Let go; what was not committed will be cut off."""
+        """Close the files and release the lock. Uncommitted data will be cut off."""
         for stream in self._streams.values():
             stream.close()
         self._lock.close()
 
     def remove(self) -> None:
-        """Nothing of it is needed any more."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
 
 def request_of(files: Sequence[InputFile]) -> list[File]:
-    """Files as a request names them: bytes of a name that are no UTF-8 as ``\\xff``."""
+    """Return the files of a request: bytes of a name that are no UTF-8 as ``\\xff``."""
     names = [os.fsencode(file.path).decode("utf-8", "backslashreplace") for file in files]
     return [
         File(path=name, num_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
@@ -245,7 +248,7 @@ def request_of(files: Sequence[InputFile]) -> list[File]:
 
 
 def clear_away(out: Path) -> None:
-    """Of a corpus that is there: who published it may have been killed before the folder of its work was gone."""
+    """Remove the work folder of a published corpus, which a kill may have left."""
     path = _place_of(out)
     if path.is_dir() and not (path / "corpus").exists():
         with contextlib.suppress(DataError), _take_lock(path):
@@ -267,7 +270,7 @@ def _take_lock(path: Path) -> IO[bytes]:
 
 
 def _at_end(path: Path, size: int) -> IO[bytes]:
-    """Ready to write on, without what came after the last commit."""
+    """Open a file for appending, cut to its length at the last commit."""
     stream = path.open("ab")
     stream.truncate(size)
     stream.seek(size)
@@ -275,7 +278,7 @@ def _at_end(path: Path, size: int) -> IO[bytes]:
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
-    """None where there is none, or none that can be read: then the work begins anew."""
+    """Read a JSON file; None where there is none that can be read: then the work begins anew."""
     try:
         return kind.model_validate_json(read_bytes(path))
     except (FileNotFoundError, ValidationError):

@@ -26,7 +26,8 @@ Found = TypeVar("Found")
 def ordered_map(
     function: Callable[[Item], Found], items: Iterable[Item], num_workers: int
 ) -> Iterator[tuple[Item, Found]]:
-    """(item, function(item)) for each, in order. With one worker in this process; more are forked at the first.
+    """Yield (item, function(item)) for each item, in order. One worker runs in this process; more are forked at the
+    first.
 
     Raises:
         UserError: what the function raised for the first item, in order, for which it did.
@@ -81,7 +82,7 @@ class _Crew:
             self.idle.append(mine)
 
     def give(self, number: int, item: Any) -> None:
-        """To one that is idle."""
+        """Give an item to an idle worker."""
         pipe = self.idle.pop()
         try:
             pipe.send((number, item))
@@ -89,7 +90,7 @@ class _Crew:
             raise self._gone(pipe) from error
 
     def collect(self) -> dict[int, Any]:
-        """What is done by now; waits until something is."""
+        """Return the finished results; block until there is one."""
         found = {}
         busy = [pipe for pipe in self.processes if pipe not in self.idle]
         for pipe in wait(busy):
@@ -113,7 +114,7 @@ class _Crew:
         )
 
     def dismiss(self) -> None:
-        """They end when their pipes do; one that is in the middle of something is ended."""
+        """End the workers: closing their pipes does, and a busy one is terminated."""
         for pipe in self.processes:
             pipe.close()
         for process in self.processes.values():
@@ -122,7 +123,7 @@ class _Crew:
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, others: list[Connection]) -> None:
-    """The life of a worker. ``others``: ends of pipes that the fork has copied, and that are not its own."""
+    """Run a worker. ``others``: ends of pipes that the fork has copied, and that are not its own."""
     for other in others:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal asks all; who asked first tells the others
