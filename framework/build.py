@@ -34,7 +34,7 @@ from meshwright.pipeline.values import Loss, cross_entropy
 from meshwright.seeding import Draw
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
-from meshwright.watch.nonfinite.guard import refuse
+from meshwright.watch.nonfinite.guard import handle_nonfinite
 
 
 def split_vocab_size(blueprint: Blueprint) -> int | None:
@@ -66,7 +66,7 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
 
 
 @dataclass
-class Again:
+class RecomputeContext:
     """Dropout state and split-backward mode of a forward, restored when recompute (activation checkpointing) runs it
     again."""
 
@@ -151,14 +151,14 @@ def build(
         mesh.pp,
         stages,
         mesh.device,
-        on_microbatch=tell_draw(blueprint),
+        on_microbatch=dropout_callback(blueprint),
         begin_reducing=lambda stage, awaited, last: replicas[stage].begin_reducing(awaited, last=last),
         end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each_microbatch(config) else None,
         reduce=lambda stage: replicas[stage].finish_reduce(),
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
-    parts.on_nonfinite = refuse
+    parts.on_nonfinite = handle_nonfinite
     return parts
 
 
@@ -194,7 +194,7 @@ def make_stage(
 ) -> Stage:
     """Build a stage of these layers, with the input and output specs of the blueprint."""
     labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
-    again = Again(blueprint.model.draw)
+    again = RecomputeContext(blueprint.model.draw)
     again.stage = Stage(
         index,
         len(blueprint.stages),
@@ -212,7 +212,7 @@ def make_stage(
     return again.stage
 
 
-def tell_draw(blueprint: Blueprint) -> Callable[[Tensor], None]:
+def dropout_callback(blueprint: Blueprint) -> Callable[[Tensor], None]:
     """Return the callback of the executor before each forward: it hands the dropouts the global sample indices."""
 
     def on_microbatch(sample_indices: Tensor) -> None:

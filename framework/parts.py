@@ -43,7 +43,7 @@ class TrainState:
 
 
 @dataclass
-class Forward:
+class ForwardParts:
     """Parts that run this rank's stages forward, for a model in use and for one that trains."""
 
     config: RunConfig
@@ -55,7 +55,7 @@ class Forward:
 
 
 @dataclass
-class Parts(Forward):
+class Parts(ForwardParts):
     """One rank's parts."""
 
     replicas: dict[int, Replica]

@@ -18,7 +18,7 @@ from meshwright.data.sources import AnySource, Source
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parts import FLAGS, Forward, Parts, StepStats
+from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
 from meshwright.pipeline.executor import Microbatch, RowResult
 from meshwright.pipeline.values import cast_floats
 
@@ -33,7 +33,7 @@ class StepFeed:
     layout, and a run resumes from one number.
     """
 
-    parts: Forward
+    parts: ForwardParts
     source: Source
     samples_seen: int
 
@@ -184,7 +184,7 @@ class TotalLoss(NamedTuple):
     """Labels that counted."""
 
 
-def total_loss(parts: Forward, source: Source, batches: Iterable[int]) -> TotalLoss:
+def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> TotalLoss:
     """Run forward in eval mode over these global batches of ``source``, counted from 0; return the total loss.
 
     Collective over all ranks. Equal on every rank and in every layout.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint import Candidate, Checkpoint, find, open_checkpoint
+from meshwright.checkpoint import Candidate, CheckpointReader, find, open_checkpoint
 from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.checkpoint.manifest import MANIFEST, TensorEntry
 from meshwright.checkpoint.shard import TORCH_DTYPES
@@ -88,7 +88,7 @@ def verify_checkpoints(place: Path, step: int | None) -> Iterator[tuple[Path, st
             yield candidate.path, ""
 
 
-def describe_checkpoint(checkpoint: Checkpoint, parameter: str | None) -> str:
+def describe_checkpoint(checkpoint: CheckpointReader, parameter: str | None) -> str:
     """Return the metadata of a checkpoint and its tensors, or only the pieces of ``parameter``."""
     manifest = checkpoint.manifest
     if parameter is not None:
@@ -116,7 +116,7 @@ def describe_checkpoint(checkpoint: Checkpoint, parameter: str | None) -> str:
     return "\n".join([*lines, *(columns(rows, "<<<<") if rows else [])])
 
 
-def _pieces(checkpoint: Checkpoint, name: str) -> str:
+def _pieces(checkpoint: CheckpointReader, name: str) -> str:
     """Return the pieces of a tensor, found by its own name or by that of its parameter."""
     tensors = checkpoint.manifest.tensors
     found = [key for key in tensors if name in (key, key.partition("/")[2])]

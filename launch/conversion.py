@@ -51,7 +51,9 @@ def convert(
         useless = [name for name, value in given.items() if value is not None]
         if useless:
             raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
-        return summarise_import(Path(path), run, import_model(Path(path), run, overrides, on_bytes=Progress()))
+        return summarise_import(
+            Path(path), run, import_model(Path(path), run, overrides, on_bytes=ConversionProgress())
+        )
     if overrides:
         raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = find_checkpoint(run, step)
@@ -59,14 +61,14 @@ def convert(
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
     out, most = Path(path), shard_bytes or SHARD_BYTES
     if builder.startswith(SCHEME):
-        exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
+        exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=ConversionProgress())
         return summarise_native_export(chosen, builder, exported)
     return summarise_export(
-        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=Progress())
+        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=ConversionProgress())
     )
 
 
-class Progress:
+class ConversionProgress:
     """Progress printer: a line every few seconds on stderr, because a large model takes minutes."""
 
     def __init__(self, every_s: float = 5.0) -> None:

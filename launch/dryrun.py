@@ -17,7 +17,7 @@ from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.tools.dryrun.job import Job
-    from meshwright.tools.dryrun.report import StepTime, TimeModel
+    from meshwright.tools.dryrun.report import StepTimeEstimate, TimeModel
 
 FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -80,16 +80,16 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)
 
-    def time_model(job: Job) -> StepTime:
+    def time_model(job: Job) -> StepTimeEstimate:
         from meshwright.launch.plans import practice_for
-        from meshwright.tools.dryrun.report import StepTime
+        from meshwright.tools.dryrun.report import StepTimeEstimate
         from meshwright.tools.planner.choices import choice_of
         from meshwright.tools.planner.layout_model import ModelCache
         from meshwright.tools.planner.search import examine
 
         workbench = ModelCache(job.config, practice_for(job.config, hardware))
         found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
-        return StepTime(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
+        return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 
     return time_model
 

@@ -14,8 +14,8 @@ from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 from meshwright.watch.hang.diagnosis import lines, seconds
-from meshwright.watch.hang.heartbeat import MISSED, RankStatus, Seen, Status, in_words, read_status
-from meshwright.watch.hang.status import standing
+from meshwright.watch.hang.heartbeat import MISSED, RankStatus, ReceivedHeartbeat, Status, in_words, read_status
+from meshwright.watch.hang.status import read_standing
 
 LAST_STEPS = 20
 """Number of latest steps whose median is the time per step."""
@@ -30,7 +30,7 @@ def describe(run: Path) -> str:
         DataError: the status file is missing or damaged.
     """
     status = read_status(run)
-    is_live, silent_s, state = standing(status)
+    is_live, silent_s, state = read_standing(status)
     pace, straggler = _measured(run, status, is_live)
     said = [
         f"run    {run}",
@@ -43,8 +43,8 @@ def describe(run: Path) -> str:
     grid = Grid(*status.grid)
     missed_s = MISSED * status.tick_s
     if grid.size <= MOST_RANKS:
-        table = {rank: Seen(None, silent_s) for rank in range(grid.size)}
-        table |= {each.beat.rank: Seen(each.beat, each.silent_s) for each in status.ranks}
+        table = {rank: ReceivedHeartbeat(None, silent_s) for rank in range(grid.size)}
+        table |= {each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks}
         return "\n".join([*said, "", *lines(table, grid, missed_s)])
     missing = sorted(set(range(grid.size)) - {each.beat.rank for each in status.ranks})
     heard = [*_alike(status.ranks, missed_s)]

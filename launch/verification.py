@@ -9,7 +9,7 @@ from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
-    from meshwright.tools.verify import Layout, Row, Traits
+    from meshwright.tools.verify import Layout, Traits, VerdictRow
 
 MOST_RANKS = 8
 """Ranks that verify can run on this machine."""
@@ -109,6 +109,6 @@ def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tupl
     return layouts, run_twice(layouts)
 
 
-def print_row(row: Row) -> None:
+def print_row(row: VerdictRow) -> None:
     """Print the verdict of a layout as soon as it is done."""
     put(f"  {row.layout}: {row.verdict}", flush=True)

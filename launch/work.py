@@ -23,7 +23,7 @@ from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.lock import alone_in
+from meshwright.run.lock import lock_directory
 from meshwright.run.resume import resume
 from meshwright.run.saving import check_manifest
 from meshwright.run.starts import note_start
@@ -78,7 +78,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)
-    with alone_in(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
+    with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
         _train_in(files, config, mesh, give_up)
 
 

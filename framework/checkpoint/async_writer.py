@@ -24,7 +24,7 @@ import torch
 
 from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
 from meshwright.checkpoint.save import final_directory, publish, temporary_directory
-from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, Piece, write_shard
+from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, TensorPiece, write_shard
 from meshwright.errors import CheckpointError
 
 POLL_S = 0.02, 0.5
@@ -54,7 +54,7 @@ class SaveAttempt:
         return final_directory(self.run_directory, self.head.step)
 
 
-def to_host(pieces: Iterable[Piece]) -> list[Piece]:
+def to_host(pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
     """Copy pieces to host memory for the writer alone. GPU copies use pinned memory; blocks once for all of them."""
     copies, seen_gpu = [], False
     for piece in pieces:
@@ -85,7 +85,7 @@ class AsyncWriter:
         self,
         attempt: SaveAttempt,
         shard_name: str | None,
-        pieces: list[Piece],
+        pieces: list[TensorPiece],
         *,
         is_first: bool,
         beforehand: Callable[[], object] = lambda: None,
@@ -151,7 +151,7 @@ class AsyncWriter:
         self,
         attempt: SaveAttempt,
         shard_name: str | None,
-        pieces: list[Piece],
+        pieces: list[TensorPiece],
         is_first: bool,
         beforehand: Callable[[], object],
         afterwards: Callable[[], object],
@@ -205,7 +205,7 @@ class AsyncWriter:
         return not self._abandoned.is_set()
 
 
-def check_finite(pieces: Iterable[Piece]) -> None:
+def check_finite(pieces: Iterable[TensorPiece]) -> None:
     """Raise CheckpointError if a trained parameter or its optimizer state contains NaN/Inf.
 
     A step with such values is never taken, but a later memory fault may create them. Such a checkpoint must not be the

@@ -60,7 +60,7 @@ def find(run_directory: Path) -> list[Candidate]:
     return sorted(found, reverse=True)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> CheckpointReader:
     """Open a checkpoint after checking its manifest and the sizes of its files. ``verify`` checks the hashes.
 
     Cheap: reads only the manifest and the file sizes.
@@ -90,10 +90,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             problems.append(f"{path / file}: {size} bytes, the manifest says {expected.size}")
     if problems:
         raise CheckpointError("\n".join(problems))
-    return Checkpoint(path, manifest, digest)
+    return CheckpointReader(path, manifest, digest)
 
 
-def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint | None:
+def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> CheckpointReader | None:
     """Return the newest checkpoint that verifies, hashes included. For each one passed over, warn with the bad file.
 
     Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
@@ -103,7 +103,7 @@ def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> Checkpoint |
         CheckpointError: Checkpoints exist, but none verifies. Fresh weights would silently discard the run.
     """
 
-    def look(path: Path) -> Checkpoint:
+    def look(path: Path) -> CheckpointReader:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
@@ -141,7 +141,7 @@ def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path
     return None
 
 
-class Checkpoint:
+class CheckpointReader:
     """A published checkpoint, open for reading. Its shards stay memory-mapped until ``close``."""
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:

@@ -38,7 +38,7 @@ TORCH_DTYPES = {
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """One rank's part of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
 
     kind: TensorKind
@@ -65,7 +65,7 @@ def local_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def write_shard(
     temporary: Path,
     shard_name: str,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     copied: bool = False,

@@ -47,7 +47,7 @@ _SCAN_TOKENS = 1 << 26
 """Most tokens of a corpus without a fingerprint that are read at once (a tenth of a second) for the largest id."""
 
 
-class Example(NamedTuple):
+class CorpusExample(NamedTuple):
     """One sample."""
 
     tokens: NDArray[np.int64]  # (S,)
@@ -124,11 +124,11 @@ class Corpus:
         paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
         return {str(path): path.stat().st_mtime_ns for path in paths if path.is_file()}
 
-    def example(self, number: int) -> Example:
+    def example(self, number: int) -> CorpusExample:
         """Sample ``number``: its tokens, its labels, where documents begin in it."""
         return self._window(number) if self.packed is None else self._whole_documents(number, self.packed)
 
-    def _window(self, number: int) -> Example:
+    def _window(self, number: int) -> CorpusExample:
         length, start = self.sequence_length, number * self.sequence_length
         window = self.sample(number)
         tokens, labels = window[:-1], window[1:].copy()
@@ -145,9 +145,9 @@ class Corpus:
                     labels[begin - start - 1] = IGNORE
                     starts[begin - start :][:1] = True
                 document += 1
-        return Example(tokens, labels, starts)
+        return CorpusExample(tokens, labels, starts)
 
-    def _whole_documents(self, number: int, packed: Packed) -> Example:
+    def _whole_documents(self, number: int, packed: Packed) -> CorpusExample:
         length = self.sequence_length
         tokens = np.zeros(length, dtype=np.int64)
         labels = np.full(length, IGNORE, dtype=np.int64)
@@ -165,7 +165,7 @@ class Corpus:
             starts[at] = True
             at += count
         starts[at:][:1] = True
-        return Example(tokens, labels, starts)
+        return CorpusExample(tokens, labels, starts)
 
     def sample(self, number: int) -> NDArray[np.int64]:
         """Return window ``number``: (S + 1,) token ids, checked against the vocabulary."""
@@ -256,7 +256,7 @@ class Blend:
         for corpus in self.corpora:
             corpus.open()
 
-    def example(self, number: int) -> Example:
+    def example(self, number: int) -> CorpusExample:
         """Sample ``number`` of all."""
         corpus, own = self._where(number)
         return corpus.example(own)

@@ -42,7 +42,7 @@ class Split(_Part):
     """Tokens that count as labels, where not all do."""
 
 
-class Source(_Part):
+class PreparationRequest(_Part):
     """Request of a preparation: two with equal sources give equal files."""
 
     description: str
@@ -63,7 +63,7 @@ class File(_Part):
     mtime_ns: int
 
 
-class Prepared(_Part):
+class Preparation(_Part):
     """Options and inputs of `meshwright data prepare`."""
 
     files: list[File]
@@ -93,8 +93,8 @@ class Fingerprint(_Part):
     splits: dict[str, Split]
     vocab_size: int
     end_of_document_id: int
-    source: Source
-    prepared: Prepared | None = None
+    source: PreparationRequest
+    prepared: Preparation | None = None
     """Set for corpora that were written by `meshwright data prepare`."""
 
     def sha256_of(self, name: str) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from meshwright.data.corpus import IGNORE, Corpus, Example, Packing
+from meshwright.data.corpus import IGNORE, Corpus, CorpusExample, Packing
 from meshwright.data.indexed import idx_path
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import load
@@ -20,7 +20,7 @@ from meshwright.errors import DataError
 from meshwright.terminal.output import visible
 
 
-class Run(NamedTuple):
+class TextRun(NamedTuple):
     """Tokens next to each other, of one document, that all count or all do not."""
 
     text: str
@@ -78,7 +78,7 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
         console.print(_text(runs_of(example, tokenizer, used), dims=console.is_terminal))
 
 
-def _used(example: Example) -> int:
+def _used(example: CorpusExample) -> int:
     """Return the tokens before the unused end of a sample of whole documents."""
     last = int(np.flatnonzero(example.starts)[-1])
     return (
@@ -88,7 +88,7 @@ def _used(example: Example) -> int:
     )
 
 
-def runs_of(example: Example, tokenizer: Tokenizer, used: int) -> Iterator[Run]:
+def runs_of(example: CorpusExample, tokenizer: Tokenizer, used: int) -> Iterator[TextRun]:
     """Split the sample into pieces that count or do not.
 
     A token counts when it is the label of the one before it. The first of a document is no label, and is shown as its
@@ -104,10 +104,10 @@ def runs_of(example: Example, tokenizer: Tokenizer, used: int) -> Iterator[Run]:
         at = list(run)
         ids = [int(example.tokens[i]) for i in at]
         text = visible(str(tokenizer.decode(ids, skip_special_tokens=False)))
-        yield Run(text, counting, begins=bool(example.starts[at[0]]) and number > 0)
+        yield TextRun(text, counting, begins=bool(example.starts[at[0]]) and number > 0)
 
 
-def _text(runs: Iterator[Run], *, dims: bool) -> Text:
+def _text(runs: Iterator[TextRun], *, dims: bool) -> Text:
     whole = Text()
     for run in runs:
         if run.begins:

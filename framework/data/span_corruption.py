@@ -108,7 +108,7 @@ def _divide(tokens: int, parts: int, keys: tuple[int, ...]) -> list[int]:
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
 
-class Example(NamedTuple):
+class CorruptedExample(NamedTuple):
     """One sample."""
 
     encoder_ids: NDArray[np.int64]  # (Se,)
@@ -116,7 +116,9 @@ class Example(NamedTuple):
     labels: NDArray[np.int64]  # (Sd,): IGNORE behind the last sentinel
 
 
-def corrupt(tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size: int, decoder_length: int) -> Example:
+def corrupt(
+    tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size: int, decoder_length: int
+) -> CorruptedExample:
     """Take the spans out of a window (W,). Sentinel i is ``vocab_size - 1 - i``."""
     kept: list[NDArray[np.int64]] = []
     target: list[NDArray[np.int64]] = []
@@ -132,7 +134,7 @@ def corrupt(tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size:
     decoder_ids = np.full(decoder_length, START, dtype=np.int64)
     labels[: len(whole)] = whole
     decoder_ids[1 : len(whole)] = whole[:-1]
-    return Example(np.concatenate(kept), decoder_ids, labels)
+    return CorruptedExample(np.concatenate(kept), decoder_ids, labels)
 
 
 def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None) -> Corpus:

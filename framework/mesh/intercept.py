@@ -47,7 +47,7 @@ _WIRE_FACTORS: dict[str, Callable[[int], float]] = {
 }
 
 
-class Heard(NamedTuple):
+class InterceptedOperation(NamedTuple):
     """One operation of one rank."""
 
     operation: str
@@ -70,18 +70,18 @@ def num_bytes(values: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def hears_parts(types: Sequence[type]) -> bool:
+def is_on_dtensor(types: Sequence[type]) -> bool:
     """Return True for an operation on a DTensor, whose local operations are intercepted on their own."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
-class Ear:
+class OperationInterceptor:
     """Interpreter of intercepted operations. Caches groups by name, since they have thousands of ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
 
-    def hear(self, function: Any, arguments: Sequence[Any]) -> Heard | None:
+    def hear(self, function: Any, arguments: Sequence[Any]) -> InterceptedOperation | None:
         """Return the communication of an operation; None for one that sends nothing (a wait, a barrier)."""
         name = str(function.overloadpacket)
         ranks = None if name in SILENT else self._group(arguments)
@@ -99,7 +99,7 @@ class Ear:
                 size = num_bytes(arguments[0]) * len(ranks)
         elif operation in ("send", "receive"):
             peer = ranks[arguments[2]]
-        return Heard(operation, ranks, peer, size, str(first.dtype).removeprefix("torch."))
+        return InterceptedOperation(operation, ranks, peer, size, str(first.dtype).removeprefix("torch."))
 
     def _group(self, arguments: Sequence[Any]) -> Ranks | None:
         for argument in reversed(arguments):  # a string before the last names an operation, not a group

@@ -17,8 +17,8 @@ from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group, Traffic
 from meshwright.mesh.grid import Axis, Coordinates, Grid, check_placement
 from meshwright.mesh.network import node_name
-from meshwright.mesh.rendezvous import meet, needs_meeting
-from meshwright.mesh.store import Board
+from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
+from meshwright.mesh.store import NoteStore
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Mesh:
         """My coordinates."""
         return self.grid.coordinates(self.rank)
 
-    def board(self) -> Board | None:
+    def board(self) -> NoteStore | None:
         """Store for small notes between ranks, over a connection of its own. A mesh of one rank has none."""
-        return Board(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
+        return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
         """Return (the replicas among whom a state is cut into ``shard_factor`` shards, those with copies of this rank's
@@ -157,7 +157,7 @@ def open_mesh(
     """Join the process group that the environment describes and make the groups of the axes.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
-    ``store``: from :func:`meshwright.mesh.rendezvous.meet`, where the ranks have met before.
+    ``store``: from :func:`meshwright.mesh.rendezvous.open_rendezvous`, where the ranks have met before.
 
     Raises:
         MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
@@ -183,8 +183,8 @@ def open_mesh(
         )
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        if store is None and needs_meeting():
-            store = meet(rank, world_size, timeout_s)
+        if store is None and needs_rendezvous():
+            store = open_rendezvous(rank, world_size, timeout_s)
         dist.init_process_group(
             "nccl" if chosen.type == "cuda" else "gloo",
             timeout=timeout,

@@ -20,7 +20,7 @@ LONGER_S = 30.0
 """Seconds that other ranks wait longer than rank 0, which then prints first, and names the missing ranks."""
 
 
-class NotAllCame(MeshError):
+class MissingRanksError(MeshError):
     """Ranks did not come within the limit. It may pass: the job may start again, on other nodes."""
 
     exit_code = 1
@@ -31,12 +31,12 @@ class NotAllCame(MeshError):
         super().__init__(message)
 
 
-def needs_meeting() -> bool:
+def needs_rendezvous() -> bool:
     """Return True if the ranks must find each other: no elastic agent has a store for them."""
     return "TORCHELASTIC_RUN_ID" not in os.environ and bool(os.environ.get("MASTER_ADDR"))
 
 
-def meet(rank: int, world_size: int, limit_s: float) -> Any:
+def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
     """Wait for all ranks; return the store that they share. Collective; blocks.
 
     Raises:
@@ -61,7 +61,7 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
                 f"rank 0 on {mine} cannot listen at {host}:{port}: {reason}. MASTER_ADDR must be this node, and "
                 f"MASTER_PORT free on it"
             ) from None
-        raise NotAllCame(
+        raise MissingRanksError(
             f"{mine} cannot reach rank 0 at {host}:{port}: {reason}. Look at the network of {mine} and of {host}; "
             f"another port: MASTER_PORT",
             (mine,),
@@ -83,13 +83,13 @@ def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta)
     return store(host, port, world_size, holds, limit, wait_for_workers=False, **bound)
 
 
-def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:
+def _missing(store: Any, world_size: int, limit_s: float) -> MissingRanksError:
     there = {rank: store.get(f"came/{rank}").decode() for rank in range(world_size) if store.check([f"came/{rank}"])}
     missing = [rank for rank in range(world_size) if rank not in there]
     known = [node for node in os.environ.get(NODES, "").split(",") if node]
     nodes = tuple(node for node in known if node not in there.values())
     silent = f": nobody from {in_short(nodes)}" if nodes else ""
-    return NotAllCame(
+    return MissingRanksError(
         f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
         f"{in_short(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
         nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault

@@ -13,7 +13,7 @@ import torch.distributed as dist
 PREFIX = "meshwright"
 
 
-class Board:
+class NoteStore:
     """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
 
     def __init__(self, store: Any) -> None:

@@ -154,7 +154,7 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
+def lock_directory(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
     """Lock ``directory`` for the ranks of this mesh within the block. Collective; rank 0 holds the lock, and receives
     it.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import Checkpoint, Piece, TensorKind
+from meshwright.checkpoint import CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.space import SavedTensor
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, StageParameter, kind_of
@@ -34,16 +34,16 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
         yield name, SavedTensor(tuple(buffer.shape), buffer.dtype, False)
 
 
-def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[Piece]:
+def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[TensorPiece]:
     """Yield the pieces of a flat tensor by parameter, without padding."""
     for place in bucket.places:
         info = place.member.info
-        yield Piece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
+        yield TensorPiece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
 
 
 def pieces(
     replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """Yield what this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the
     way.
 
@@ -52,13 +52,13 @@ def pieces(
     """
     if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
-            yield Piece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
+            yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
     for replica in replicas.values():
         replica.ready_all()
         for member in replica.frozen:
             if mesh.at.dp_rank == 0 and kind_of(member).owns(mesh.at.tp_rank):
-                yield Piece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
+                yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             states, _ = optimizer.states(index)
             index += 1
@@ -78,7 +78,7 @@ def pieces(
 
 
 def restore(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointReader,
     replicas: Mapping[int, Replica],
     optimizer: FlatOptimizer,
     optimizer_steps: int,
@@ -116,7 +116,7 @@ def restore(
             index += 1
 
 
-def _read(checkpoint: Checkpoint, kind: TensorKind, member: StageParameter, dtype: torch.dtype) -> Tensor:
+def _read(checkpoint: CheckpointReader, kind: TensorKind, member: StageParameter, dtype: torch.dtype) -> Tensor:
     found = checkpoint.read(kind, member.info, dtype)
     if found is None:
         raise CheckpointError(
@@ -126,7 +126,7 @@ def _read(checkpoint: Checkpoint, kind: TensorKind, member: StageParameter, dtyp
     return found
 
 
-def _read_bucket(checkpoint: Checkpoint, kind: TensorKind, bucket: ShardedParameters) -> Tensor:
+def _read_bucket(checkpoint: CheckpointReader, kind: TensorKind, bucket: ShardedParameters) -> Tensor:
     """Read one kind of tensor for all parameters of a bucket, flat, in the dtype of the optimizer; padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)

@@ -42,7 +42,7 @@ SPLITTING = (
 ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
-class Placement(NamedTuple):
+class PlannedModule(NamedTuple):
     """A module that the plan names, its kind, and the pattern that matched it."""
 
     name: str
@@ -83,7 +83,7 @@ def check_plan(
     tp: int,
     sequence: bool,
     divisible: Mapping[str, int],
-) -> dict[str, Placement]:
+) -> dict[str, PlannedModule]:
     """Check the plan against the plain model and return the planned modules by name. Needs no process group.
 
     Raises:
@@ -101,10 +101,10 @@ def check_plan(
     return placements
 
 
-def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -> dict[str, Placement]:
+def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -> dict[str, PlannedModule]:
     """Return the modules that the patterns match, by name; append problems of the plan itself to ``problems``."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    placements: dict[str, Placement] = {}
+    placements: dict[str, PlannedModule] = {}
     for pattern, word in plan.items():
         if word not in set(ShardingKind):
             problems.append(
@@ -118,7 +118,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
                 f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{_nearest(pattern, modules)}"
             )
         for name in names:
-            placement = Placement(name, modules[name], ShardingKind(word), pattern)
+            placement = PlannedModule(name, modules[name], ShardingKind(word), pattern)
             other = placements.setdefault(name, placement)
             if other.kind is not placement.kind:
                 problems.append(
@@ -128,7 +128,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -
     return placements
 
 
-def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str]:
+def _first_misfits(placements: Mapping[str, PlannedModule], tp: int) -> Iterator[str]:
     """Yield one problem for each pattern and type of module, since the blocks of a deep model all have the same one."""
     found: dict[tuple[str, type[nn.Module]], list[str]] = {}
     for placement in placements.values():
@@ -139,7 +139,7 @@ def _first_misfits(placements: Mapping[str, Placement], tp: int) -> Iterator[str
         yield problems[0] + more
 
 
-def _misfits(placement: Placement, tp: int) -> Iterator[str]:
+def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
     """Yield the reasons why a module's type or size does not allow its kind of split."""
     module, kind = placement.module, placement.kind
     if kind is ShardingKind.FEATURES and any(True for _ in module.parameters()):
@@ -203,7 +203,7 @@ def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) ->
             )
 
 
-def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> Iterator[str]:
+def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -> Iterator[str]:
     """Yield problems of a plan that splits nothing, or that never cuts or never gathers the sequence."""
     found = list(placements.values())
     if not any(placement.kind in SPLITTING for placement in found):
@@ -231,7 +231,7 @@ def _missing(placements: Mapping[str, Placement], tp: int, sequence: bool) -> It
         )
 
 
-def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def _uneven_ties(placements: Mapping[str, PlannedModule], tied: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yield tied weights whose modules are split in different ways. They are one weight, so one split must fit all."""
     for names in tied:
         how = {}
@@ -243,7 +243,7 @@ def _uneven_ties(placements: Mapping[str, Placement], tied: Sequence[tuple[str, 
             yield f"tied weights must be split alike, but {ways}: give their modules the same kind in the sharding_plan"
 
 
-def _way(placement: Placement) -> str:
+def _way(placement: PlannedModule) -> str:
     """Return a word for the split of a weight; modules with a common weight must have the same word."""
     if placement.kind not in SPLITTING:
         return ShardingKind.REPLICATE

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout
-from meshwright.tensor_parallel.check import SPLITTING, Placement, ShardingKind, check_plan
+from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
 from meshwright.tensor_parallel.layers import (
     ColumnEmbedding,
     ColumnLinear,
@@ -104,7 +104,7 @@ def apply(
 
 
 def _swap(
-    model: nn.Sequential, placements: Mapping[str, Placement], group: Group, sequence: bool
+    model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool
 ) -> dict[str, Slice | None]:
     """Replace the modules that are split; return the slice of each of their parameters by full name."""
     swapped: dict[int, Swapped] = {}  # a module or parameter used twice in the model stays one object
@@ -128,7 +128,7 @@ def _swap(
     return slices
 
 
-def _around(name: str, placements: Mapping[str, Placement]) -> list[str]:
+def _around(name: str, placements: Mapping[str, PlannedModule]) -> list[str]:
     """Return the planned modules that contain a module."""
     return [other for other in placements if name.startswith(other + ".")]
 
@@ -159,7 +159,7 @@ def _gather_input(
     return args, {**kwargs, first: gather_sequence(kwargs[first], group)}
 
 
-def _kind_of(name: str, placements: Mapping[str, Placement]) -> ShardingKind:
+def _kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
     """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import stage_members
 from meshwright.checkpoint import (
-    Checkpoint,
     CheckpointMetadata,
+    CheckpointReader,
     Manifest,
-    Piece,
     TensorKind,
+    TensorPiece,
     begin,
     find,
     open_checkpoint,
@@ -170,12 +170,14 @@ def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bo
                     yield ShardTensor(of, member.info)
 
 
-def pieces(checkpoint: Checkpoint, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool) -> Iterator[Piece]:
+def pieces(
+    checkpoint: CheckpointReader, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool
+) -> Iterator[TensorPiece]:
     """Yield the tensors of :func:`shard_tensors` with their values, read one by one."""
     for kind, info in shard_tensors(blueprint, pp_rank, tp_rank, is_fresh):
         tensor = checkpoint.read(kind, info)
         assert tensor is not None, (kind, info)  # guaranteed by _check_names
-        yield Piece(kind, info, info.unpadded(tensor))
+        yield TensorPiece(kind, info, info.unpadded(tensor))
 
 
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
@@ -201,7 +203,7 @@ def _check_place(source: Path, out: Path) -> None:
         raise CheckpointError(f"--out {out} is a file: name a directory, new or of a run of the same configuration")
 
 
-def _sound(source: Path) -> Checkpoint:
+def _sound(source: Path) -> CheckpointReader:
     """Open the source and verify all its bytes before any write: damaged data would get valid new hashes."""
     checkpoint = open_checkpoint(source)
     try:
@@ -254,7 +256,7 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
         )
 
 
-def _check_names(checkpoint: Checkpoint, blueprint: Blueprint, is_fresh: bool) -> None:
+def _check_names(checkpoint: CheckpointReader, blueprint: Blueprint, is_fresh: bool) -> None:
     """Check that the model as built now has exactly the tensors of the checkpoint, so that none is lost."""
     found = {
         kind.of(info.name)

@@ -34,7 +34,7 @@ MOST_NAMED = 4
 """Further tensors that are named in the message."""
 
 
-class Held(NamedTuple):
+class ReplicatedTensor(NamedTuple):
     """A tensor of this rank of which others hold copies, and the named pieces of it."""
 
     what: str
@@ -49,7 +49,7 @@ class Held(NamedTuple):
     """Which one it is of those that differ among replicas."""
 
 
-class Piece(NamedTuple):
+class NamedPiece(NamedTuple):
     """What must be equal: a parameter's part, wherever a copy of it is held."""
 
     what: str
@@ -67,7 +67,7 @@ def bits(tensor: Tensor) -> Tensor:
     return flat.view(WORDS[8 if aligned else size]).sum(dtype=torch.int64)
 
 
-def held(parts: Parts) -> Iterator[Held]:
+def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
     """All of this rank that others hold too, in an order that they share. Blocks until weights are whole."""
     index = 0
     for replica in parts.replicas.values():
@@ -85,16 +85,18 @@ def held(parts: Parts) -> Iterator[Held]:
         for member in replica.frozen:
             kind, parameter = kind_of(member), member.parameter.detach()
             named = ((member.info.name, parameter),)
-            yield Held("", parameter, named, parts.mesh.dp, kind.replicated_over_tp, kind.tied)
+            yield ReplicatedTensor("", parameter, named, parts.mesh.dp, kind.replicated_over_tp, kind.tied)
     for name, buffer in parts.running().items():
-        yield Held("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
+        yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
 
 def _called(name: str) -> str:
     return "the momentum" if name == "momentum" else f"the moment {name}"
 
 
-def _of_bucket(what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Group, shard: int = 0) -> Held:
+def _of_bucket(
+    what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Group, shard: int = 0
+) -> ReplicatedTensor:
     """``tensor``: flat, the whole bucket or my shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []
@@ -102,7 +104,9 @@ def _of_bucket(what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Gr
         start, stop = max(place.start, begin), min(place.stop, end)
         if start < stop:
             pieces.append((place.member.info.name, tensor[start - begin : stop - begin]))
-    return Held(what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard)
+    return ReplicatedTensor(
+        what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard
+    )
 
 
 def check_drift(parts: Parts) -> None:
@@ -112,9 +116,9 @@ def check_drift(parts: Parts) -> None:
         DriftError: on every rank, when some copies are not the same bits.
     """
     mesh = parts.mesh
-    mine: list[Held] = []
+    mine: list[ReplicatedTensor] = []
     hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    for each in held(parts):  # what is kept in 8 bits is widened here, and let go again
+    for each in replicated_tensors(parts):  # what is kept in 8 bits is widened here, and let go again
         hashes = torch.cat([hashes, bits(each.tensor).view(1).to(mesh.device)])
         mine.append(each._replace(tensor=hashes, pieces=()))
     over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -149,7 +153,7 @@ def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
     return found
 
 
-def _ties(mine: Sequence[Held]) -> list[tuple[Group, list[list[int]]]]:
+def _ties(mine: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
     """The groups that hold tied weights, in one order on all ranks, each with the copies on this rank, tie by tie."""
     copies: dict[tuple[str, str], list[int]] = defaultdict(list)
     groups: dict[tuple[int, ...], Group] = {}
@@ -164,7 +168,7 @@ def _ties(mine: Sequence[Held]) -> list[tuple[Group, list[list[int]]]]:
     return found
 
 
-def _tie(each: Held) -> Tie:
+def _tie(each: ReplicatedTensor) -> Tie:
     assert each.tied is not None
     return each.tied
 
@@ -174,17 +178,17 @@ def _tie(each: Held) -> Tie:
 
 def _message(parts: Parts, differs: Sequence[bool]) -> str:
     """Which tensors, and on which ranks; the same on every rank. Gathers over the world."""
-    mesh, all_held = parts.mesh, zip(held(parts), differs, strict=True)
+    mesh, all_held = parts.mesh, zip(replicated_tensors(parts), differs, strict=True)
     suspected = {(each.what, name) for each, bad in all_held if bad for name, _ in each.pieces}
     wanted = {pair for pairs in mesh.world.gather_objects(suspected) for pair in pairs}
-    own: list[tuple[Piece, int]] = []
-    for each in held(parts):
+    own: list[tuple[NamedPiece, int]] = []
+    for each in replicated_tensors(parts):
         for name, tensor in each.pieces:
             if (each.what, name) in wanted:
                 tp_rank = None if each.over_tp else mesh.at.tp_rank
-                own.append((Piece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
-    copies: dict[Piece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in enumerate(mesh.world.gather_objects(own, Piece)):
+                own.append((NamedPiece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
+    copies: dict[NamedPiece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in enumerate(mesh.world.gather_objects(own, NamedPiece)):
         for piece, number in found:
             copies[piece][number].append(rank)
     step = parts.state.step
@@ -194,7 +198,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
         text = f"replicas differ after step {step} between the parameters of a bucket ({names}), where all is zero"
     else:
         piece, ranks = apart[0]
-        text = f"replicas of {piece.what}{piece.name} differ after step {step}: {unlike(mesh.grid, ranks)}"
+        text = f"replicas of {piece.what}{piece.name} differ after step {step}: {differing_pieces(mesh.grid, ranks)}"
         others = list(dict.fromkeys(f"{each.what}{each.name}" for each, _ in apart[1:]))
         if others:
             more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
@@ -205,7 +209,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     )
 
 
-def unlike(grid: Grid, copies: Sequence[Sequence[int]]) -> str:
+def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:
     """Which ranks are to blame. ``copies``: the ranks that hold the same bits, for each of the bits that there are."""
     ordered = sorted((sorted(ranks) for ranks in copies), key=lambda ranks: (-len(ranks), ranks))
     total = sum(map(len, ordered))

@@ -15,7 +15,7 @@ from meshwright.schedule.analysis.simulate import Span
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.drift import check_drift
 from meshwright.watch.stragglers import Stragglers
-from meshwright.watch.trace import Seen, Trace, on_one_clock, traced_step, write
+from meshwright.watch.trace import RankSpans, Trace, on_one_clock, traced_step, write
 
 BARRIERS = 9
 """Barriers that align the clocks of two machines; on one machine a single one, so that all ranks begin together."""
@@ -30,7 +30,7 @@ class Timing(Observer):
         self._traced = traced_step(config.tracking.trace_step, parts.state.step, config.train.steps)
         self._stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
         self._ticks: tuple[float, ...] = ()
-        self._seen: list[Seen] = []
+        self._seen: list[RankSpans] = []
 
     def before_step(self, parts: Parts) -> None:
         """Align the ranks where this step is traced or searched. Collective over all ranks; blocks."""
@@ -78,16 +78,16 @@ def align(mesh: Mesh) -> tuple[float, ...]:
     return tuple(ticks)
 
 
-def gather(parts: Parts, ticks: tuple[float, ...]) -> list[Seen]:
+def gather(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
     """Gather the spans of the last step from the ranks of each pipeline. Collective over pp; blocks."""
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
-    mine = Seen(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
-    everyone: list[Seen] = mesh.pp.gather_objects(mine, Seen, Span, Action, Kind)
+    mine = RankSpans(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
+    everyone: list[RankSpans] = mesh.pp.gather_objects(mine, RankSpans, Span, Action, Kind)
     return everyone
 
 
-def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
+def keep(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
     """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
     if parts.mesh.rank != 0:
         return
@@ -97,7 +97,7 @@ def keep(everyone: Sequence[Seen], parts: Parts, directory: Path) -> None:
         warn_quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
 
 
-def assemble(everyone: Sequence[Seen], parts: Parts) -> Trace:
+def assemble(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
     """Put the spans of all pipeline ranks on one clock. ``everyone``: by pipeline rank."""
     spans, readings, error_s = on_one_clock(everyone)
     return Trace(

@@ -24,7 +24,7 @@ from meshwright.pipeline.executor import RowResult
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Timeline
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
-from meshwright.watch.trace import Seen, on_one_clock
+from meshwright.watch.trace import RankSpans, on_one_clock
 
 SHARE = 0.1
 """Of a step: what holds the others up for less is not named."""
@@ -57,7 +57,7 @@ class Straggler(NamedTuple):
 NOBODY = Straggler("", 0, 0.0, 1.0, "")
 
 
-class Told(NamedTuple):
+class StragglerReport(NamedTuple):
     """What a rank says of itself. Seconds of a step, means since the look before."""
 
     own_s: float
@@ -100,7 +100,7 @@ class Stragglers:
         self._said = straggler.who
         return bool(straggler.who)
 
-    def look(self, pipeline: Sequence[Seen]) -> Straggler | None:
+    def look(self, pipeline: Sequence[RankSpans]) -> Straggler | None:
         """``pipeline``: what its ranks have seen of the last step. Every rank calls it; rank 0 gets the answer, if a
         step that counts was taken since the last."""
         if not self._notes:
@@ -109,8 +109,8 @@ class Stragglers:
         self._notes.clear()
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
-        mine = Told(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
-        everyone: list[Told] = mesh.world.gather_objects(mine, Told)
+        mine = StragglerReport(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
+        everyone: list[StragglerReport] = mesh.world.gather_objects(mine, StragglerReport)
         if mesh.rank != 0:
             return None
         try:
@@ -120,7 +120,7 @@ class Stragglers:
             return None
 
 
-def _messages(mesh: Mesh, pipeline: Sequence[Seen], scale: float) -> dict[tuple[int, int], float]:
+def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[tuple[int, int], float]:
     """By global ranks, of a mean step; what two clocks may be off by is taken from each message. Cannot fail: all ranks
     go on to the same gathering."""
     try:
@@ -133,7 +133,7 @@ def _messages(mesh: Mesh, pipeline: Sequence[Seen], scale: float) -> dict[tuple[
     return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in found.items()}
 
 
-def judge(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
+def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
     """The greatest hold-up, if it is one. ``everyone``: by rank. ``alike``: so many neighbours cannot be told apart,
     since their times have the waits for each other in them. Pure.
     """
@@ -142,7 +142,7 @@ def judge(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, *, alik
     return worst if worst.share >= SHARE else NOBODY
 
 
-def _rank(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
+def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
     """What would be gained if the slowest rank were as fast as the next; or, where a whole node is slow, that node."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].own_s)
     first = slowest - slowest % alike
@@ -163,7 +163,7 @@ def _rank(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, alike: 
     return Straggler(who, slowest, own_s - next_s, step_s, why)
 
 
-def _link(everyone: Sequence[Told], nodes: Sequence[str], step_s: float) -> Straggler | None:
+def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
     waits_s = {ranks: seconds for told in everyone for ranks, seconds in told.on_their_way_s.items()}
     if not waits_s:
         return None
@@ -194,7 +194,7 @@ def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> lis
     return [(set(pair), seconds) for pair, seconds in found.items()]
 
 
-def _sums(everyone: Sequence[Told], nodes: Sequence[str], step_s: float) -> Straggler | None:
+def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
     """In each step the last to come to a sum waits for nobody: what it waits is the sum."""
     groups: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for told in everyone:

@@ -61,7 +61,7 @@ class Measured(NamedTuple):
     readings: tuple[Reading, ...]
 
 
-class Seen(NamedTuple):
+class RankSpans(NamedTuple):
     """What a pipeline rank brings: its result, and what its clock said."""
 
     host: str
@@ -81,7 +81,7 @@ def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
     return min(steps_taken + trace_step, steps) if trace_step > 0 else None
 
 
-def on_one_clock(everyone: Sequence[Seen]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
+def on_one_clock(everyone: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
     """(spans, readings, by how much the clocks of two hosts may be off), in seconds since the first rank began."""
     offsets, error_s = clock_offsets(everyone)
     begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
@@ -94,7 +94,7 @@ def on_one_clock(everyone: Sequence[Seen]) -> tuple[tuple[Span, ...], tuple[Read
     return tuple(spans), tuple(readings), error_s
 
 
-def clock_offsets(everyone: Sequence[Seen]) -> tuple[list[float], float]:
+def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
     """How far each rank's clock is ahead of the first rank's, and the most by which one barrier disagrees with that.
 
     Ranks of one host have one clock. All ranks leave a barrier at about the same time, which is as good as it gets

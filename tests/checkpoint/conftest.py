@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import CheckpointMetadata, Piece, TensorKind, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.parameters import ParameterInfo, Slice
 
@@ -49,14 +49,14 @@ class Fake:
                 full[kind, name] = numbers.to(dtype if kind is TensorKind.WEIGHTS else torch.float32)
         return full
 
-    def pieces(self, state: State, tp: int, tp_rank: int) -> Iterator[Piece]:
+    def pieces(self, state: State, tp: int, tp_rank: int) -> Iterator[TensorPiece]:
         """A tp rank's pieces, given in one buffer that is reused, as one that gathers bucket by bucket would."""
         for (kind, name), full in state.items():
             info = self.info(name, tp, tp_rank)
             if info.slice is None and tp_rank > 0:
                 continue
             buffer = info.take(full)
-            yield Piece(kind, info, info.unpadded(buffer))
+            yield TensorPiece(kind, info, info.unpadded(buffer))
             buffer.fill_(torch.nan)
 
     def head(self, step: int) -> CheckpointMetadata:

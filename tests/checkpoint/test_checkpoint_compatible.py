@@ -10,8 +10,8 @@ import pytest
 from meshwright.checkpoint import (
     CheckpointMetadata,
     Manifest,
-    Piece,
     TensorKind,
+    TensorPiece,
     begin,
     check_compatible,
     open_checkpoint,
@@ -42,7 +42,7 @@ def manifest(tmp_path: Path) -> Manifest:
 
     head = CheckpointMetadata(7, 112, 1234, CONFIG.model_dump(mode="json"), PRINT, {})
     temporary, final = begin(tmp_path, 7, "a1"), final_directory(tmp_path, 7)
-    write_shard(temporary, "only", [Piece(TensorKind.WEIGHTS, ParameterInfo("w", (1,)), torch.ones(1))])
+    write_shard(temporary, "only", [TensorPiece(TensorKind.WEIGHTS, ParameterInfo("w", (1,)), torch.ones(1))])
     publish(temporary, final, head)
     return open_checkpoint(final).manifest
 

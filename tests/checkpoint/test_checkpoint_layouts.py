@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import (
     AsyncWriter,
-    Piece,
     SaveAttempt,
     TensorKind,
+    TensorPiece,
     begin,
     find,
     newest_valid,
@@ -125,7 +125,7 @@ def test_files_are_split_and_memory_is_bounded(tmp_path: Path) -> None:
             written = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
             held.append(given_bytes - written)
             given_bytes += 1024
-            yield Piece(
+            yield TensorPiece(
                 TensorKind.WEIGHTS, ParameterInfo(f"layer{index}.weight", (16, 16)), torch.full((16, 16), float(index))
             )
 
@@ -137,8 +137,8 @@ def test_files_are_split_and_memory_is_bounded(tmp_path: Path) -> None:
 def test_numbers_are_aligned_to_their_size(tmp_path: Path) -> None:
     """Three bfloat16 given before a float64: whoever maps the file as an array finds both where an array may start."""
     pieces = [
-        Piece(TensorKind.WEIGHTS, ParameterInfo("a", (3,)), torch.ones(3, dtype=torch.bfloat16)),
-        Piece(TensorKind.WEIGHTS, ParameterInfo("b", (2,)), torch.ones(2, dtype=torch.float64)),
+        TensorPiece(TensorKind.WEIGHTS, ParameterInfo("a", (3,)), torch.ones(3, dtype=torch.bfloat16)),
+        TensorPiece(TensorKind.WEIGHTS, ParameterInfo("b", (2,)), torch.ones(2, dtype=torch.float64)),
     ]
     temporary = begin(tmp_path, 1, "a1")
     write_shard(temporary, "only", pieces)
@@ -212,7 +212,7 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
     temporary = begin(tmp_path, 1, "a1")
     for index, size in enumerate((4, 6)):
         info = ParameterInfo("w", (size,), Slice(0, 2 * index, 2 * index + 2, 2))
-        write_shard(temporary, f"shard{index}", [Piece(TensorKind.WEIGHTS, info, torch.zeros(2))])
+        write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2))])
     with pytest.raises(CheckpointError, match=r"'weights/w': one rank says F32\[4\], another F32\[6\]"):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
@@ -225,7 +225,7 @@ def test_a_shard_that_lost_bytes_is_not_published(tmp_path: Path, fake: Any) -> 
 
 
 def test_a_tied_weight_given_twice_is_refused(tmp_path: Path) -> None:
-    piece = Piece(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (2,)), torch.zeros(2))
+    piece = TensorPiece(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (2,)), torch.zeros(2))
     with pytest.raises(CheckpointError, match=r"'weights/embedding\.weight' twice: tied"):
         write_shard(begin(tmp_path, 1, "a1"), "shard", [piece, piece])
 

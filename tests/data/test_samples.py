@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data.causal import CorpusSource, validation_steps
 from meshwright.data.corpus import IGNORE, Corpus, unigram_entropy
-from meshwright.data.fingerprint import Fingerprint, Source, Split
+from meshwright.data.fingerprint import Fingerprint, PreparationRequest, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
 from meshwright.errors import DataError
 from meshwright.pipeline.executor import Microbatch
@@ -55,7 +55,9 @@ STREAM = [token for document in DOCUMENTS for token in document]
 
 def leave_fingerprint(folder: Path, name: str, tokens: int, max_token_id: int, nats: float = 1.0) -> None:
     """A fingerprint as a preparation leaves it, without the hashes (they are not read when training)."""
-    source = Source(description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0)
+    source = PreparationRequest(
+        description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0
+    )
     split = Split(
         documents=1,
         tokens=tokens,

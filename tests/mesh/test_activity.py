@@ -13,7 +13,7 @@ from meshwright.mesh.activity import Activity, Waits
 from meshwright.mesh.comm import Transfer
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
-from meshwright.mesh.store import Board
+from meshwright.mesh.store import NoteStore
 
 SECONDS = 30.0
 
@@ -78,7 +78,7 @@ def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, i
     return found
 
 
-def _look(mesh: Mesh, board: Board, name: str, found: list[tuple[Waits | None, int]], deadline_s: float) -> None:
+def _look(mesh: Mesh, board: NoteStore, name: str, found: list[tuple[Waits | None, int]], deadline_s: float) -> None:
     while (told := mesh.activity.told()).waits is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     found.append((told.waits, 0 if told.waits is None else told.posted.get(told.waits.key, 0)))

@@ -28,12 +28,12 @@ def come(rank: int, world_size: int, port: int, limit_s: float, said: Queue[tupl
     os.environ["SLURMD_NODENAME"] = "ab"[rank % 2]
     rendezvous.LONGER_S = 5.0
     try:
-        store = rendezvous.meet(rank, world_size, limit_s)
+        store = rendezvous.open_rendezvous(rank, world_size, limit_s)
         said.put((rank, store.get(f"came/{world_size - 1}").decode(), ()))
         store.add("gone", 1)
         while rank == 0 and store.add("gone", 0) < world_size:  # it holds the store
             time.sleep(0.01)
-    except rendezvous.NotAllCame as error:
+    except rendezvous.MissingRanksError as error:
         said.put((rank, str(error), error.nodes))
     except CommunicationError as error:
         said.put((rank, str(error), ()))
@@ -84,7 +84,7 @@ def test_an_elastic_agent_has_a_store_of_its_own(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.needs_meeting() is needed
+    assert rendezvous.needs_rendezvous() is needed
 
 
 def listening_at(port: int) -> set[str]:
@@ -139,12 +139,12 @@ def own_addresses() -> list[str]:
 def test_the_store_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
-    store = rendezvous.meet(0, 1, 30.0)
+    store = rendezvous.open_rendezvous(0, 1, 30.0)
     assert listening_at(port) == {"127.0.0.1"}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(MeshError, match=r"cannot listen at 127\.0\.0\.1:.*MASTER_PORT free"):
-            rendezvous.meet(0, 1, 30.0)
+            rendezvous.open_rendezvous(0, 1, 30.0)
     del store

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import STATUS, Heartbeat, Seen, Waited, does, in_words, read_status
+from meshwright.watch.hang.heartbeat import STATUS, Heartbeat, ReceivedHeartbeat, Waited, does, in_words, read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"
@@ -36,8 +36,8 @@ def collective(rank: int, number: int, size: int = 4, operation: str = "all-redu
 
 
 def verdict(*beats: Heartbeat, grid: Grid, silent: dict[int, float] | None = None) -> tuple[str, tuple[int, ...]]:
-    found = {each.rank: Seen(each, (silent or {}).get(each.rank, 0.1)) for each in beats}
-    table = {rank: found.get(rank, Seen(None, 99.0)) for rank in range(grid.size)}
+    found = {each.rank: ReceivedHeartbeat(each, (silent or {}).get(each.rank, 0.1)) for each in beats}
+    table = {rank: found.get(rank, ReceivedHeartbeat(None, 99.0)) for rank in range(grid.size)}
     return judge(table, grid, SILENT_S, LONG_S)
 
 
@@ -170,7 +170,7 @@ def test_many_ranks_are_not_all_named() -> None:
     beats = [beat(rank, "reading samples", 6.0) for rank in range(64)]
     reason, ranks = verdict(*beats, grid=grid)
     assert ranks == (0, 1, 2) and reason.endswith("; and 61 more ranks like these")
-    table = {each.rank: Seen(each, 0.1) for each in beats}
+    table = {each.rank: ReceivedHeartbeat(each, 0.1) for each in beats}
     short = lines(table, grid, SILENT_S, (40,), MOST_LINES)
     assert len(short) == 1 + MOST_LINES and any(line.split()[0] == "40" for line in short[1:])
     assert short[-1] == "... and 49 more ranks"

@@ -20,7 +20,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import Parts
 from meshwright.step import take_step
-from meshwright.watch.drift import WORDS, bits, check_drift, unlike
+from meshwright.watch.drift import WORDS, bits, check_drift, differing_pieces
 from tests.watch.spoiling import LIMIT_S, checkpoints_in, config_for, opened, parts_for, quiet, size_of
 
 
@@ -42,9 +42,13 @@ def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype, size: int) -> None:
 
 def test_which_ranks_are_to_blame() -> None:
     grid = Grid(pp=2, dp=2, tp=2)
-    assert unlike(grid, [[5], [4, 7, 6]]) == "rank 5 (pp1 dp0 tp1) is unlike the other 3 copies (ranks 4, 6-7)"
-    assert unlike(grid, [[4, 6], [5], [7]]).startswith("ranks 4, 6 (pp1 dp0-1 tp0) and rank 5 (pp1 dp0 tp1) and rank 7")
-    assert unlike(grid, [[7], [5]]) == (
+    assert (
+        differing_pieces(grid, [[5], [4, 7, 6]]) == "rank 5 (pp1 dp0 tp1) is unlike the other 3 copies (ranks 4, 6-7)"
+    )
+    assert differing_pieces(grid, [[4, 6], [5], [7]]).startswith(
+        "ranks 4, 6 (pp1 dp0-1 tp0) and rank 5 (pp1 dp0 tp1) and rank 7"
+    )
+    assert differing_pieces(grid, [[7], [5]]) == (
         "rank 5 (pp1 dp0 tp1) and rank 7 (pp1 dp1 tp1) hold different bits, and of 2 copies it cannot be told which "
         "one is wrong"
     )

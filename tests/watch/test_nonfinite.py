@@ -21,7 +21,7 @@ from meshwright.mesh.mesh import close_mesh
 from meshwright.run.resume import resume
 from meshwright.step import take_step
 from meshwright.tracking.record import from_json, to_json
-from meshwright.watch.nonfinite.evidence import Evidence, Of, broken, cause
+from meshwright.watch.nonfinite.evidence import Evidence, EvidenceKind, broken, cause
 from meshwright.watch.ranks import numbers, ranks_at, samples_named
 from tests.end_to_end.driving import LATER, save
 from tests.watch.spoiling import (
@@ -61,7 +61,7 @@ def test_what_is_broken() -> None:
     assert broken(large) is None and "whose square" in str(broken(large, is_gradient=True))
 
 
-def seen(of: Of, rank: int, stage: int, position: int, microbatch: int | None = 0, **more: Any) -> Evidence:
+def seen(of: EvidenceKind, rank: int, stage: int, position: int, microbatch: int | None = 0, **more: Any) -> Evidence:
     given = {"ranks": (rank,), "name": "it", "found": "1 of 2 NaN", "dp_rank": 0, "samples": (3,)} | more
     return Evidence(of=of, stage=stage, position=position, microbatch=microbatch, **given)
 
@@ -69,18 +69,34 @@ def seen(of: Of, rank: int, stage: int, position: int, microbatch: int | None = 
 @pytest.mark.parametrize(
     ("found", "ranks"),
     [
-        ([seen(Of.OUTPUT, 2, 1, 1), seen(Of.OUTPUT, 1, 0, 9)], (1,)),  # the lower stage
-        ([seen(Of.OUTPUT, 2, 1, 1, 4), seen(Of.OUTPUT, 3, 1, 5, 2)], (3,)),  # the earlier micro-batch
-        ([seen(Of.OUTPUT, 2, 1, 6), seen(Of.OUTPUT, 3, 1, 5)], (3,)),  # the earlier call; the other met it in a sum
-        ([seen(Of.OUTPUT, 2, 1, 5), seen(Of.OUTPUT, 3, 1, 5)], (2, 3)),  # not to be told
-        ([seen(Of.GRADIENT, 0, 0, 9), seen(Of.GRADIENT, 2, 1, 1)], (2,)),  # backward begins at the end
-        ([seen(Of.GRADIENT, 0, 0, 9), seen(Of.GRADIENT, 1, 0, 8)], (0,)),
-        ([seen(Of.GRADIENT, 2, 1, 9), seen(Of.LOSS, 3, 1, 0), seen(Of.OUTPUT, 0, 1, 3)], (0,)),
-        ([seen(Of.GRADIENT, 2, 1, 9), seen(Of.LOSS, 3, 1, 0)], (3,)),
-        ([seen(Of.OUTPUT, 0, 0, 0), seen(Of.WEIGHT, 3, 1, 0, None)], (3,)),
+        ([seen(EvidenceKind.OUTPUT, 2, 1, 1), seen(EvidenceKind.OUTPUT, 1, 0, 9)], (1,)),  # the lower stage
+        (
+            [seen(EvidenceKind.OUTPUT, 2, 1, 1, 4), seen(EvidenceKind.OUTPUT, 3, 1, 5, 2)],
+            (3,),
+        ),  # the earlier micro-batch
+        (
+            [seen(EvidenceKind.OUTPUT, 2, 1, 6), seen(EvidenceKind.OUTPUT, 3, 1, 5)],
+            (3,),
+        ),  # the earlier call; the other met it in a sum
+        ([seen(EvidenceKind.OUTPUT, 2, 1, 5), seen(EvidenceKind.OUTPUT, 3, 1, 5)], (2, 3)),  # not to be told
+        (
+            [seen(EvidenceKind.GRADIENT, 0, 0, 9), seen(EvidenceKind.GRADIENT, 2, 1, 1)],
+            (2,),
+        ),  # backward begins at the end
+        ([seen(EvidenceKind.GRADIENT, 0, 0, 9), seen(EvidenceKind.GRADIENT, 1, 0, 8)], (0,)),
+        (
+            [
+                seen(EvidenceKind.GRADIENT, 2, 1, 9),
+                seen(EvidenceKind.LOSS, 3, 1, 0),
+                seen(EvidenceKind.OUTPUT, 0, 1, 3),
+            ],
+            (0,),
+        ),
+        ([seen(EvidenceKind.GRADIENT, 2, 1, 9), seen(EvidenceKind.LOSS, 3, 1, 0)], (3,)),
+        ([seen(EvidenceKind.OUTPUT, 0, 0, 0), seen(EvidenceKind.WEIGHT, 3, 1, 0, None)], (3,)),
         # a sum into which another rank's own gradient went says nothing of who summed it; one without such does
-        ([seen(Of.SUM, 0, 0, 9, part=(0, 0)), seen(Of.GRADIENT, 1, 0, 9, part=(0, 0))], (1,)),
-        ([seen(Of.SUM, 0, 0, 9, part=(0, 0)), seen(Of.GRADIENT, 0, 0, 8, part=(0, 1))], (0,)),
+        ([seen(EvidenceKind.SUM, 0, 0, 9, part=(0, 0)), seen(EvidenceKind.GRADIENT, 1, 0, 9, part=(0, 0))], (1,)),
+        ([seen(EvidenceKind.SUM, 0, 0, 9, part=(0, 0)), seen(EvidenceKind.GRADIENT, 0, 0, 8, part=(0, 1))], (0,)),
     ],
 )
 def test_the_first_of_many_is_the_cause(found: list[Evidence], ranks: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis.account import on_their_way
 from meshwright.schedule.analysis.simulate import Span, Timeline
 from meshwright.tracking.jsonl import read_records
-from meshwright.watch.stragglers import NOBODY, Straggler, Told, judge
+from meshwright.watch.stragglers import NOBODY, Straggler, StragglerReport, judge
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, LATER, layout, run_config, train
 
@@ -23,10 +23,12 @@ __all__ = ["corpus"]
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
 
 
-def told(own_s: float, *reducing_s: float, replicas: tuple[int, ...] = (0,), pp_rank: int = 0, **ways: float) -> Told:
+def told(
+    own_s: float, *reducing_s: float, replicas: tuple[int, ...] = (0,), pp_rank: int = 0, **ways: float
+) -> StragglerReport:
     """``_0_1=0.3``: what was on its way from rank 0 to rank 1."""
     on_their_way = {tuple(map(int, way.split("_")[1:])): seconds for way, seconds in ways.items()}
-    return Told(own_s, reducing_s, replicas, pp_rank, on_their_way)  # type: ignore[arg-type]
+    return StragglerReport(own_s, reducing_s, replicas, pp_rank, on_their_way)  # type: ignore[arg-type]
 
 
 def test_nobody() -> None:

@@ -15,7 +15,7 @@ from meshwright.schedule.analysis.draw import Reading
 from meshwright.schedule.analysis.simulate import Costs, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.watch.trace import Seen, Trace, clock_offsets, newest, read, traced_step, write
+from meshwright.watch.trace import RankSpans, Trace, clock_offsets, newest, read, traced_step, write
 
 SCHEDULE = lower(build("1f1b", 2, 2))
 TIMELINE = simulate(SCHEDULE, Costs(comm=0.25, step=1))
@@ -106,8 +106,8 @@ def test_the_step_that_is_traced(trace_step: int, taken: int, steps: int, traced
     assert traced_step(trace_step, taken, steps) == traced
 
 
-def seen(host: str, *ticks: float) -> Seen:
-    return Seen(host, ticks, 0.0, (), ())
+def seen(host: str, *ticks: float) -> RankSpans:
+    return RankSpans(host, ticks, 0.0, (), ())
 
 
 def test_clocks_of_one_host_are_one() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from meshwright.data.prepare.readers import Block, InputFile, Kind, lines_of, lines_of_range, text_of
-from meshwright.data.prepare.records import Broken, Form, Piece, columns_of, decoded, pieces_of, values_of_line
+from meshwright.data.prepare.readers import FileForm, InputFile, RecordBlock, lines_of, lines_of_range, text_of
+from meshwright.data.prepare.records import Broken, DocumentPiece, Form, columns_of, decoded, pieces_of, values_of_line
 from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -40,7 +40,7 @@ class Encoded(NamedTuple):
 
 class _Read(NamedTuple):
     line: int
-    pieces: list[Piece]
+    pieces: list[DocumentPiece]
     problem: str | None
 
 
@@ -65,7 +65,7 @@ class Encoder:
         self.tokenizer.encode_special_tokens = True  # a text that spells out a special token has those characters
         self.columns = columns_of(self.form, self.text_key)
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: RecordBlock) -> Encoded:
         """Encode a block. Raises DataError: a file that cannot be read, a document that is too long."""
         digest = sha256()
         reads, num_lines = self._read(block, digest)
@@ -99,7 +99,9 @@ class Encoder:
             digest.digest(),
         )
 
-    def _document(self, pieces: list[Piece], ids: list[list[int]]) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
+    def _document(
+        self, pieces: list[DocumentPiece], ids: list[list[int]]
+    ) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
         parts: list[list[int]] = [] if self.begin is None else [[self.begin]]
         counting: list[tuple[bool, int]] = [] if self.begin is None else [(False, 1)]
         for piece, own in zip(pieces, ids, strict=True):
@@ -114,7 +116,7 @@ class Encoder:
         flags, times = zip(*counting, strict=True)
         return tokens, np.repeat(np.array(flags, dtype=np.uint8), times)
 
-    def _encode(self, documents: list[list[Piece]]) -> Iterator[list[list[int]]]:
+    def _encode(self, documents: list[list[DocumentPiece]]) -> Iterator[list[list[int]]]:
         """Encode each piece of each document, several texts at a time."""
         for start in range(0, len(documents), _TEXTS_AT_ONCE):
             some = documents[start : start + _TEXTS_AT_ONCE]
@@ -123,15 +125,15 @@ class Encoder:
             for pieces in some:
                 yield [next(found).ids for _ in pieces]
 
-    def _read(self, block: Block, digest: Any) -> tuple[list[_Read], int]:
+    def _read(self, block: RecordBlock, digest: Any) -> tuple[list[_Read], int]:
         file = self.files[block.first.file]
-        if file.kind is Kind.TEXT:
+        if file.kind is FileForm.TEXT:
             reads = [
                 self._text(number, each, digest)
                 for number, each in enumerate(self.files[block.first.file : block.after.file])
             ]
             return reads, len(reads)
-        if file.kind is Kind.ROWS:
+        if file.kind is FileForm.ROWS:
             digest.update(repr(block.content).encode(errors="backslashreplace"))
             return [self._values(number, row) for number, row in enumerate(block.content)], len(block.content)
         try:
@@ -155,7 +157,7 @@ class Encoder:
             text = decoded(raw.removeprefix(_BOM))
         except Broken as problem:
             return _Read(number, [], str(problem))
-        return _Read(number, [Piece(text, True, True)] if text else [], None)
+        return _Read(number, [DocumentPiece(text, True, True)] if text else [], None)
 
     def _line(self, number: int, line: bytes) -> _Read:
         try:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed, tokenizer_files
-from meshwright.data.fingerprint import Fingerprint, Prepared
-from meshwright.data.prepare.readers import InputFile, Kind
+from meshwright.data.fingerprint import Fingerprint, Preparation
+from meshwright.data.prepare.readers import FileForm, InputFile
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer_files import Known
@@ -23,7 +23,7 @@ from meshwright.errors import DataError
 _TOKENS_AT_ONCE = 1 << 22
 
 
-def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Request) -> Fingerprint:
+def write_indices(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Request) -> Fingerprint:
     """Write indices, tokenizer and fingerprint beside the tokens. Can be repeated at any moment."""
     state = work.state
     if not state.splits["train"].documents:
@@ -61,7 +61,7 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
         splits=splits,
         vocab_size=known.vocab_size,
         end_of_document_id=known.end,
-        source=fingerprints.Source(
+        source=fingerprints.PreparationRequest(
             description=_described(files),
             documents=sum(split.documents for split in splits.values()),
             text_bytes=state.text_bytes,
@@ -69,7 +69,7 @@ def seal(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Re
             vocab_size=known.vocab_size,
             validation_share=request.validation_share,
         ),
-        prepared=Prepared(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
+        prepared=Preparation(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
     )
     text = made.model_dump_json(indent=2, exclude_none=True) + "\n"
     (work.corpus / fingerprints.FILE_NAME).write_text(text, encoding="utf-8")
@@ -99,8 +99,8 @@ def _told(path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.ui
 
 
 def _described(files: Sequence[InputFile]) -> str:
-    names = {Kind.TEXT: "text", Kind.LINES: "JSONL", Kind.ROWS: "parquet"}
-    kinds = [kind for kind in Kind if any(file.kind is kind for file in files)]
+    names = {FileForm.TEXT: "text", FileForm.LINES: "JSONL", FileForm.ROWS: "parquet"}
+    kinds = [kind for kind in FileForm if any(file.kind is kind for file in files)]
     return " and ".join(
         f"{count:,} {names[kind]} file{'s' * (count > 1)}"
         for kind in kinds
@@ -139,5 +139,5 @@ def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | Non
     return None if fingerprints.damaged_files(out, found) else found
 
 
-def _request(prepared: Prepared) -> Request:
+def _request(prepared: Preparation) -> Request:
     return Request(**prepared.model_dump(exclude={"records", "empty", "skipped"}))

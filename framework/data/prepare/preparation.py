@@ -26,9 +26,9 @@ from meshwright.data import indexed, tokenizer_files
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.prepare import readers
 from meshwright.data.prepare.encode import Encoded, Encoder
-from meshwright.data.prepare.finish import complete, seal
+from meshwright.data.prepare.finish import complete, write_indices
 from meshwright.data.prepare.publish import publish
-from meshwright.data.prepare.readers import Block, InputFile, Kind, Place
+from meshwright.data.prepare.readers import FileForm, InputFile, ReadPosition, RecordBlock
 from meshwright.data.prepare.records import Form, columns_of
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
 from meshwright.data.prepare.workers import ordered_map
@@ -145,7 +145,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         try:
             encoder = Encoder(files, known.tokenizer, options.form, options.text_key, dtype, known.end, known.begin)
             _read_all(options, files, columns, encoder, work, on_progress)
-            made = seal(work, files, known, request)
+            made = write_indices(work, files, known, request)
             publish(work.corpus, out)
             work.remove()
         finally:
@@ -169,12 +169,12 @@ def _check_shares(options: Options) -> None:
 def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
     """Check what needs no reading: columns of parquet files, and texts that are no pairs."""
     for file in files:
-        if file.kind is Kind.TEXT and form is not Form.TEXT:
+        if file.kind is FileForm.TEXT and form is not Form.TEXT:
             raise DataError(
                 f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet, with the keys "
                 f"{' and '.join(columns)}"
             )
-        if file.kind is Kind.ROWS:
+        if file.kind is FileForm.ROWS:
             readers.open_parquet(file.path, columns).close()
 
 
@@ -189,7 +189,7 @@ def _read_all(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism, and are forked
     state, total_bytes = work.state, sum(file.num_bytes for file in files)
     num_workers = options.num_workers or len(os.sched_getaffinity(0))
-    place = Place(*state.place)
+    place = ReadPosition(*state.place)
     committed_s = time.monotonic()
     blocks = readers.blocks(files, columns, place, options.block_bytes)
     encoded = ordered_map(encoder, blocks, num_workers)
@@ -225,13 +225,13 @@ def _progress(work: WorkFolder, total_bytes: int) -> Progress:
     return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.went_on)
 
 
-def _broken(block: Block, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
+def _broken(block: RecordBlock, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
     """Return the errors of a block, each with its place. ``line``: of the file that was read last."""
     first_line = line if block.first.position else 0
     return [f"{_place_of(block, files, first_line, int(found.lines[n]))} {problem}" for n, problem in found.broken]
 
 
-def _accept(block: Block, found: Encoded, broken: list[str], work: WorkFolder, options: Options) -> None:
+def _accept(block: RecordBlock, found: Encoded, broken: list[str], work: WorkFolder, options: Options) -> None:
     """Append a block's documents to their splits."""
     state = work.state
     work.skip(broken)
@@ -254,12 +254,12 @@ def _accept(block: Block, found: Encoded, broken: list[str], work: WorkFolder, o
     state.digest = sha256(state.digest.encode() + found.digest).hexdigest()
 
 
-def _place_of(block: Block, files: Sequence[InputFile], first_line: int, line: int) -> str:
+def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, line: int) -> str:
     """Return a place such as ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
     file = files[block.first.file]
-    if file.kind is Kind.TEXT:
+    if file.kind is FileForm.TEXT:
         return str(files[block.first.file + line].path)
-    if file.kind is Kind.ROWS:
+    if file.kind is FileForm.ROWS:
         return f"{file.path}: row {block.first.position + line + 1}"
     return f"{file.path}:{first_line + line + 1}"
 

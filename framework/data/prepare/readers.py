@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 64
 _ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "rows", ".pq": "rows"}
 
 
-class Kind(Enum):
+class FileForm(Enum):
     """Forms of files: how documents lie in one."""
 
     TEXT = "text"
@@ -43,7 +43,7 @@ class InputFile(NamedTuple):
     """One file to be read, as it was when it was listed."""
 
     path: Path
-    kind: Kind
+    kind: FileForm
     num_bytes: int
     mtime_ns: int
 
@@ -53,7 +53,7 @@ class InputFile(NamedTuple):
         return self.path.suffix == ".gz"
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """Up to where the files have been read."""
 
     file: int = 0
@@ -61,14 +61,14 @@ class Place(NamedTuple):
     """In it: a byte (unpacked) of lines, a row of rows."""
 
 
-BEGINNING = Place()
+BEGINNING = ReadPosition()
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     """Records that one worker reads at once."""
 
-    first: Place
-    after: Place
+    first: ReadPosition
+    after: ReadPosition
     """Start of the next block."""
     content: Any
     """Bytes of whole lines, or the columns of rows; None: the worker reads the file itself."""
@@ -126,7 +126,7 @@ def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
         stat = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return InputFile(path, Kind(kind), stat.st_size, stat.st_mtime_ns)
+    return InputFile(path, FileForm(kind), stat.st_size, stat.st_mtime_ns)
 
 
 def changed(file: InputFile) -> bool:
@@ -139,8 +139,8 @@ def changed(file: InputFile) -> bool:
 
 
 def blocks(
-    files: Sequence[InputFile], columns: Sequence[str], start: Place = BEGINNING, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+    files: Sequence[InputFile], columns: Sequence[str], start: ReadPosition = BEGINNING, block_bytes: int = BLOCK_BYTES
+) -> Iterator[RecordBlock]:
     """Yield all blocks from a place on. ``columns``: of parquet files.
 
     Raises DataError: a file that cannot be read, is damaged, or lacks a column.
@@ -148,27 +148,27 @@ def blocks(
     file = start.file
     while file < len(files):
         position = start.position if file == start.file else 0
-        if files[file].kind is Kind.TEXT:
+        if files[file].kind is FileForm.TEXT:
             after = _text_run(files, file, block_bytes)
             size = sum(each.num_bytes for each in files[file:after])
-            yield Block(Place(file), Place(after), None, size)
+            yield RecordBlock(ReadPosition(file), ReadPosition(after), None, size)
             file = after
             continue
-        if files[file].kind is Kind.ROWS:
+        if files[file].kind is FileForm.ROWS:
             yield from _row_blocks(files[file], file, columns, position, block_bytes)
         elif files[file].is_packed:
             yield from _packed_blocks(files[file], file, position, block_bytes)
         else:
             for begin in range(position, files[file].num_bytes, block_bytes):
                 end = min(begin + block_bytes, files[file].num_bytes)
-                yield Block(Place(file, begin), Place(file, end), None, end - begin)
+                yield RecordBlock(ReadPosition(file, begin), ReadPosition(file, end), None, end - begin)
         file += 1
 
 
 def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
     """Return the end of the run of text files that are read as one block; at least one."""
     size, after = files[first].num_bytes, first + 1
-    while after < len(files) and files[after].kind is Kind.TEXT and after - first < MOST_FILES:
+    while after < len(files) and files[after].kind is FileForm.TEXT and after - first < MOST_FILES:
         size += files[after].num_bytes
         if size > block_bytes:
             break
@@ -176,7 +176,7 @@ def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
     return after
 
 
-def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[Block]:
+def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[RecordBlock]:
     at = position
     try:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
@@ -186,7 +186,7 @@ def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int)
                 if not content.endswith(b"\n"):
                     content += _rest_of_line(stream, f"{file.path}: the line over unpacked byte {at + len(content):,}")
                 now = raw.tell()
-                yield Block(Place(index, at), Place(index, at + len(content)), content, now - told)
+                yield RecordBlock(ReadPosition(index, at), ReadPosition(index, at + len(content)), content, now - told)
                 at, told = at + len(content), now
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
@@ -211,7 +211,7 @@ def _skip(stream: gzip.GzipFile, count: int) -> None:
 
 def _row_blocks(
     file: InputFile, index: int, columns: Sequence[str], position: int, block_bytes: int
-) -> Iterator[Block]:
+) -> Iterator[RecordBlock]:
     """Yield the blocks of a file row group by row group, from row ``position`` on."""
     table = open_parquet(file.path, columns)
     row, num_rows = 0, max(1, table.metadata.num_rows)
@@ -228,7 +228,7 @@ def _row_blocks(
                 row += left_out
                 for part in _runs(rows[left_out:], block_bytes):
                     now = file.num_bytes * (row + len(part)) // num_rows
-                    yield Block(Place(index, row), Place(index, row + len(part)), part, now - told)
+                    yield RecordBlock(ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - told)
                     told = now
                     row += len(part)
     except (OSError, ValueError, _arrow_error()) as error:

@@ -34,7 +34,7 @@ class Form(Enum):
         return self is not Form.TEXT
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A run of text that counts or does not."""
 
     text: str
@@ -77,20 +77,20 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(record[name] for name in columns)
 
 
-def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[Piece]:
+def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[DocumentPiece]:
     """Return the document of a record; empty when there is no text in it. Raises Broken."""
     if form is Form.MESSAGES:
         return _conversation(values[0])
     texts = [_text(value, name) for value, name in zip(values, columns, strict=True)]
     if form is Form.TEXT:
-        return [Piece(texts[0], True, True)] if texts[0] else []
+        return [DocumentPiece(texts[0], True, True)] if texts[0] else []
     prompt, response = texts
     if not response:
         raise Broken("has an empty 'response': there is nothing to learn from it")
-    return [Piece(prompt, False, False), Piece(response, True, True)]
+    return [DocumentPiece(prompt, False, False), DocumentPiece(response, True, True)]
 
 
-def _conversation(messages: Any) -> list[Piece]:
+def _conversation(messages: Any) -> list[DocumentPiece]:
     if not isinstance(messages, list) or not messages:
         raise Broken("has no list of messages in 'messages'")
     pieces = []
@@ -99,8 +99,8 @@ def _conversation(messages: Any) -> list[Piece]:
             raise Broken(f"has no 'role' and 'content' in message {number}")
         role, content = (_text(message[key], f"{key} of message {number}") for key in ("role", "content"))
         is_ours = role == "assistant"
-        pieces.append(Piece(f"<|{role}|>\n", False, False))
-        pieces.append(Piece(content if is_ours else f"{content}\n", is_ours, is_ours))
+        pieces.append(DocumentPiece(f"<|{role}|>\n", False, False))
+        pieces.append(DocumentPiece(content if is_ours else f"{content}\n", is_ours, is_ours))
     if not any(piece.counts for piece in pieces):
         raise Broken("has no message of the 'assistant': there is nothing to learn from it")
     if not any(piece.text for piece in pieces if piece.counts):

@@ -40,7 +40,7 @@ class Document(NamedTuple):
         return int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
 
 
-class Source(NamedTuple):
+class DocumentSource(NamedTuple):
     """Documents sorted by name, with a description in one line."""
 
     documents: tuple[Document, ...]
@@ -61,7 +61,7 @@ class Splits(NamedTuple):
     validation: tuple[Document, ...]
 
 
-def stdlib() -> Source:
+def stdlib() -> DocumentSource:
     """List the ``.py`` files of the running Python's standard library, without its test suites and installed packages.
 
     Files that are not utf-8 and empty ones (``__init__.py``) are left out: the library keeps a few on purpose.
@@ -77,10 +77,10 @@ def stdlib() -> Source:
             f"no Python source of the standard library under {root}: this Python was installed without it; "
             f"prepare a corpus from text files of your own instead"
         )
-    return Source(documents, f"Python {platform.python_version()} standard library, .py files without tests")
+    return DocumentSource(documents, f"Python {platform.python_version()} standard library, .py files without tests")
 
 
-def files(paths: Sequence[Path], root: Path | None = None) -> Source:
+def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
     """List text files, and all files below folders (hidden ones left out).
 
     ``root``: the folder that names are relative to; default: the common one. A file that is missing or not utf-8 raises
@@ -108,10 +108,10 @@ def files(paths: Sequence[Path], root: Path | None = None) -> Source:
     documents = _documents(resolved, base, skip_other_encodings=False)
     if not documents:
         raise DataError(f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})")
-    return Source(documents, f"{len(documents)} text files")
+    return DocumentSource(documents, f"{len(documents)} text files")
 
 
-def split(source: Source, validation_share: float) -> Splits:
+def split(source: DocumentSource, validation_share: float) -> Splits:
     """Split the documents by the hash of their names. A share above 0 gives at least one to validation."""
     if not 0.0 <= validation_share < 1.0:
         raise DataError(

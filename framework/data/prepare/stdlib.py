@@ -89,7 +89,7 @@ def prepare_files(
 
 
 def prepare(
-    source: sources.Source,
+    source: sources.DocumentSource,
     out: Path,
     vocab_size: int,
     validation_share: float,
@@ -104,7 +104,7 @@ def prepare(
     """
     out = Path(out).absolute()
     splits = sources.split(source, validation_share)
-    wanted = fingerprints.Source(
+    wanted = fingerprints.PreparationRequest(
         description=source.description,
         documents=len(source.documents),
         text_bytes=sum(document.num_bytes for document in source.documents),
@@ -130,7 +130,9 @@ def prepare(
     return Summary(out, built=True, fingerprint=built)
 
 
-def _build(aside: Path, splits: sources.Splits, wanted: fingerprints.Source, say: Callable[[str], None]) -> Fingerprint:
+def _build(
+    aside: Path, splits: sources.Splits, wanted: fingerprints.PreparationRequest, say: Callable[[str], None]
+) -> Fingerprint:
     say(f"learning a tokenizer of {wanted.vocab_size:,} tokens from {len(splits.train):,} documents")
     bpe = tokenizer.train(sources.texts(splits.train), wanted.vocab_size)
     bpe.save(str(aside / TOKENIZER_FILE))
@@ -174,7 +176,7 @@ def _counted(documents: Iterable[NDArray[np.int64]], counts: NDArray[np.int64]) 
         yield document
 
 
-def _matching(out: Path, wanted: fingerprints.Source, *, replace: bool) -> Fingerprint | None:
+def _matching(out: Path, wanted: fingerprints.PreparationRequest, *, replace: bool) -> Fingerprint | None:
     """Return the fingerprint of a corpus that is whole and as requested; None if ``out`` may be written."""
     if not out.exists():
         return None
@@ -211,7 +213,7 @@ def _matching(out: Path, wanted: fingerprints.Source, *, replace: bool) -> Finge
     )
 
 
-def _without_description(source: fingerprints.Source) -> dict[str, Any]:
+def _without_description(source: fingerprints.PreparationRequest) -> dict[str, Any]:
     """Return the source without its description: the fields that decide the bytes of a corpus."""
     return source.model_dump(exclude={"description"})
 

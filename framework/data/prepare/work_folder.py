@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.data.fingerprint import File
 from meshwright.data.prepare.publish import flush
-from meshwright.data.prepare.readers import BEGINNING, InputFile, Place
+from meshwright.data.prepare.readers import BEGINNING, InputFile, ReadPosition
 from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
 from meshwright.system.bounded import read_bytes
@@ -54,7 +54,7 @@ class Request(_Part):
     test_share: float
     seed: int
 
-    def up_to(self, place: Place) -> Request:
+    def up_to(self, place: ReadPosition) -> Request:
         """Return the request with only those files that have been read in part or in full."""
         return self.model_copy(update={"files": self.files[: place.file + (place.position > 0)]})
 
@@ -142,7 +142,7 @@ class WorkFolder:
         begun = _read(asked, Request)
         # without the corpus it was published, and whoever did so was killed before the rest was removed
         known = _read(state, State) if begun is not None and self.corpus.is_dir() else None
-        if known is not None and Place(*known.place) == BEGINNING:
+        if known is not None and ReadPosition(*known.place) == BEGINNING:
             known = None
         if begun is not None and known is not None:
             obstacle = self._obstacle(out, begun, request, known, may_skip)
@@ -162,7 +162,7 @@ class WorkFolder:
 
     def _obstacle(self, out: Path, begun: Request, request: Request, known: State, may_skip: bool) -> str:
         """Return the reason why the work cannot go on; empty: it can."""
-        place = Place(*known.place)
+        place = ReadPosition(*known.place)
         changes = begun.up_to(place).differences(request.up_to(place))
         if changes:
             return (
@@ -218,7 +218,7 @@ class WorkFolder:
             self.state.skipped += 1
             self.state.skipped_bytes += len(raw)
 
-    def commit(self, place: Place) -> None:
+    def commit(self, place: ReadPosition) -> None:
         """Flush the appended data to the disk, then record it."""
         for stream in self._streams.values():
             stream.flush()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.tools.doctor.facts import Facts
-from meshwright.tools.doctor.links import Link, by_node, slow_pairs
+from meshwright.tools.doctor.links import LinkMeasurement, by_node, slow_pairs
 from meshwright.watch.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
@@ -26,7 +26,9 @@ class Finding(NamedTuple):
     """Nodes that a job should leave out because of it."""
 
 
-def judge(facts: Sequence[Facts], links: Sequence[Link], *, expected_bytes_per_s: float | None = None) -> list[Finding]:
+def judge(
+    facts: Sequence[Facts], links: Sequence[LinkMeasurement], *, expected_bytes_per_s: float | None = None
+) -> list[Finding]:
     """Return all faults, the worst first. ``expected_bytes_per_s``: expected rate of a link across nodes."""
     return [*_disk(facts), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
 
@@ -65,7 +67,7 @@ def _versions(facts: Sequence[Facts]) -> list[Finding]:
     return found
 
 
-def _links(links: Sequence[Link], expected: float | None) -> list[Finding]:
+def _links(links: Sequence[LinkMeasurement], expected: float | None) -> list[Finding]:
     best, found = by_node(links), []
     named: set[str] = set()
     for node, rate in sorted(best.items(), key=lambda each: each[1]):

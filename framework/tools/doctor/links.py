@@ -25,7 +25,7 @@ MOST_ROUNDS = 6
 """Largest number of rounds over pairs of nodes; in each round every node has one partner."""
 
 
-class Link(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """Measured link between two nodes, or between two ranks of one node."""
 
     nodes: tuple[str, str]
@@ -70,7 +70,7 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def measure_links(mesh: Mesh) -> list[Link]:
+def measure_links(mesh: Mesh) -> list[LinkMeasurement]:
     """Measure pairs of nodes through their first ranks, round by round, and one pair of ranks inside each node.
 
     Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up to ``MOST_BYTES``.
@@ -80,16 +80,16 @@ def measure_links(mesh: Mesh) -> list[Link]:
         first.setdefault(node, []).append(rank)
     across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][:MOST_ROUNDS]
     inside = [[(ranks[0], ranks[1]) for ranks in first.values() if len(ranks) > 1]]
-    found: list[Link] = []
+    found: list[LinkMeasurement] = []
     for pairs in [*inside, *across]:
-        mine: Link | None = None
+        mine: LinkMeasurement | None = None
         mesh.world.barrier()
         for pair in pairs:
             if mesh.rank in pair:
                 measured = _measure(mesh.world, pair, mesh.device)
                 if mesh.rank == pair[0]:
-                    mine = Link((mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured)
-        found += [link for link in mesh.world.gather_objects(mine, Link) if link is not None]
+                    mine = LinkMeasurement((mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured)
+        found += [link for link in mesh.world.gather_objects(mine, LinkMeasurement) if link is not None]
     return found
 
 
@@ -160,7 +160,7 @@ def _sum(group: Group, numbers: torch.Tensor, times: int) -> float:
     return statistics.median(taken_s[1:])
 
 
-def by_node(links: Sequence[Link]) -> dict[str, float]:
+def by_node(links: Sequence[LinkMeasurement]) -> dict[str, float]:
     """Return each node's best bandwidth to another node, in bytes per second: a slow partner is not its fault."""
     best: dict[str, float] = {}
     for link in links:
@@ -170,7 +170,7 @@ def by_node(links: Sequence[Link]) -> dict[str, float]:
     return best
 
 
-def slow_pairs(links: Sequence[Link], share: float) -> list[Link]:
+def slow_pairs(links: Sequence[LinkMeasurement], share: float) -> list[LinkMeasurement]:
     """Return links across nodes that are slower than ``share`` of the best bandwidth of both their nodes."""
     best = by_node(links)
     across = [link for link in links if link.nodes[0] != link.nodes[1]]

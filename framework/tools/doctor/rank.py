@@ -11,7 +11,7 @@ from meshwright.config import RunConfig, bucket_bytes, resolve
 from meshwright.errors import CommunicationError, ConfigError, UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
-from meshwright.mesh.rendezvous import NotAllCame, meet, needs_meeting
+from meshwright.mesh.rendezvous import MissingRanksError, needs_rendezvous, open_rendezvous
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import GiveUp, end_process
 from meshwright.system.signals import SIGNALS
@@ -63,7 +63,7 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
     directory = Path(config.run.directory) / config.run.name
     store = None
-    if grid.size > 1 and needs_meeting():
+    if grid.size > 1 and needs_rendezvous():
         store = _meet(grid, directory)
         if store is None:
             return
@@ -98,13 +98,13 @@ def _meet(grid: Grid, directory: Path) -> Any:
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
     try:
-        store = meet(rank, world_size, LIMIT_S)
+        store = open_rendezvous(rank, world_size, LIMIT_S)
         findings = judge_reach(try_links(store, rank, local_rank, world_size, LIMIT_S))
         if not findings:
             return store
         if rank != 0:
             store.add("heard", 1)
-    except NotAllCame as error:
+    except MissingRanksError as error:
         store, findings = None, [Finding(str(error), error.nodes)]
         if rank != 0:  # a running rank 0 would have reported before
             raise not_fit(findings) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.run.summary import columns, memory
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.findings import Finding, gbit
-from meshwright.tools.doctor.links import AllReduceTiming, Link, by_node
+from meshwright.tools.doctor.links import AllReduceTiming, LinkMeasurement, by_node
 
 MUCH_LATENCY = 0.05
 """Share of an all-reduce's time that latency may take; buckets should be large enough for it."""
@@ -18,7 +18,7 @@ MUCH_LATENCY = 0.05
 
 def format_report(
     facts: Sequence[Facts],
-    links: Sequence[Link],
+    links: Sequence[LinkMeasurement],
     sums: Sequence[AllReduceTiming],
     findings: Sequence[Finding],
     bucket_bytes: int,
@@ -57,7 +57,7 @@ def format_report(
     return "\n".join([*lines, *([] if findings else ["nothing is wrong"])])
 
 
-def _pairs(across: Sequence[Link]) -> list[tuple[str, ...]]:
+def _pairs(across: Sequence[LinkMeasurement]) -> list[tuple[str, ...]]:
     return [
         ("between nodes", "one way", "latency"),
         *(
@@ -106,7 +106,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 and list(ranks) == whole else " ".join(map(str, ranks))
 
 
-def links_toml(links: Sequence[Link]) -> str:
+def links_toml(links: Sequence[LinkMeasurement]) -> str:
     """Return the median figures inside nodes and across nodes as TOML; unmeasured ones are left out."""
     kinds = {
         "in_node": [link for link in links if link.nodes[0] == link.nodes[1]],
@@ -127,7 +127,7 @@ def links_toml(links: Sequence[Link]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_links(links: Sequence[Link], place: Path) -> None:
+def write_links(links: Sequence[LinkMeasurement], place: Path) -> None:
     """Write the link figures atomically (temporary file, then rename)."""
     aside = place.with_name(f"{place.name}.part")
     aside.write_text(links_toml(links))

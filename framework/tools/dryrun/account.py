@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.mesh.intercept import Heard
+from meshwright.mesh.intercept import InterceptedOperation
 from meshwright.schedule.action import Action, Kind
 from meshwright.tools.dryrun.recorder import ActivityStart, Recorder, StorageLife, live_bytes
 
@@ -53,7 +53,7 @@ class CommunicationRecord(NamedTuple):
     """Communication operation, and the rank's activity at that time."""
 
     what: object
-    heard: Heard
+    heard: InterceptedOperation
 
 
 @dataclass

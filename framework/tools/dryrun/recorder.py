@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.intercept import NAMESPACES, Ear, Heard, hears_parts
+from meshwright.mesh.intercept import NAMESPACES, InterceptedOperation, OperationInterceptor, is_on_dtensor
 
 ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default
@@ -48,7 +48,7 @@ class RecordedCommunication(NamedTuple):
     """Communication operation, its time and the storages of its tensors."""
 
     at: int
-    heard: Heard
+    heard: InterceptedOperation
     storages: tuple[int, ...]
 
 
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begun: list[ActivityStart] = []
         self._known: dict[int, tuple[weakref.ref[Any], StorageLife]] = {}
         self._next_number = first_number
-        self._ear = Ear()
+        self._ear = OperationInterceptor()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
             device = getattr(arguments[0], "fake_device", None)
             return function(*arguments) if device is None else device
-        if hears_parts(types):
+        if is_on_dtensor(types):
             return NotImplemented
         results = function(*arguments, **(options or {}))
         self.now += 1

@@ -24,7 +24,7 @@ from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.intercept import Heard
+from meshwright.mesh.intercept import InterceptedOperation
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart
 from meshwright.pipeline.values import TensorSpec, ValueSpec
@@ -76,7 +76,7 @@ class Template(NamedTuple):
 
     num_operations: int
     lived: tuple[TemplateStorage, ...]
-    said: tuple[tuple[int, Heard], ...]
+    said: tuple[tuple[int, InterceptedOperation], ...]
     given_at: tuple[int, ...]
     """Offsets at which the returned tensors were made."""
     kept: tuple[bool, ...]

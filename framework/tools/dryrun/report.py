@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-class StepTime(NamedTuple):
+class StepTimeEstimate(NamedTuple):
     """Prediction of a time model for a job."""
 
     step_s: float
@@ -34,10 +34,10 @@ class StepTime(NamedTuple):
     """Memory of a device that is available to tensors."""
 
 
-TimeModel = Callable[[Job], StepTime]
+TimeModel = Callable[[Job], StepTimeEstimate]
 
 
-class Wire(NamedTuple):
+class WireTraffic(NamedTuple):
     """Bytes that one rank puts on the wire in a step, along one axis."""
 
     inside: float
@@ -45,7 +45,7 @@ class Wire(NamedTuple):
     between: float
 
 
-def wire_bytes(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, Wire]:
+def wire_bytes(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, WireTraffic]:
     """Return the bytes that a rank sends, by axis.
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
@@ -64,7 +64,7 @@ def wire_bytes(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str
         both = found[axis_of(job.grid, heard.group, to_peer=heard.peer is not None)]
         both[0] += heard.wire_bytes * (1 - share)
         both[1] += heard.wire_bytes * share
-    return {axis: Wire(*both) for axis, both in found.items()}
+    return {axis: WireTraffic(*both) for axis, both in found.items()}
 
 
 def simulate_schedule(job: Job) -> Timeline:
@@ -116,7 +116,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     ]
     on_wire = [wire_bytes(job, rehearsal, nodes) for rehearsal in job.rehearsals]
     said = [
-        (f"{axis} {('inside', 'between')[way]}", [each.get(axis, Wire(0.0, 0.0))[way] for each in on_wire])
+        (f"{axis} {('inside', 'between')[way]}", [each.get(axis, WireTraffic(0.0, 0.0))[way] for each in on_wire])
         for axis in ("tp", "pp", "dp", "tied", "world")
         for way in (0, 1)
     ]
@@ -186,7 +186,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     )
 
 
-def _overflow(peak_bytes: int, time: StepTime | None) -> str:
+def _overflow(peak_bytes: int, time: StepTimeEstimate | None) -> str:
     if time is None or peak_bytes <= time.memory_bytes:
         return ""
     room = memory(time.memory_bytes)

@@ -32,7 +32,7 @@ from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
 from meshwright.errors import ConfigError, DataError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.parts import Forward
+from meshwright.parts import ForwardParts
 from meshwright.step import TotalLoss, total_loss
 from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process
@@ -149,7 +149,7 @@ class EvaluationJob:
         if self.out is not None:
             write_out(self.out, found.to_json())
 
-    def _look(self, forward: Forward, path: str, step: int) -> EvaluationResult:
+    def _look(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began

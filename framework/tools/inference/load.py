@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
-from meshwright.build import compare_digests, make_stage, pick_loss, tell_draw
-from meshwright.checkpoint import Checkpoint, TensorKind, find, open_checkpoint
+from meshwright.build import compare_digests, dropout_callback, make_stage, pick_loss
+from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.checkpoint.files import to_stderr
 from meshwright.config import RunConfig, load_saved, parse, read_resolved
 from meshwright.config.keys import KEYS
@@ -25,7 +25,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.parameters import ParameterInfo
-from meshwright.parts import Forward
+from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
@@ -134,7 +134,7 @@ def config_for(
 
 def open_trained(
     config: RunConfig, mesh: Mesh, place: ModelLocation, loss: Loss | None = None, blueprint: Blueprint | None = None
-) -> tuple[Forward, Checkpoint]:
+) -> tuple[ForwardParts, CheckpointReader]:
     """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint.
 
     Every rank calls it; blocks.
@@ -162,11 +162,11 @@ def open_trained(
             f"{path} has gone while it was read: the run goes on and keeps only its newest (checkpoint.keep_last); the "
             f"same command again takes the newest"
         ) from error
-    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, on_microbatch=tell_draw(blueprint))
-    return Forward(config, mesh, blueprint, executor), checkpoint
+    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, on_microbatch=dropout_callback(blueprint))
+    return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 
-def _stage(blueprint: Blueprint, index: int, checkpoint: Checkpoint, mesh: Mesh, loss: Loss) -> Stage:
+def _stage(blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh: Mesh, loss: Loss) -> Stage:
     dtype = DTYPES[blueprint.config.train.dtype]
 
     def read(info: ParameterInfo) -> Tensor:

@@ -32,7 +32,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
-from meshwright.parts import Forward
+from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Microbatch
 from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from meshwright.seeding import derive
@@ -238,7 +238,7 @@ class _Rows(NamedTuple):
 
 
 def _run_forward(
-    forward: Forward,
+    forward: ForwardParts,
     rows: Sequence[Sequence[int]],
     windows: dict[int, list[ValueSpec]],
     logits: _LastLogits,

@@ -142,8 +142,8 @@ def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[
 class Frame(NamedTuple):
     """Mapping from values to coordinates in the SVG square."""
 
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
 
     def left(self, x: float) -> int:
         return round(SIDE * self.x.share(x))
@@ -155,7 +155,7 @@ class Frame(NamedTuple):
         return round(SIDE * (1 - self.y.share(y)))
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """Range of an axis, with labels at round values."""
 
     low: float
@@ -183,7 +183,7 @@ def axis(
     is_log: bool = False,
     margin: float = 0.04,
     whole: bool = False,
-) -> Axis:
+) -> ChartAxis:
     """Return an axis that holds all values, extended on both sides by ``margin`` times their range.
 
     ``is_log``: the values are logarithms. ``whole``: the values are whole numbers, and so are the labels.
@@ -197,11 +197,11 @@ def axis(
     by = margin * (high - low)
     low, high = low if from_zero and low == 0 else low - by, high + by
     if is_log:
-        return Axis(low, high, tuple(_log_ticks(low, high)), is_log)
+        return ChartAxis(low, high, tuple(_log_ticks(low, high)), is_log)
     step = _round_step(max((high - low) / (MOST_LABELS - 1), 1.0 if whole else 0.0))
     step = 5.0 if whole and step == 2.5 else step
     ticks = (number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1))
-    return Axis(low, high, tuple(ticks))
+    return ChartAxis(low, high, tuple(ticks))
 
 
 def _round_step(least: float) -> float:
@@ -279,11 +279,11 @@ def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:
     return "".join([*drawn, *(["h0"] * alone)])
 
 
-def _across(y_axis: Axis) -> str:
+def _across(y_axis: ChartAxis) -> str:
     return "".join(f"M0 {round(SIDE * (1 - y_axis.share(tick)))}H{SIDE}" for tick in y_axis.ticks)
 
 
-def _labels(of: Axis, side: str) -> Markup:
+def _labels(of: ChartAxis, side: str) -> Markup:
     """Return the labels at their positions: y from the top, x from the left."""
     spans = []
     for tick in of.ticks:

@@ -22,7 +22,7 @@ from meshwright.tracking.console import count
 BALANCES = ("layers", "parameters", "time")
 
 
-class Row(NamedTuple):
+class BalanceRow(NamedTuple):
     """Neighbouring layers of one stage that cost the same."""
 
     first: str
@@ -85,13 +85,13 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
     ]
 
 
-def rows(blueprint: Blueprint) -> list[Row]:
+def rows(blueprint: Blueprint) -> list[BalanceRow]:
     """Return all layers, first to last, with equal neighbours of a stage as one row."""
     placed = [(blueprint.layer_costs[layer], stage) for stage, run in enumerate(blueprint.stages) for layer in run]
     found = []
     for (cost, stage), alike in groupby(placed, key=lambda each: (each[0]._replace(name=""), each[1])):
         names = [layer.name for layer, _ in alike]
-        found.append(Row(names[0], names[-1], len(names), cost, stage))
+        found.append(BalanceRow(names[0], names[-1], len(names), cost, stage))
     return found
 
 

@@ -35,7 +35,7 @@ from meshwright.system.bounded import (
 from meshwright.tracking.jsonl import AGAIN, FILE_NAME
 from meshwright.tracking.record import StepRecord, from_json
 from meshwright.watch.hang.heartbeat import STATUS, read_status
-from meshwright.watch.hang.status import standing
+from meshwright.watch.hang.status import read_standing
 from meshwright.watch.trace import Measured, newest
 from meshwright.watch.trace import read as read_trace
 
@@ -270,7 +270,7 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     if not (directory / STATUS).is_file():
         return "no status.json: nothing was heard of it", False
     try:
-        found = standing(read_status(directory))
+        found = read_standing(read_status(directory))
     except DataError as error:
         remarks.append(str(error))
         return "its status.json is damaged", False

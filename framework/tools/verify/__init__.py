@@ -5,7 +5,7 @@ from meshwright.tools.verify.defaults import default_layouts, run_twice
 from meshwright.tools.verify.layouts import Layout, layout_config, parse_layout
 from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import run_reference
-from meshwright.tools.verify.report import Report, Row
+from meshwright.tools.verify.report import Report, VerdictRow
 from meshwright.tools.verify.run import run_layout, verify
 from meshwright.tools.verify.smaller import make_small, shrink, turn_dropout_on
 from meshwright.tools.verify.traits import Traits, probe_coupling, traits_of
@@ -13,8 +13,8 @@ from meshwright.tools.verify.traits import Traits, probe_coupling, traits_of
 __all__ = [
     "Layout",
     "Report",
-    "Row",
     "Traits",
+    "VerdictRow",
     "compare",
     "default_layouts",
     "layout_config",

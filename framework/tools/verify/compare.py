@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.tools.verify.layouts import Layout
 from meshwright.tools.verify.reference import RunNumbers, validated_after
-from meshwright.tools.verify.report import Row
+from meshwright.tools.verify.report import VerdictRow
 
 
 class Tolerance(NamedTuple):
@@ -85,7 +85,7 @@ def compare(
     bar: Tolerance,
     rounding: Mapping[str, float] | None = None,
     noise: Mapping[str, float] | None = None,
-) -> Row:
+) -> VerdictRow:
     """Compare one layout with the reference and return its row.
 
     Some parameters have a gradient of nothing but rounding error (such as the key bias of attention, which softmax
@@ -130,7 +130,7 @@ def compare(
     losses = [relative(*pair) for pair in zip(found.losses, expected.losses, strict=True)]
     gradient_name = max(gradients, key=lambda name: gradients[name], default="")
     weights_name = max(weights, key=lambda name: weights[name], default="")
-    return Row(
+    return VerdictRow(
         layout,
         initial_equal=not unequal and not extra,
         samples_equal=not wrong,

@@ -8,11 +8,11 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.tools.verify.layouts import Layout, is_possible, layout_config, own_layout
-from meshwright.tools.verify.pairs import Choice, choose
+from meshwright.tools.verify.pairs import LayoutChoice, choose
 from meshwright.tools.verify.traits import Traits
 
 
-def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> Choice:
+def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> LayoutChoice:
     """Return the configuration's own layout (if it fits), one plain rank, and layouts that cover every legal pair."""
     first = [own_layout(config, global_batch), Layout()]
     micro_batch_sizes: tuple[int, ...] = (1, 2)

@@ -151,7 +151,7 @@ def is_full(layout: Layout, global_batch: int) -> bool:
     return global_batch // (layout.dp * layout.micro_batch_size) >= max(2, layout.pp)
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """Layouts that cover the table, and the uncovered rest."""
 
     layouts: list[Layout]
@@ -167,7 +167,7 @@ def choose(
     max_ranks: int,
     micro_batch_sizes: Sequence[int],
     refusal: Callable[[Layout], str | None],
-) -> Choice:
+) -> LayoutChoice:
     """Choose layouts that cover every pair of any possible layout, by a deterministic greedy search.
 
     Each round takes the candidate with the most uncovered pairs, then the fewest ranks, then the first in order.
@@ -202,7 +202,7 @@ def choose(
         else:
             refused[best] = why
     missing = {pair for pair, number in numbers.items() if not covered & number}
-    return Choice(_needed(layouts, len(first), masks), _told(missing, masks, numbers, refused))
+    return LayoutChoice(_needed(layouts, len(first), masks), _told(missing, masks, numbers, refused))
 
 
 def _mask(layout: Layout, traits: Traits, numbers: dict[Pair, int]) -> int:

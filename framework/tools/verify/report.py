@@ -10,7 +10,7 @@ HEADER = (
 )
 
 
-class Row(NamedTuple):
+class VerdictRow(NamedTuple):
     """Comparison of one layout with the reference. Distances are relative."""
 
     layout: str
@@ -68,7 +68,7 @@ class Report(NamedTuple):
     """Comparison of all layouts with the reference."""
 
     title: str
-    rows: list[Row]
+    rows: list[VerdictRow]
     problems: list[str] = []
     """Failed checks of the model itself, which hold for every layout."""
 

@@ -19,7 +19,7 @@ from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
-from meshwright.tools.verify.report import Report, Row
+from meshwright.tools.verify.report import Report, VerdictRow
 from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probe_coupling, traits_of
 
@@ -149,7 +149,7 @@ def verify(
     dtype: str = "float64",
     random_tokens: bool = False,
     twice: Collection[Layout] | None = None,
-    on_row: Callable[[Row], None] = lambda row: None,
+    on_row: Callable[[VerdictRow], None] = lambda row: None,
 ) -> Report:
     """Run the reference once and each layout, and compare them by the tolerances of the precision.
 
@@ -186,7 +186,7 @@ def verify(
             for _ in range(2 if twice is None or layout in twice else 1):
                 runs.append(pool.run(run_layout, layout.size, text, steps, random_tokens, timeout_s=timeout_s))
         except Exception as error:  # a defect of one layout, in whatever form
-            row = Row(str(layout), failure=failure_of(error))
+            row = VerdictRow(str(layout), failure=failure_of(error))
         else:
             found = [merge(each) for each in runs]
             again = found[1] if len(found) > 1 else None

@@ -57,14 +57,14 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     """Configuration as verify trains it, and sentences that describe the changes."""
 
     config: RunConfig
     said: list[str]
 
 
-def make_small(config: RunConfig, sequence_length: int) -> Prepared:
+def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
     """Shrink model and samples. An odd vocabulary that the model refuses becomes even again."""
     small = shrink(config.model.options)
     even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
@@ -78,7 +78,7 @@ def make_small(config: RunConfig, sequence_length: int) -> Prepared:
     if length != config.data.sequence_length:
         changes.append(f"sequence_length {config.data.sequence_length} -> {length}")
     said = f"shrunk for this machine, on random tokens (--whole for all of it): {', '.join(changes) or 'nothing'}"
-    return Prepared(_with_options(shorter, small), [said])
+    return PreparedModel(_with_options(shorter, small), [said])
 
 
 def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
@@ -107,7 +107,7 @@ def _dropouts(layers: nn.Module) -> Iterator[nn.Dropout]:
     return (module for module in layers.modules() if type(module) is nn.Dropout)
 
 
-def turn_dropout_on(config: RunConfig) -> Prepared:
+def turn_dropout_on(config: RunConfig) -> PreparedModel:
     """Turn on dropout that is 0: builder options named ``*dropout*``, else ``nn.Dropout(0.0)`` modules.
 
     Without dropout the comparison could not show that its masks match those of one process. Dropout stays off if the
@@ -123,7 +123,7 @@ def turn_dropout_on(config: RunConfig) -> Prepared:
     try:
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
     except Exception:  # the next build of the model raises the error for it
-        return Prepared(config, [])
+        return PreparedModel(config, [])
     if modules and not any(modules):
         wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
         model = config.model.model_copy(update=wrapped)
@@ -132,8 +132,8 @@ def turn_dropout_on(config: RunConfig) -> Prepared:
     for changed, what in candidates:
         why = why_no_dropout(changed)
         if why is None:
-            return Prepared(changed, [f"dropout turned on: {what} 0 -> {DROPOUT}"])
-    return Prepared(config, [f"dropout stays off: {why}"] if why else [])
+            return PreparedModel(changed, [f"dropout turned on: {what} 0 -> {DROPOUT}"])
+    return PreparedModel(config, [f"dropout stays off: {why}"] if why else [])
 
 
 def _is_zero(value: Any) -> bool:

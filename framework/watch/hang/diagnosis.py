@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.mesh.grid import Grid
-from meshwright.watch.hang.heartbeat import Heartbeat, Seen, collective, does, exchange, in_words, place
+from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, collective, does, exchange, in_words, place
 
 MOST_NAMED = 3
 MOST_LINES = 16
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     """Those to look at."""
 
 
-def judge(table: Mapping[int, Seen], grid: Grid, silent_s: float, long_s: float) -> Verdict:
+def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, long_s: float) -> Verdict:
     """Who keeps the others waiting. ``silent_s``: not heard of for longer is silent; ``long_s``: longer is stuck."""
     silent = {rank for rank, seen in table.items() if seen.beat is None or seen.silent_s > silent_s}
     edges = {rank: set() if rank in silent else _waited_for(rank, table, silent) for rank in sorted(table)}
@@ -60,7 +60,11 @@ def judge(table: Mapping[int, Seen], grid: Grid, silent_s: float, long_s: float)
 
 
 def lines(
-    table: Mapping[int, Seen], grid: Grid, silent_s: float, first: tuple[int, ...] = (), most: int | None = None
+    table: Mapping[int, ReceivedHeartbeat],
+    grid: Grid,
+    silent_s: float,
+    first: tuple[int, ...] = (),
+    most: int | None = None,
 ) -> list[str]:
     """A line for each rank, those of ``first`` before the others when there is only room for ``most``."""
     order = sorted(table)
@@ -88,11 +92,11 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
-def _for_s(seen: Seen) -> float:
+def _for_s(seen: ReceivedHeartbeat) -> float:
     return 0.0 if seen.beat is None else seen.beat.for_s
 
 
-def _waited_for(rank: int, table: Mapping[int, Seen], silent: set[int]) -> set[int]:
+def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat], silent: set[int]) -> set[int]:
     beat = table[rank].beat
     assert beat is not None
     waits = beat.waits
@@ -120,7 +124,7 @@ def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def _different(table: Mapping[int, Seen]) -> tuple[int, int] | None:
+def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None:
     """Two ranks that wait in different collectives of a group, where they should be in the same."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for rank in sorted(table):
@@ -156,7 +160,7 @@ def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
 class _Teller(NamedTuple):
     """Puts what was found into words."""
 
-    table: Mapping[int, Seen]
+    table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
     edges: Mapping[int, set[int]]
 

@@ -20,7 +20,7 @@ IO_S = 5.0
 """How long a write may take before it is left to itself."""
 
 
-class OnDisk:
+class DiskWriter:
     """The files of one rank. What cannot be written is told to ``warn``."""
 
     def __init__(self, directory: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:

@@ -73,7 +73,7 @@ class Heartbeat(_File):
     """Seconds since 1970, on the clock of its host."""
 
 
-class Seen(NamedTuple):
+class ReceivedHeartbeat(NamedTuple):
     """A rank's last heartbeat, and since when nothing new has come; None: nothing has ever come."""
 
     beat: Heartbeat | None

@@ -11,7 +11,7 @@ from meshwright.watch.hang.diagnosis import seconds
 from meshwright.watch.hang.heartbeat import MISSED, Status
 
 
-class Standing(NamedTuple):
+class RunStanding(NamedTuple):
     """At one moment."""
 
     is_live: bool
@@ -22,11 +22,11 @@ class Standing(NamedTuple):
     """In words: what it does, how it ended, or since when nothing was heard."""
 
 
-def standing(status: Status) -> Standing:
+def read_standing(status: Status) -> RunStanding:
     """Now."""
     silent_s = max(0.0, time.time() - status.at_s)
     is_live = status.ended is None and silent_s <= MISSED * status.tick_s
-    return Standing(is_live, silent_s, _told(status, silent_s, is_live))
+    return RunStanding(is_live, silent_s, _told(status, silent_s, is_live))
 
 
 def _told(status: Status, silent_s: float, is_live: bool) -> str:

@@ -34,8 +34,18 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import tell
 from meshwright.watch.hang.diagnosis import MOST_LINES, Verdict, judge, lines, seconds
-from meshwright.watch.hang.disk_writer import OnDisk
-from meshwright.watch.hang.heartbeat import MISSED, Ended, Heartbeat, RankStatus, Seen, Status, Waited, does, place
+from meshwright.watch.hang.disk_writer import DiskWriter
+from meshwright.watch.hang.heartbeat import (
+    MISSED,
+    Ended,
+    Heartbeat,
+    RankStatus,
+    ReceivedHeartbeat,
+    Status,
+    Waited,
+    does,
+    place,
+)
 
 LATER_S = 60.0
 """How much longer than the limit the process groups wait: the watchdog speaks first."""
@@ -76,7 +86,7 @@ class Watchdog:
         """Those that were taken back: a rank that was only slow has gone on."""
         self._ended = threading.Event()
         self._run = directory.name
-        self._disk = OnDisk(directory, mesh.rank, self._host, self._warn)
+        self._disk = DiskWriter(directory, mesh.rank, self._host, self._warn)
         self._warned = False
         now = time.monotonic()
         self._began_s = self._awake_s = self._pulse_s = self._round_s = now
@@ -190,14 +200,14 @@ class Watchdog:
             if known is None or known[0].beat != beat.beat:
                 self._heard[beat.rank] = (beat, now)
 
-    def _table(self, silent_s: float) -> dict[int, Seen]:
+    def _table(self, silent_s: float) -> dict[int, ReceivedHeartbeat]:
         now = time.monotonic()
-        table = dict.fromkeys(range(self._mesh.grid.size), Seen(None, now - self._began_s))
+        table = dict.fromkeys(range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s))
         for rank, (beat, heard_s) in self._heard.items():
             quiet_s = now - heard_s
             if quiet_s > silent_s:  # here it may have been read only once, and be much older
                 quiet_s = max(quiet_s, time.time() - beat.at_s)
-            table[rank] = Seen(beat, quiet_s)
+            table[rank] = ReceivedHeartbeat(beat, quiet_s)
         return table
 
     # ----------------------------------------------------------------------------------------------------- the report
@@ -242,7 +252,7 @@ class Watchdog:
             table = self._table(silent_s)
             verdict = judge(table, grid, silent_s, self._limit_s / 2)
         else:
-            table = {mine.rank: Seen(mine, 0.0)}
+            table = {mine.rank: ReceivedHeartbeat(mine, 0.0)}
             reason = (
                 f"rank {mine.rank} ({place(grid, mine.rank)}) {does(mine)}. Nor has the store answered, through which "
                 f"ranks hear of each other, for {seconds(alone_for_s)}: the process or machine that holds it (rank 0's "

@@ -19,7 +19,7 @@ LARGEST_NORM = 1e18
 """Of gradients in float32: squares of larger numbers are infinite."""
 
 
-class Of(StrEnum):
+class EvidenceKind(StrEnum):
     """What was found not to be finite."""
 
     WEIGHT = "weight"
@@ -34,7 +34,7 @@ class Of(StrEnum):
 class Evidence(NamedTuple):
     """One thing that is not finite."""
 
-    of: Of
+    of: EvidenceKind
     ranks: tuple[int, ...]
     """Where it may have begun: the rank that found it, or all of which one is to blame."""
     stage: int
@@ -87,12 +87,16 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
 
     Ranks that found the very same thing at the same point are all named: which of them it was is not to be told.
     """
-    weights = [each for each in found if each.of is Of.WEIGHT]
-    forward = [each for each in found if each.of in (Of.INPUT, Of.OUTPUT)]
-    losses = [each for each in found if each.of is Of.LOSS]
-    own = [each for each in found if each.of is Of.GRADIENT]
+    weights = [each for each in found if each.of is EvidenceKind.WEIGHT]
+    forward = [each for each in found if each.of in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]
+    losses = [each for each in found if each.of is EvidenceKind.LOSS]
+    own = [each for each in found if each.of is EvidenceKind.GRADIENT]
     explained = {(each.stage, each.position, each.part) for each in own}
-    sums = [each for each in found if each.of is Of.SUM and (each.stage, each.position, each.part) not in explained]
+    sums = [
+        each
+        for each in found
+        if each.of is EvidenceKind.SUM and (each.stage, each.position, each.part) not in explained
+    ]
     if weights:
         first = min(weights, key=lambda each: (each.stage, each.position))
         same = [each for each in weights if each.name == first.name]
@@ -106,14 +110,14 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
         first = min([*own, *sums], key=lambda each: (-each.stage, -each.position, len(each.ranks), each.dp_rank))
         same = [
             each
-            for each in (own if first.of is Of.GRADIENT else sums)
+            for each in (own if first.of is EvidenceKind.GRADIENT else sums)
             if (each.stage, each.position, each.dp_rank) == (first.stage, first.position, first.dp_rank)
         ]
     else:
         return None
     ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
     where = ranks_at(grid, ranks)
-    if len(ranks) > 1 and first.of is not Of.WEIGHT:
+    if len(ranks) > 1 and first.of is not EvidenceKind.WEIGHT:
         where += ", of which it cannot be told which one"
     at = ""
     if first.microbatch is not None:
@@ -125,12 +129,12 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
 
 
 def _what(first: Evidence) -> str:
-    if first.of is Of.WEIGHT:
+    if first.of is EvidenceKind.WEIGHT:
         return f"the weight {first.name} is not finite ({first.found})"
-    if first.of is Of.INPUT:
+    if first.of is EvidenceKind.INPUT:
         return f"the samples themselves are not finite ({first.found}), as they come from the data"
-    if first.of is Of.OUTPUT:
+    if first.of is EvidenceKind.OUTPUT:
         return f"the output of {first.name} is the first that is not finite ({first.found})"
-    if first.of is Of.LOSS:
+    if first.of is EvidenceKind.LOSS:
         return f"the loss is {first.found}"
     return f"the gradient of {first.name} is not finite ({first.found})"

@@ -30,12 +30,12 @@ from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.terminal.output import tell
-from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken, cause
-from meshwright.watch.nonfinite.replay import look_again, losses, positions_of
+from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, backward_order, broken, cause
+from meshwright.watch.nonfinite.replay import losses, positions_of, replay_step
 from meshwright.watch.ranks import ranks_at
 
 
-def remains(parts: Parts, feed: Feed, result: RowResult) -> list[Evidence]:
+def collect_evidence(parts: Parts, feed: Feed, result: RowResult) -> list[Evidence]:
     """What of this rank's weights, losses and gradients is not finite after a step that was not taken."""
     found = []
     for index, replica in parts.replicas.items():
@@ -59,7 +59,9 @@ def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, in
         if wrong is not None:
             position = positions[id(member.parameter)]
             at = parts.mesh.at.dp_rank
-            found.append(Evidence(Of.WEIGHT, (parts.mesh.rank,), index, position, member.info.name, wrong, at))
+            found.append(
+                Evidence(EvidenceKind.WEIGHT, (parts.mesh.rank,), index, position, member.info.name, wrong, at)
+            )
     return sorted(found, key=lambda each: each.position)
 
 
@@ -94,7 +96,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
                 # what the others gave to my shard lies with them, where they keep it: finite there, it was not here
                 with_them = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
                 axes += [Axis.DP] * (summed_over_dp and not with_them)
-            of = Of.SUM if axes or (shard == mine and summed_over_dp) else Of.GRADIENT
+            of = EvidenceKind.SUM if axes or (shard == mine and summed_over_dp) else EvidenceKind.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:
                 holders = {mesh.grid.coordinates(rank).pp_rank for rank in bucket.kind.tied.ranks.ranks}
@@ -128,11 +130,11 @@ def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
     """Why the step that was just computed, and not taken, is not finite. Every rank calls it and is told the same."""
     assert parts.last is not None
     grid = parts.mesh.grid
-    left = _from_all(parts, remains(parts, feed, parts.last))
+    left = _from_all(parts, collect_evidence(parts, feed, parts.last))
     at_first = cause(left, grid)
-    if not again or (at_first is not None and any(each.of is Of.WEIGHT for each in left)):
+    if not again or (at_first is not None and any(each.of is EvidenceKind.WEIGHT for each in left)):
         return at_first.text if at_first is not None else "where it began cannot be told: no rank has it any more"
-    second = cause(_from_all(parts, look_again(parts, feed)), grid)
+    second = cause(_from_all(parts, replay_step(parts, feed)), grid)
     if second is not None:
         return second.text
     told = f"{at_first.text}. " if at_first is not None else ""
@@ -141,10 +143,10 @@ def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
 
 
 def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
-    return [each for found in parts.mesh.world.gather_objects(mine, Evidence, Of) for each in found]
+    return [each for found in parts.mesh.world.gather_objects(mine, Evidence, EvidenceKind) for each in found]
 
 
-def refuse(parts: Parts, feed: Feed, numbers: str) -> None:
+def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
     """Called on every rank when a step's sums were not finite and no rank has taken it: skip it, or end the run.
 
     Raises:

@@ -19,7 +19,7 @@ from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
-from meshwright.watch.nonfinite.evidence import MOST, Evidence, Of, backward_order, broken
+from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, backward_order, broken
 
 
 def positions_of(stage: Stage) -> dict[int, int]:
@@ -39,11 +39,11 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
             samples = tuple(feed.sample_indices(action.microbatch).tolist())
             said = str(part.loss_sum.item())
             at = parts.mesh.at.dp_rank
-            found.append(Evidence(Of.LOSS, ranks, last, 0, "", said, at, action.microbatch, samples))
+            found.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", said, at, action.microbatch, samples))
     return found
 
 
-def look_again(parts: Parts, feed: Feed) -> list[Evidence]:
+def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     """Compute the step once more, forward and backward, and see where on this rank it stops being finite first.
 
     Every rank calls it. Gradients are this rank's own and stay in the buckets; nothing is stepped.
@@ -136,7 +136,7 @@ class _Look:
     def _during_forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> Any:
         self._microbatch, self._forward, self._num_calls = microbatch, True, 0
         if self.stage.is_first:
-            self._note(Of.INPUT, -1, "", inputs)
+            self._note(EvidenceKind.INPUT, -1, "", inputs)
         try:
             found: list[Tensor] | LossPart = type(self.stage).forward(
                 self.stage, microbatch, inputs, labels, train=train
@@ -149,11 +149,11 @@ class _Look:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._forward:  # in backward, what is recomputed has been seen
                 self._num_calls += 1
-                self._note(Of.OUTPUT, self._num_calls, name, output)
+                self._note(EvidenceKind.OUTPUT, self._num_calls, name, output)
 
         return hook
 
-    def _note(self, of: Of, position: int, name: str, value: Any) -> None:
+    def _note(self, of: EvidenceKind, position: int, name: str, value: Any) -> None:
         """Remember a micro-batch's first value that is not finite, with the samples whose rows are not."""
         microbatch = self._microbatch
         if microbatch is None or microbatch in self.outputs:
@@ -183,12 +183,14 @@ class _Look:
             if wrong is not None:
                 samples = self.feed.sample_indices(microbatch).tolist()
                 name = place.member.info.name
-                self.gradients[position] = self._evidence(Of.GRADIENT, position, name, wrong, microbatch, samples)
+                self.gradients[position] = self._evidence(
+                    EvidenceKind.GRADIENT, position, name, wrong, microbatch, samples
+                )
 
         return hook
 
     def _evidence(
-        self, of: Of, position: int, name: str, wrong: str, microbatch: int, samples: Sequence[int]
+        self, of: EvidenceKind, position: int, name: str, wrong: str, microbatch: int, samples: Sequence[int]
     ) -> Evidence:
         mesh = self.parts.mesh
         return Evidence(

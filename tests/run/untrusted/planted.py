@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import CheckpointMetadata, Piece, TensorKind, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.config import RunConfig, default_world_size, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
@@ -31,7 +31,7 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
     config = resolve(config, default_world_size(config, 0))
     temporary = begin(run, 2, "a1")
     info = ParameterInfo("0.weight", (2, 2))
-    write_shard(temporary, "pp0-tp0", [Piece(TensorKind.WEIGHTS, info, torch.zeros(2, 2))])
+    write_shard(temporary, "pp0-tp0", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2, 2))])
     saved = config.model_dump(mode="json")
     publish(
         temporary,

@@ -6,7 +6,7 @@ import itertools
 
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.findings import judge
-from meshwright.tools.doctor.links import Link, by_node, rounds
+from meshwright.tools.doctor.links import LinkMeasurement, by_node, rounds
 
 GBIT = 1.25e8
 
@@ -33,16 +33,18 @@ def facts(host: str, rank: int, **changes: object) -> Facts:
 FOUR = [facts(f"h{number}", number - 1) for number in range(1, 5)]
 
 
-def links(**slow: float) -> list[Link]:
+def links(**slow: float) -> list[LinkMeasurement]:
     """All pairs of four nodes at 1 Gbit/s; ``h2 = 0.1``: that node's link; ``h1_h3 = 0.1``: that pair's."""
     found = []
     for a, b in itertools.combinations([each.host for each in FOUR], 2):
         rate = min(slow.get(a, 1.0), slow.get(b, 1.0), slow.get(f"{a}_{b}", 1.0))
-        found.append(Link((a, b), (0, 1), rate * GBIT, 1e-4))
+        found.append(LinkMeasurement((a, b), (0, 1), rate * GBIT, 1e-4))
     return found
 
 
-def said(*, of: list[Facts] = FOUR, at: list[Link] | None = None, **more: float) -> list[tuple[str, tuple[str, ...]]]:
+def said(
+    *, of: list[Facts] = FOUR, at: list[LinkMeasurement] | None = None, **more: float
+) -> list[tuple[str, tuple[str, ...]]]:
     return [tuple(finding) for finding in judge(of, links() if at is None else at, **more)]  # type: ignore[arg-type, misc]
 
 

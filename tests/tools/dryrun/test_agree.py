@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.intercept import Heard
+from meshwright.mesh.intercept import InterceptedOperation
 from meshwright.tools.dryrun.account import CommunicationRecord
 from meshwright.tools.dryrun.agreement import axis_of, disagreements
 from meshwright.tools.dryrun.job import Job, plan_job, set_rank_schedule
@@ -57,7 +57,7 @@ def altered(job: Job, rank: int, which: str, **changes: object) -> None:
     script = job.rehearsal_of(rank)
     at = next(n for n, spoken in enumerate(script.said) if spoken.heard.operation == which)
     spoken = script.said[at]
-    heard = Heard(*(changes.get(name, value) for name, value in spoken.heard._asdict().items()))  # type: ignore[arg-type]
+    heard = InterceptedOperation(*(changes.get(name, value) for name, value in spoken.heard._asdict().items()))  # type: ignore[arg-type]
     said = [*script.said[:at], CommunicationRecord(spoken.what, heard), *script.said[at + 1 :]]
     job.own[rank] = replace(script, said=said)
 

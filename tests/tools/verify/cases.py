@@ -12,7 +12,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.tools.verify import Layout, Row, compare, layout_config
+from meshwright.tools.verify import Layout, VerdictRow, compare, layout_config
 from meshwright.tools.verify.compare import bar_of
 from meshwright.tools.verify.run import Reference, groupings, merge, open_verify_source, reference_of, run_layout
 
@@ -115,7 +115,7 @@ def prove(
     steps: int,
     dtype: str = "float64",
     twice: bool = True,
-) -> Row:
+) -> VerdictRow:
     """What ``verify`` does for one layout, with the reference remembered; ``twice``: also whether it repeats."""
     expected = references.expected(config, global_batch, steps, dtype)
     model = build_model(config.model.builder, config.model.options, config.run.seed)

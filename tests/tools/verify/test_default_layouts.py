@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import UserError
 from meshwright.tools.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
 from meshwright.tools.verify.layouts import is_possible
-from meshwright.tools.verify.pairs import FEATURES, SHARED, Choice, candidates, features_of, is_full, wanted_pairs
+from meshwright.tools.verify.pairs import FEATURES, SHARED, LayoutChoice, candidates, features_of, is_full, wanted_pairs
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify.cases import config_of
 
@@ -40,7 +40,7 @@ CONFIGS: dict[str, Any] = {
 
 
 @functools.cache
-def demo() -> tuple[RunConfig, Traits, Choice]:
+def demo() -> tuple[RunConfig, Traits, LayoutChoice]:
     """The demo, and what is chosen for it."""
     config = CONFIGS["demo"]()
     traits = traits_of(config)

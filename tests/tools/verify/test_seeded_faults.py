@@ -22,7 +22,7 @@ import meshwright.data_parallel.replica
 import meshwright.step
 import meshwright.tools.verify.rank
 from meshwright.blueprint import batch_numbers
-from meshwright.build import Again
+from meshwright.build import RecomputeContext
 from meshwright.config import RunConfig, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
@@ -73,14 +73,14 @@ def dropout_without_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 def recomputed_with_other_masks(patch: pytest.MonkeyPatch) -> None:
     """The second forward draws dropout for other samples."""
-    as_it_was = Again._as_it_was
+    as_it_was = RecomputeContext._as_it_was
 
     @contextmanager
-    def shifted(again: Again, sample_indices: Tensor) -> Iterator[None]:
+    def shifted(again: RecomputeContext, sample_indices: Tensor) -> Iterator[None]:
         with as_it_was(again, sample_indices + 1):
             yield
 
-    patch.setattr(Again, "_as_it_was", shifted)
+    patch.setattr(RecomputeContext, "_as_it_was", shifted)
 
 
 def dropout_of_the_first_heads(patch: pytest.MonkeyPatch) -> None:

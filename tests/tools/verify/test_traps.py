@@ -22,7 +22,7 @@ import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
 from meshwright.blueprint import batch_numbers
-from meshwright.build import Again
+from meshwright.build import RecomputeContext
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import BucketKind
@@ -305,11 +305,11 @@ def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
     """The second forward draws dropout for the micro-batch that went forward last."""
 
     @contextmanager
-    def as_it_is(again: Again) -> Iterator[None]:
+    def as_it_is(again: RecomputeContext) -> Iterator[None]:
         with again._as_it_was(again.draw.sample_indices):
             yield
 
-    patch.setattr(Again, "__call__", as_it_is)
+    patch.setattr(RecomputeContext, "__call__", as_it_is)
 
 
 def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:

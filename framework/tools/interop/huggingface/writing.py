@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Checkpoint, TensorKind
+from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.files import as_checkpoint_error
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError, ModelError
@@ -75,7 +75,7 @@ class WeightExport:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, rules: Sequence[TensorMapping], dtype: torch.dtype | None, place: str
+        self, checkpoint: CheckpointReader, rules: Sequence[TensorMapping], dtype: torch.dtype | None, place: str
     ) -> None:
         _check_names(checkpoint, rules, place)
         masters = set(checkpoint.parameters(TensorKind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
@@ -140,7 +140,7 @@ class WeightExport:
             yield from rule.split(ours)
 
 
-def _check_names(checkpoint: Checkpoint, rules: Sequence[TensorMapping], place: str) -> None:
+def _check_names(checkpoint: CheckpointReader, rules: Sequence[TensorMapping], place: str) -> None:
     expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(TensorKind.WEIGHTS))
     problems = [f"it has no weights of {name}" for name in sorted(expected - there)]
     problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]

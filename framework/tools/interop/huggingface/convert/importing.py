@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.checkpoint import CheckpointMetadata, Manifest, Piece, TensorKind, begin, publish, write_shard
+from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
 from meshwright.config import RunConfig, default_world_size, load_saved, resolve, to_toml, write_snapshot
@@ -286,7 +286,7 @@ def _write(
 
     total = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[TensorPiece]:
         done = 0
         for rule in rules:
             dtype = torch.float16
@@ -294,7 +294,7 @@ def _write(
                 own = DTYPES[source.tensors[name].dtype]
                 dtype = own if at == 0 else torch.promote_types(dtype, own)
             tensor = rule.join(source.read, shapes[rule.ours], dtype)
-            yield Piece(TensorKind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
+            yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
             done += sum(map(source.num_bytes, rule.theirs))
             on_bytes(done, total)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint import Checkpoint, newest_valid, open_checkpoint
+from meshwright.checkpoint import CheckpointReader, newest_valid, open_checkpoint
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config import RunConfig, parse
 from meshwright.errors import CheckpointError, ModelError
@@ -87,7 +87,7 @@ def export(
     return RestructuredExportResult(out_dir, len(outgoing.planned), files, copied)
 
 
-def _opened(path: Path) -> Checkpoint:
+def _opened(path: Path) -> CheckpointReader:
     """Open and verify a checkpoint, or the newest valid one of a run directory.
 
     Raises:

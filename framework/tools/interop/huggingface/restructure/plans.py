@@ -40,7 +40,7 @@ KINDS = {
 OF_LINEARS = ("column", "row", "column_whole", "row_whole")
 
 
-class Sharding(NamedTuple):
+class TensorParallelPlan(NamedTuple):
     """Sharding plan of a model: module name -> kind, heads of split projections, and reasons for missing features.
 
     ``impossible`` maps "tp" (tensor parallelism) or "sequence" (sequence parallelism) to the reason.
@@ -76,7 +76,7 @@ def sharding_of(
     layers: nn.Sequential,
     tied: Sequence[tuple[str, ...]],
     seen: ProbeResult,
-) -> Sharding:
+) -> TensorParallelPlan:
     """Build the sharding plan of a restructured model.
 
     Args:
@@ -87,10 +87,12 @@ def sharding_of(
         seen: observations of the probe.
     """
     if not kinds and not problems:
-        return Sharding({}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"})
+        return TensorParallelPlan(
+            {}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"}
+        )
     found = next(iter([*problems, *_misfits(layers, kinds), *seen.unsaid]), None)
     if found is not None:
-        return Sharding({}, {}, {"tp": found})
+        return TensorParallelPlan({}, {}, {"tp": found})
     kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"} | dict.fromkeys(seen.of_heads, "heads")
     cut = _vocabulary(layers, kinds, tied)
     impossible = {}
@@ -109,9 +111,9 @@ def sharding_of(
             impossible["sequence"] = problem
     dropping = next(_dropouts_inside(layers, kinds), None)
     if dropping is not None:
-        return Sharding({}, {}, {"tp": dropping})
+        return TensorParallelPlan({}, {}, {"tp": dropping})
     kinds |= dict.fromkeys((name for name, is_uncut in seen.uncut.items() if is_uncut), "uncut")
-    return Sharding(compressed(kinds), compressed(_units(layers, kinds)), impossible)
+    return TensorParallelPlan(compressed(kinds), compressed(_units(layers, kinds)), impossible)
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
