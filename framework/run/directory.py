@@ -1,4 +1,4 @@
-"""A run by the place where it is kept; whoever names another thing is told what there is instead. No torch."""
+"""Run directories: find a run from a path, or raise an error that lists the runs nearby. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 
 RESOLVED = "resolved.json"
-"""Each run directory has it, from its first start on."""
+"""File that marks a run directory; written at the first start."""
 MANIFEST = "manifest.json"
-"""Each checkpoint has it."""
+"""File that marks a checkpoint."""
 RUNS = Path("runs")
-"""Where runs are kept when nobody says otherwise."""
+"""Default parent directory of runs."""
 MOST_NAMED = 8
 
 
@@ -24,17 +24,17 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def is_run(place: Path) -> bool:
-    """Whether this is the directory of a run that has been started."""
+    """Check whether a path is the directory of a run that was started."""
     return (place / RESOLVED).is_file()
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Whether this is one checkpoint, in a run or copied out of one."""
+    """Check whether a path is a single checkpoint, in a run or copied out of one."""
     return (place / MANIFEST).is_file()
 
 
 def runs_in(place: Path) -> list[Path]:
-    """The runs right below a directory, those that were started last first."""
+    """Return the runs directly below a directory, the last started first."""
     try:
         found = [path for path in place.iterdir() if is_run(path)]
     except OSError:
@@ -43,10 +43,10 @@ def runs_in(place: Path) -> list[Path]:
 
 
 def find_run(place: Path) -> Path:
-    """The directory of a run; ``place`` itself, or the run whose checkpoint it is.
+    """Return the run directory of a path: ``place`` itself, or the run whose checkpoint (or checkpoints) it is.
 
     Raises:
-        ConfigError: it is none; names the runs that are near.
+        ConfigError: the path belongs to no run; the message lists the runs nearby.
     """
     if is_run(place):
         return place
@@ -73,7 +73,7 @@ def _none(place: Path) -> str:
 
 
 def _run_of(config: Path) -> str:
-    """Where the run of a configuration is, or how there comes to be one."""
+    """Return a phrase that names the run of a configuration file, or the command that starts it."""
     try:
         section = parse_toml(read_text(config, MAX_TOML_BYTES)).get("run", {})
         directory = Path(section.get("directory", RUNS)) / section.get("name", "run")
@@ -85,7 +85,7 @@ def _run_of(config: Path) -> str:
 
 
 def _near(place: Path) -> str:
-    """The runs beside a place, or where runs are usually kept."""
+    """Return a phrase that lists the runs next to a path, or else those in the default directories."""
     for directory in (place.parent, RUNS, Path()):
         found = [run for run in runs_in(directory) if run != place]
         if found:

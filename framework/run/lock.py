@@ -1,11 +1,11 @@
-"""One job at a time in a run directory: rank 0 holds a lock on ``runs/NAME/lock`` as long as it works.
+"""Lock that allows one job at a time in a run directory: rank 0 holds it on ``runs/NAME/lock`` while it runs.
 
-first job     rank 0     takes it, writes down who it is ........ ends, or is killed: the kernel lets go
-second job    launcher   looks: held, and 2 s later still held: one message that names the first, exit code 2
-later         rank 0     takes it, whatever stands in the file
+first job     rank 0     takes it, writes its host and process .. ends, or is killed: the kernel releases the lock
+second job    launcher   checks: held, and 2 s later still held: one message that names the first job, exit code 2
+later         rank 0     takes it, regardless of the file's content
 
-The lock is the kernel's, on the open file: a job that was killed leaves nothing behind that somebody must clean up. The
-file stays; its one line of JSON is for the message alone.
+This is a kernel lock (flock) on the open file, so a killed job leaves nothing to clean up. The file stays; its one line
+of JSON is for the message alone.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from meshwright.errors import LockError
 from meshwright.system.bounded import MIB, parse_json, read_bytes
 from meshwright.terminal.output import tell
 
-if TYPE_CHECKING:  # the launcher looks before torch is there
+if TYPE_CHECKING:  # the launcher checks the lock before torch is imported
     from meshwright.mesh.mesh import Mesh
 
 FILE = "lock"
 PATIENCE_S = 2.0
-"""How long a lock that is held is tried again: the job that holds it may just be dying."""
+"""Seconds to retry a lock that is held: the job that holds it may just be terminating."""
 OWN_JOB_PATIENCE_S = 240.0
-"""The same for an earlier life of this very Slurm job: on a node that was cut off it lives until somebody kills it."""
+"""Seconds to retry if an earlier start of this Slurm job holds it: on a cut-off node it lives until Slurm kills it."""
 PAUSE_S = 0.1
 TRIES = 3
-"""How often a lock is taken anew that was removed meanwhile."""
+"""Limit of further attempts when the lock file is removed between opening and locking."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What flock says where the file system knows no locks."""
+"""Error numbers of flock on a file system without locks."""
 
 
 class RunLock:
-    """Within: this process, and no other on any node, works in ``directory``. Processes it starts do not hold it.
+    """Exclusive lock on ``directory`` for this process, across nodes. Child processes do not hold it.
 
-    Where the file system knows no locks a warning says so, and the run goes on without.
+    On a file system without locks a warning is printed, and the run continues without one.
 
     Raises:
-        LockError: another job is in there, or the file cannot be opened.
+        LockError: another job works in the directory, or the file cannot be opened.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
         self._descriptor: int | None = None
         self._is_watched = True
-        os.register_at_fork(after_in_child=self._close)  # O_CLOEXEC is for those that exec
+        os.register_at_fork(after_in_child=self._close)  # O_CLOEXEC covers only children that exec
 
     def __enter__(self) -> Self:
         try:
@@ -63,10 +63,10 @@ class RunLock:
             for _ in range(TRIES):
                 if self.is_in_place():
                     break
-                self._close()  # removed between opening and locking: it keeps nobody out
+                self._close()  # removed between opening and locking: it excludes no other job
                 locked = self._open_and_lock()
             else:
-                self._is_watched = False  # a file system that gives one file several numbers
+                self._is_watched = False  # this file system reports several inode numbers for one file
             if locked and self._descriptor is not None:
                 text = json.dumps(_holder()) + "\n"
                 os.ftruncate(self._descriptor, 0)
@@ -86,12 +86,12 @@ class RunLock:
         self._close()
 
     def look(self) -> None:
-        """Refuse as ``with`` would, but take nothing and make no file.
+        """Refuse as ``with`` would, but keep no lock and make no file.
 
         Raises:
             LockError: another job is in the directory.
         """
-        with contextlib.suppress(OSError):  # no file yet, or one that cannot be read: who takes the lock says more
+        with contextlib.suppress(OSError):  # no file yet, or unreadable: taking the lock raises the full error
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 self._got(fcntl.LOCK_SH, warn=False)
@@ -99,18 +99,18 @@ class RunLock:
                 self._close()
 
     def is_in_place(self) -> bool:
-        """Return whether the open file is the one at the path. What the system cannot answer counts as yes."""
+        """Check whether the open file is the one at the path. If the file system cannot answer, the result is True."""
         if self._descriptor is None or not self._is_watched:
             return True
         try:
             return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file system that does not answer: writes will tell
+        except OSError:  # the file system does not answer: writes will fail if it is gone
             return True
 
     def take_again(self) -> None:
-        """Make the file again, or take the one that is there, and lock it. Its directory is there.
+        """Make the file again, or open the existing one, and lock it. The directory must exist.
 
         Raises:
             LockError: another job has it, or the file cannot be opened.
@@ -119,7 +119,7 @@ class RunLock:
         try:
             fresh.__enter__()
         except LockError:
-            if not _is_mine(self.path):  # the file system gave the same file another number
+            if not _is_mine(self.path):  # the file system reports another inode number for the same file
                 raise
             self._is_watched = False
             return
@@ -127,14 +127,17 @@ class RunLock:
         self._descriptor, fresh._descriptor = fresh._descriptor, None
 
     def _got(self, how: int, *, warn: bool = True) -> bool:
-        """Whether the file is locked now: False where there are no locks. Waits a little for a job that is dying."""
+        """Try to lock the open file; return False on a file system without locks.
+
+        Retries for ``PATIENCE_S`` (``OWN_JOB_PATIENCE_S`` for this Slurm job), since the holder may be terminating.
+        """
         assert self._descriptor is not None
         began_s = time.monotonic()
         while True:
             try:
                 fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(PAUSE_S)  # also before the file is read: who has just got the lock has written by then
+                time.sleep(PAUSE_S)  # also before reading the file: a new holder has written it by then
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
@@ -147,7 +150,7 @@ class RunLock:
                 raise LockError(_refusal(self.path))
 
     def _close(self) -> None:
-        """Let go: the lock goes with the open file."""
+        """Close the file, which releases the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -155,8 +158,10 @@ class RunLock:
 
 @contextlib.contextmanager
 def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
-    """Within: the ranks of this mesh alone work in ``directory``; rank 0 holds its lock, and gets it. Every rank calls
-    it.
+    """Hold the lock of ``directory`` on rank 0 within the ``with`` block. Collective over all ranks; blocks.
+
+    Yields:
+        The lock on rank 0, None on the others.
 
     Raises:
         LockError: the same on every rank.
@@ -176,7 +181,7 @@ def alone_in(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
 
 
 def _holder() -> dict[str, str | int]:
-    """Who holds the lock, for the message to others."""
+    """Return host, process, time and Slurm job of this process, for the message to other jobs."""
     holder: dict[str, str | int] = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -187,7 +192,7 @@ def _holder() -> dict[str, str | int]:
 
 
 def _is_mine(path: Path) -> bool:
-    """Whether the file names this very process as its holder."""
+    """Check whether the file names this process as its holder."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         found = json.loads(path.read_text())
         return bool(found["host"] == socket.gethostname() and found["process"] == os.getpid())
@@ -195,7 +200,7 @@ def _is_mine(path: Path) -> bool:
 
 
 def _is_own_job(path: Path) -> bool:
-    """Whether the lock is held by the Slurm job that this process belongs to: by what it was before it was requeued."""
+    """Check whether the lock is held by this Slurm job before it was requeued."""
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return False
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -204,7 +209,7 @@ def _is_own_job(path: Path) -> bool:
 
 
 def _refusal(path: Path) -> str:
-    """The message, with as much of the holder as its line tells."""
+    """Return the message to the second job, with the holder if the file's line can be read."""
     who = "another job"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         found = parse_json(read_bytes(path, MIB))

@@ -1,4 +1,4 @@
-"""Go on with a run that was saved: the same command again, on any layout."""
+"""Resuming a saved run with the same command, on any layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.run.tensors import restore
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
-    """Go on from the newest checkpoint that verifies, if there is one. Every rank calls it.
+    """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks; blocks.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the newest belongs to
@@ -57,13 +57,18 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
 def newest_sound(
     directory: Path, mesh: Mesh, warn: Warn = to_stderr, only: Sequence[Path] | None = None
 ) -> Path | None:
-    """The newest checkpoint that verifies; None: there is none yet. Every rank calls it, and hashes some of the files.
+    """Return the newest checkpoint that verifies; None if there is none yet. Collective over all ranks; blocks.
 
-    ``only``: looks at these, newest first, and no others. Rank 0 warns of each that is passed over, and names the bad
-    file.
+    Each rank hashes a part of the files. Rank 0 warns of each checkpoint that is skipped, and names the bad file.
+
+    Args:
+        directory: the run's directory.
+        mesh: the mesh; its ranks share the hashing.
+        warn: called on rank 0 with each warning.
+        only: candidates, newest first; None: all checkpoints of the run.
 
     Raises:
-        CheckpointError: on every rank; there are some, and none verifies.
+        CheckpointError: on every rank; checkpoints exist, but none verifies.
     """
 
     def look(path: Path) -> Path:
@@ -90,7 +95,11 @@ def newest_sound(
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:
-    """A whole number from 0 up out of the manifest's ``state``. Raises CheckpointError for anything else."""
+    """Return a non-negative integer from the manifest's ``state``.
+
+    Raises:
+        CheckpointError: the entry is missing without a default, or is anything else.
+    """
     found = manifest.state.get(name, default)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(

@@ -1,10 +1,10 @@
-"""Saving a run while it trains: what all ranks do together around the threads that write.
+"""Asynchronous saving of a run: the coordination of all ranks around their writer threads.
 
-    every rank   start    the one before is ended; agree on the attempt; copy to host memory: all that a step waits for
-    every rank   look     after each step: has somebody's share failed (the step's own reduction says so)?
-    every rank   finish   block until it has appeared, or failed: before the next one, and at the end
+    every rank   start    finish the save before, agree on the attempt, copy to host memory: all that a step blocks for
+    every rank   look     after each step: has any rank's share failed (a flag in the step's own all-reduce)?
+    every rank   finish   block until the checkpoint has appeared or failed: before the next save, and at the end
 
-When a share fails, nothing of that attempt is published and what was written is removed; the checkpoints before stand.
+If a share fails, nothing of that attempt is published and its files are removed. Earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_fi
 from meshwright.run.tensors import named_weights, pieces
 
 LAST_TRIES = 3
-"""How often a directory that is lost at the end of a run is made again."""
+"""Attempts to restore a directory that is lost at the end of a run."""
 LONGEST_PAUSE_S = 0.5
-"""Between two looks at what is being written, while nothing else is done."""
+"""Longest pause between two polls while all ranks wait for their writer threads."""
 
 
 class _Begun(NamedTuple):
-    """What the first rank tells before anything is written."""
+    """Result of preparing a save on rank 0, sent to all ranks before anything is written."""
 
     attempt: str
     problem: str | None = None
     may_pass: bool = False
-    """The problem is one of the disk, and not of the run."""
+    """True if the problem is one of the disk, not of the run."""
 
 
 class Saver:
-    """One per rank; every rank calls the same methods after the same steps."""
+    """Checkpoint saver of one rank. All ranks call the same methods after the same steps."""
 
     def __init__(
         self,
@@ -57,29 +57,32 @@ class Saver:
         warn: Warn = to_stderr,
         files: RunFiles | None = None,
     ) -> None:
-        """``files``: of the run, on every rank; None: nobody watches them."""
+        """Register the saver's flags in the parts. ``files``: the run's files; None turns off the check for losses."""
         self.parts = parts
         self.directory = directory
         self._files = files
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self.writer = Behind()
-        """Writes this rank's share; a failure on one rank reaches all of them as a flag of the next step."""
+        """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag of the next step."""
         self._attempt: Attempt | None = None
-        """Under way; the same on all ranks."""
+        """Save in progress; the same on all ranks."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
         self.saved_step: int | None = None
-        """The last step whose checkpoint has appeared for sure; the same on all ranks."""
+        """Last step whose checkpoint is confirmed to have appeared; the same on all ranks."""
         self._save_s: float | None = None
 
     def start(self) -> None:
-        """Save this step. Blocks for the copies; with ``checkpoint.asynchronous = false`` until it has appeared.
+        """Start to save this step. Collective over all ranks.
+
+        Blocks until the save before is finished and the tensors are copied to host memory; with
+        ``checkpoint.asynchronous = false`` until the checkpoint has appeared.
 
         Raises:
-            CheckpointError: on every rank; the step is saved already, or with ``checkpoint.on_failure = "fail"`` when
-                this checkpoint or the one before cannot be written.
+            CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be
+                written and ``checkpoint.on_failure`` is "fail" or the run has no checkpoint yet.
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
@@ -111,20 +114,26 @@ class Saver:
             self.finish()
 
     def look(self, not_written: bool) -> None:
-        """After each step; ``not_written``: some rank's share has failed.
+        """Handle a failed share and report a published checkpoint. Every rank calls it after each step.
+
+        Collective over all ranks if ``not_written`` (some rank's share has failed), else local.
 
         Raises:
-            CheckpointError: on every rank, of such a failure with ``checkpoint.on_failure = "fail"``.
+            CheckpointError: on every rank; a share has failed, and ``checkpoint.on_failure`` is "fail" or the run has
+                no checkpoint yet.
         """
         if not_written and self._attempt is not None:
             self._give_up(self._attempt, self._problems())
         self._tell_published()
 
     def finish(self, *, retention: bool = True) -> None:
-        """Block until what is under way has appeared or failed; ``retention``: and until older ones are deleted.
+        """Block until the save in progress has appeared or failed. Collective over all ranks.
+
+        ``retention``: block also until older checkpoints are deleted.
 
         Raises:
-            CheckpointError: on every rank, of a failure with ``checkpoint.on_failure = "fail"``.
+            CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is "fail" or the run has
+                no checkpoint yet.
         """
         attempt, behind = self._attempt, self.writer
         if attempt is not None:
@@ -140,12 +149,16 @@ class Saver:
             behind.end()
 
     def take_save_s(self) -> float | None:
-        """On the first rank: how long the checkpoint took that was seen to appear since the last call, if one was."""
+        """Return the duration (s) of the save that appeared since the last call, if any; always None beyond rank 0."""
         taken, self._save_s = self._save_s, None
         return taken
 
     def finish_or_fail(self) -> None:
-        """The last one of a run: that it cannot be written is an error, whatever ``checkpoint.on_failure`` says."""
+        """Finish the last save of a run, and restore lost files if needed. Collective over all ranks; blocks.
+
+        Raises:
+            CheckpointError: on every rank; the checkpoint cannot be written, whatever ``checkpoint.on_failure`` is.
+        """
         self.finish()
         step = self.parts.state.step
         for _ in range(LAST_TRIES):
@@ -162,10 +175,10 @@ class Saver:
             )
 
     def recover(self) -> None:
-        """Make the run's lost files again, on every rank; a checkpoint is then to be saved at once.
+        """Restore the run's lost files. Collective over all ranks; blocks. The caller must then save a checkpoint.
 
         Raises:
-            RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be made again.
         """
         assert self._files is not None
         mesh, behind = self.parts.mesh, self.writer
@@ -182,13 +195,17 @@ class Saver:
             reopen_outputs(self.directory)
 
     def _stop(self, found: Recovery) -> None:
-        """Save where the directory lies now, if it lies anywhere, and end the run."""
+        """Save to the directory's new path, if it was moved, and end the run. Collective over all ranks; blocks.
+
+        Raises:
+            RunFilesError: always, on every rank.
+        """
         step, saved = self.parts.state.step, "the steps since its last checkpoint are lost"
         if self.saved_step == step:
             saved = f"step {step} was saved before"
         elif found.moved_to is not None:
             self.directory, self._files = found.moved_to, None
-            with contextlib.suppress(CheckpointError):  # warned of already
+            with contextlib.suppress(CheckpointError):  # a warning is already printed
                 self.start()
                 self.finish()
             if self.saved_step == step:
@@ -196,14 +213,14 @@ class Saver:
         raise RunFilesError(f"{found.message}. The run stops after step {step}: {saved}")
 
     def _are_files_lost(self) -> bool:
-        """The same on every rank. Every rank calls it."""
+        """Check whether rank 0 has lost the run's files. Collective over all ranks; blocks."""
         return bool(self.parts.mesh.world.gather_objects(self.parts.flags[FILES_LOST]())[0])
 
     # -------------------------------------------------------------------------------------------------------- pieces
 
     def _begin(self, step: int) -> _Begun:
         attempt = secrets.token_hex(4)
-        if self.parts.flags[FILES_LOST]() and self._files is not None:  # what would be made there is not this run's
+        if self.parts.flags[FILES_LOST]() and self._files is not None:  # a directory made there is not this run's
             return _Begun(attempt, f"{self.directory} is gone, or another's", may_pass=True)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
@@ -214,11 +231,13 @@ class Saver:
         return _Begun(attempt)
 
     def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
-        """Until it is so on every rank; whether a share has failed. All ranks keep moving meanwhile: a slow disk is no
-        hang. Unless it is ``to_the_end``, a share that has failed ends it too, and
+        """Wait until ``done()`` on all ranks, and return whether a share has failed. Collective over all ranks; blocks.
+
+        All ranks poll with all-reduces of 4 float64 (32 bytes), so the watchdog does not take a slow disk for a hang.
+        A failed share ends the wait too, unless ``to_the_end``.
 
         Raises:
-            CheckpointError: on every rank, when nobody's bytes have got to the disk for ``launch.timeout_s``.
+            CheckpointError: on every rank, unless ``to_the_end``; no rank has written a byte for ``launch.timeout_s``.
         """
         parts, mesh = self.parts, self.parts.mesh
         limit_s, pause_s = parts.config.launch.timeout_s, 0.001
@@ -243,7 +262,7 @@ class Saver:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _problems(self) -> list[str]:
-        """What has failed on which rank. Every rank calls it."""
+        """Gather the failures, one line for each failed rank. Collective over all ranks; blocks."""
         mesh = self.parts.mesh
         found = mesh.world.gather_objects(self.writer.problem)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
@@ -252,7 +271,7 @@ class Saver:
         self._attempt = None
         self.writer.abandon()
         if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
-            self.writer.end()  # what was written is removed before this process ends
+            self.writer.end()  # its files are removed before this process ends
         self._tell(attempt.head.step, problems)
 
     def _tell(self, step: int, problems: list[str]) -> None:
@@ -270,7 +289,10 @@ class Saver:
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
 
     def _has_saved(self) -> bool:
-        """Whether a checkpoint of this run stands, an imported model (step 0) not counted. Every rank calls it."""
+        """Check whether this run has a checkpoint; an imported model (step 0) does not count.
+
+        Collective over all ranks and blocks, unless a step is already saved.
+        """
         if self.saved_step is not None:
             return True
         stands = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
@@ -283,7 +305,7 @@ class Saver:
             self._say(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
-        """On the writer's thread, when a checkpoint has appeared: what goes wrong here harms no checkpoint."""
+        """Delete old checkpoints, on the writer thread once a new one has appeared; errors only cause a warning."""
         try:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:
@@ -291,7 +313,7 @@ class Saver:
 
 
 def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> Head:
-    """Return what a checkpoint of this state says besides its tensors."""
+    """Return the metadata of a checkpoint of this state: everything except its tensors."""
     return Head(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -307,10 +329,10 @@ def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]
 
 
 def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) -> None:
-    """Write the manifest of the run's last step and read it back, in memory: what no save could write is found first.
+    """Check that a manifest of the run's last step can be written and read back, in memory, before the training.
 
     Raises:
-        ConfigError: it cannot be written, or not be read again, with the reason.
+        ConfigError: it cannot be written or read back; the message contains the reason.
     """
     config = blueprint.config
     samples = config.train.steps * batch_numbers(config).global_batch
@@ -338,5 +360,5 @@ def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) ->
 
 
 def shard_name(pp_rank: int, tp_rank: int) -> str:
-    """Of the rank that writes for its replicas."""
+    """Return the shard's name for the rank that writes for its replicas: ``pp0-tp1``."""
     return f"pp{pp_rank}-tp{tp_rank}"

@@ -1,4 +1,4 @@
-"""What is said before the first step: placement, batch arithmetic, schedule, bytes of each rank. Pure."""
+"""Summary printed before the first step: placement, batch arithmetic, schedule, bytes per rank. Pure."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ WIDTH = 100
 
 
 class RankShare(NamedTuple):
-    """What the ranks of one stage hold each; tp ranks hold alike."""
+    """Parameters and bytes of each rank of one stage; all tp ranks hold the same amounts."""
 
     stage: int
     layers: str
     num_parameters: int
-    """In memory, padding included."""
+    """Parameters of the rank's part of the stage, padding included."""
     weight_bytes: int
-    """With ZeRO-3 a shard, in the optimizer's dtype; a layer or two are gathered besides it."""
+    """Bytes of weights; with ZeRO-3 a shard in the optimizer's dtype, without the layer or two gathered at a time."""
     gradient_bytes: int
-    """Kept over a step; with ZeRO-2 a backward holds some buckets more until they are summed, with ZeRO-3 a layer."""
+    """Gradient bytes kept over a step; backward adds some unreduced buckets with ZeRO-2, a layer with ZeRO-3."""
     optimizer_bytes: int
-    """Its states and, under bfloat16, master weights; of the ZeRO shard."""
+    """Bytes of optimizer states and, under bfloat16, master weights, for the ZeRO shard."""
     host_bytes: int
-    """Of these three, what ``parallel.offload`` puts into the host's memory instead."""
+    """Bytes of these three that ``parallel.offload`` keeps in host memory instead."""
     peak_activations: int
-    """Micro-batches in flight."""
+    """Largest number of micro-batches in flight."""
 
 
 def rank_shares(blueprint: Blueprint) -> list[RankShare]:
-    """Parameters and bytes of a rank of each stage. Flat buckets may add padding of a few elements per bucket."""
+    """Return parameters and bytes of one rank of each stage; padding of flat buckets (a few elements) is left out."""
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -58,28 +58,31 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Elements of trained weights that several modules of a stage use: ZeRO-3 gathers them once for both ways."""
+    """Return the elements of trained weights that several modules of a stage share.
+
+    ZeRO-3 gathers these once for forward and backward together.
+    """
     uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
 
 
 class Elements(NamedTuple):
-    """A rank's parameters."""
+    """Element counts of a rank's parameters."""
 
     in_blocks: int
-    """Kept in 8 bits."""
+    """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
     others: int
     frozen: int
-    """Not trained."""
+    """Elements that are not trained."""
 
     @property
     def trained(self) -> int:
-        """Those with a gradient."""
+        """Elements with a gradient."""
         return self.in_blocks + self.others
 
 
 def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
-    """Bytes of weights, of gradients and of the optimizer on the device, and on the host."""
+    """Return bytes of (weights, gradients, optimizer) on the device, and of all that is on the host."""
     trained, frozen = elements.trained, elements.frozen
     dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
@@ -110,7 +113,10 @@ def _elements(blueprint: Blueprint, stage: int) -> Elements:
 
 
 def _gradient_bytes(config: RunConfig, whole: int) -> int:
-    """What is kept of ``whole`` bytes: with ZeRO-2 a shard, and besides it the whole where that is summed once."""
+    """Return the gradient bytes kept over a step, of ``whole`` bytes without sharding.
+
+    From ZeRO-2 on this is a shard, plus the whole gradient if it is reduced only once per step.
+    """
     shards = shard_factor(config)
     if config.parallel.zero < 2 or shards == 1:
         return whole
@@ -118,7 +124,7 @@ def _gradient_bytes(config: RunConfig, whole: int) -> int:
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
-    """``micro_batch_size x chunks x dp = global_batch``, with numbers; and what that is in tokens."""
+    """Return ``micro_batch_size x chunks x dp = global_batch`` with numbers, and the tokens (or labels) per step."""
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
     example = blueprint.example
     if blueprint.config.data.builder is None:
@@ -136,7 +142,7 @@ def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
 
 
 def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
-    """The whole text. ``width``: columns to fit the schedule into; all else fits into 80 where names are short."""
+    """Return the whole text. ``width``: columns for the schedule; the rest fits into 80 if names are short."""
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
@@ -167,7 +173,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
 
 
 def _price(blueprint: Blueprint) -> list[str]:
-    """What sharding gradients and weights costs, at the stage that has most; of less there is nothing to say."""
+    """Return lines on the communication cost of ZeRO-2 and ZeRO-3, at the largest stage; empty below ZeRO-2."""
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
@@ -197,7 +203,7 @@ def _price(blueprint: Blueprint) -> list[str]:
 
 
 def _eight_bit(blueprint: Blueprint) -> list[str]:
-    """Of how much the optimizer keeps 8 bits."""
+    """Return the line on the share of elements with 8-bit optimizer state; empty for other optimizers."""
     optimizer = blueprint.config.optimizer
     if optimizer.name != "adamw8bit":
         return []
@@ -210,7 +216,7 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
 
 
 def _offload(blueprint: Blueprint) -> list[str]:
-    """What is on the host, at the stage that has most."""
+    """Return the line on offloaded bytes, at the largest stage; empty without offload."""
     parallel = blueprint.config.parallel
     if not parallel.offload:
         return []
@@ -221,7 +227,7 @@ def _offload(blueprint: Blueprint) -> list[str]:
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:
-    """The grid of the schedule; its rows are pipeline ranks, and called so here, where there are others too."""
+    """Draw the grid of the schedule with rows named by pipeline rank (``pp0``), since other ranks are named too."""
     rows = schedule_text(timeline, width + len("rank ") - len("pp")).splitlines()[1:]
     return [row.replace("rank ", "pp", 1) for row in rows]
 
@@ -244,7 +250,7 @@ def _table(shares: list[RankShare]) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Lines of a table. ``sides``: ``<`` or ``>`` for each column: names stand left, numbers right."""
+    """Format rows as the lines of a table. ``sides``: alignment of each column, ``<`` (names) or ``>`` (numbers)."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
@@ -253,7 +259,7 @@ def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def memory(num_bytes: int) -> str:
-    """Three digits or more, in the unit that fits."""
+    """Format bytes in GiB, MiB or KiB, with one decimal."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"

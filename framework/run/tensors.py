@@ -1,4 +1,4 @@
-"""The state of a run between layout and checkpoint: flat shards <-> whole tensors by name, a bucket at a time."""
+"""Conversion of a run's state for checkpoints: flat shards <-> full tensors by name, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshwright.parameters import ParameterInfo
 
 
 def saved_weights(blueprint: Blueprint) -> Iterator[Weight]:
-    """The tensors of the model that are saved, each once, whole."""
+    """Return the full tensors of the model that a checkpoint holds, each once."""
     return (weight for _, weight in named_weights(blueprint))
 
 
 def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, Weight]]:
-    """Return (name, tensor) of every weight and running buffer that a checkpoint holds, each once, whole."""
+    """Yield (name, weight) of every weight and running buffer that a checkpoint holds, each once, with full shapes."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if blueprint.model.canonical(name) == name:
@@ -35,7 +35,10 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, Weight]]:
 
 
 def flat_pieces(kind: Kind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
-    """The parameters' parts of a flat tensor, without padding."""
+    """Yield each parameter's part of a flat tensor, without padding, in its local shape.
+
+    ``flat``: (numel,), the whole bucket.
+    """
     for place in bucket.places:
         info = place.member.info
         yield Piece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
@@ -44,10 +47,12 @@ def flat_pieces(kind: Kind, bucket: Sharded, flat: Tensor) -> Iterator[Piece]:
 def pieces(
     replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
 ) -> Iterator[Piece]:
-    """What this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the way.
+    """Yield this rank's pieces of a checkpoint. Collective over dp: all ranks must exhaust the generator.
 
-    A rank that stands for others (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights)
-    yields; the others yield nothing. ``running``: buffers that forward changes, by name.
+    Blocks for the all-gathers of shards: one bucket of weights or of one optimizer state at a time. Only the ranks that
+    represent their copies yield: dp rank 0, tp rank 0 for replicated parameters, the first stage for tied weights.
+
+    ``running``: buffers that forward changes, by name.
     """
     if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
@@ -83,17 +88,17 @@ def restore(
     optimizer_steps: int,
     running: Mapping[str, Tensor],
 ) -> None:
-    """Overwrite weights, running buffers, master weights and moments with a checkpoint's, whatever layout wrote it.
+    """Load weights, running buffers, master weights and optimizer states from a checkpoint of any layout.
 
-    A checkpoint that no optimizer has stepped (an imported model) has weights alone: master weights begin as these.
+    A checkpoint without optimizer steps (an imported model) has weights alone: master weights start as copies of them.
 
     Raises:
-        CheckpointError: a parameter is not in it, or has another shape.
+        CheckpointError: a parameter is missing, or has another shape.
     """
     is_fresh = not optimizer_steps and not checkpoint.parameters(Kind.MASTER)
     for name, buffer in running.items():
         saved = checkpoint.read(Kind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
-        assert saved is not None  # of weights, what is missing is an error
+        assert saved is not None  # reading missing weights raises
         buffer.copy_(saved)
     index = 0
     for replica in replicas.values():
@@ -126,7 +131,7 @@ def _read(checkpoint: Checkpoint, kind: Kind, member: Member, dtype: torch.dtype
 
 
 def _read_bucket(checkpoint: Checkpoint, kind: Kind, bucket: Sharded) -> Tensor:
-    """One kind of tensor for all parameters of a bucket, flat, in the optimizer's dtype; padding zero."""
+    """Return one kind of tensor for all parameters of a bucket: (numel,) flat, optimizer's dtype, padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
     for place in bucket.places:

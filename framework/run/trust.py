@@ -26,19 +26,19 @@ from meshwright.terminal.output import tell
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
 """Keys whose value is imported."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
-"""What lies beside the configuration of a run, or of an exported model, that has lost its other files."""
+"""File names next to a configuration that mark it as part of a run or an exported model, even an incomplete one."""
 DEPTH = 4
 """Levels above a file that may be the run directory: RUN/checkpoints/step-00000010/config.toml is three below it."""
 
 
 def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
-    """Refuse builders that ``source``, a file of a run or checkpoint, names and nobody else does.
+    """Refuse foreign builders that only ``source``, a file of a run or checkpoint, names.
 
-    ``overrides``: the words of the command line; a builder that they name is the user's own choice. With ``trust_code``
-    each function is printed with its file instead.
+    ``overrides``: the arguments of the command line; a builder named there is the user's own choice. With
+    ``trust_code`` each function is printed with its file instead.
 
     Raises:
-        ConfigError: a line for each such key, with the function, its file and how to go on.
+        ConfigError: one line for each such key, with the function, its file and the remedy.
     """
     named = {given.path: given.value for given in read_overrides(overrides).given}
     problems = []
@@ -48,7 +48,7 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
         function, file = path.partition(":")[2], find_source(path)
         where = f"from {file}" if file else "of a module that Python does not find from here"
         if trust_code:
-            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # one of them says it
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # only one rank prints it
                 tell(f"--trust-code: {section}.{key} = {path!r} imports {function} {where}")
             continue
         problems.append(
@@ -71,7 +71,7 @@ def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
 
 
 def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
-    """Return the builder keys that ``given`` (key -> value) sets to what ``saved`` has: trust in it, and no change."""
+    """Return the builder keys that ``given`` (key -> value) sets to the saved value: trusted by the user, unchanged."""
     return {
         path
         for path in CODE_KEYS
@@ -80,10 +80,10 @@ def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set
 
 
 def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
-    """Refuse a configuration that lies in a run directory as :func:`check_trusted` does. Any other one is the user's.
+    """Apply :func:`check_trusted` to a configuration that belongs to a run; any other one is the user's own.
 
     Raises:
-        ConfigError: the same; or the configuration does not hold together.
+        ConfigError: a builder is not trusted, or the configuration is invalid.
     """
     if comes_with_run(Path(path)):
         check_trusted(load(path, overrides), path, overrides, trust_code=trust_code)

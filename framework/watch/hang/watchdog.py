@@ -148,7 +148,7 @@ class Watchdog:
             self._listen()
             self._write_status()
         hangs = self._claimed_s is None and self._age_s() > self._limit_s
-        if hangs and (self._board is None or self._board.is_first(self._claim())):  # if another rank was first, the next round sees its claim
+        if hangs and (self._board is None or self._board.is_first(self._claim())):  # else: next round
             self._report()
 
     def _beat(self) -> Heartbeat:

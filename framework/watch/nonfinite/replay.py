@@ -179,7 +179,7 @@ class _Look:
     def _gradient_hook(self, bucket: Sharded, place: Place) -> Any:
         position = self._positions[id(place.member.parameter)]
 
-        def hook(parameter: Tensor) -> None:  # runs after the replica's own hook, which has added the gradient to the bucket
+        def hook(parameter: Tensor) -> None:  # after the replica's own hook has added the gradient to the bucket
             microbatch = self._microbatch
             if microbatch is None or position in self.gradients:
                 return
