@@ -200,7 +200,7 @@ def _is_mine(path: Path) -> bool:
 
 
 def _is_own_job(path: Path) -> bool:
-    """Check whether the lock is held by this Slurm job before it was requeued."""
+    """Check whether the holder is an earlier start of this Slurm job, from before it was requeued."""
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return False
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):

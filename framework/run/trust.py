@@ -1,11 +1,10 @@
-"""Trust in code that a file names: which builders a downloaded run, checkpoint or configuration may import.
+"""Trust check for code that a file names: the builders that a downloaded run, checkpoint or configuration may import.
 
-    file given on the command line          any builder: the user has named it
-    file of a run or checkpoint,            meshwright's own builders (framework/config/functions.py), or what the user
-    names
-    whoever made it                         too: --model.builder=my_model:build, or --trust-code for anything
+    file given on the command line          any builder: the user has chosen the file
+    file of a run or checkpoint,            meshwright's own builders (framework/config/functions.py), builders that the
+    of any origin                           user names too (--model.builder=my_model:build), or any with --trust-code
 
-Nothing is imported to find out, and without trust nothing is imported at all. No torch.
+The check itself imports nothing, and without trust nothing is imported at all. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
-"""Keys whose value is imported."""
+"""Configuration keys whose value is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """File names next to a configuration that mark it as part of a run or an exported model, even an incomplete one."""
 DEPTH = 4

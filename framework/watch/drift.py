@@ -68,7 +68,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def held(parts: Parts) -> Iterator[Held]:
-    """Yield this rank's tensors that other ranks hold copies of, in the same order on all these ranks.
+    """Yield this rank's tensors that other ranks hold copies of, in the same order on all ranks with copies.
 
     Blocks until posted all-gathers of weights are done.
     """

@@ -74,7 +74,7 @@ class Heartbeat(_File):
 
 
 class Seen(NamedTuple):
-    """Last heartbeat of a rank, and the seconds since a new one arrived; None if none ever arrived."""
+    """Last heartbeat of a rank (None if none ever arrived), and the seconds since the last new one."""
 
     beat: Heartbeat | None
     silent_s: float

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite: no rank takes the step, and the message names rank, layer and samples.
+"""Reaction to NaN and Inf in a loss or gradient: no rank takes the step, and the message names rank, layer, samples.
 
 A healthy step costs next to nothing. The scalars that every step all-reduces over all ranks show the NaN or Inf to all
 ranks, in the same step. Copies of a gradient that the norm does not count are checked by ranks that would wait anyway.
