@@ -159,7 +159,7 @@ def judge(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, *, alik
 
 
 def _rank(everyone: Sequence[Told], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
-    """Return the gain if the slowest rank were as fast as the next slowest, or the same for a slow node as a whole."""
+    """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].own_s)
     first = slowest - slowest % alike
     beside_s = [told.own_s for rank, told in enumerate(everyone) if not first <= rank < first + alike]

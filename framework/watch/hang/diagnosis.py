@@ -69,9 +69,10 @@ def judge(table: Mapping[int, Seen], grid: Grid, silent_s: float, long_s: float)
 def lines(
     table: Mapping[int, Seen], grid: Grid, silent_s: float, first: tuple[int, ...] = (), most: int | None = None
 ) -> list[str]:
-    """Format the table of heartbeats: a header and one line for each rank, at most ``most`` lines.
+    """Format the table of heartbeats: a header, then one line for each rank.
 
-    The ranks of ``first`` are kept when not all fit. A last line counts the ranks that are left out.
+    If ``most`` limits the lines after the header, the ranks of ``first`` are kept, and a last line counts the ranks
+    that are left out.
     """
     order = sorted(table)
     if most is not None and len(order) > most:
