@@ -10,9 +10,9 @@ from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
 
 RESOLVED = "resolved.json"
-"""Each run directory has it, from its first start on."""
+"""File that marks a run directory; written at the first start."""
 MANIFEST = "manifest.json"
-"""Each checkpoint has it."""
+"""File that marks a checkpoint."""
 RUNS = Path("runs")
 """Default parent directory of runs."""
 MOST_NAMED = 8

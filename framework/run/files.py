@@ -1,14 +1,14 @@
-"""The files of a live run: still there, still its own? One stat of the lock per step; made again where they are gone.
+"""Files of a live run: one stat of the lock per step detects lost or replaced files, and they are restored.
 
-    what is found                                        what the run does
-    the lock alone is gone                               takes it again; another job has it: stops
-    the directory is gone: deleted, or moved away        makes it again from memory, saves at once, goes on
+    found                                                action of the run
+    the lock alone is gone                               takes it again; stops if another job has it
+    the directory is gone: deleted, or moved away        makes it again from memory, saves at once, continues
     another, empty directory in its place                the same
-    another run's directory in its place                 stops, and never writes there; moved: saves where it lies now
+    another run's directory in its place                 stops, and never writes there; moved: saves at the new path
     another file system in its place (unmounted)         stops
 
-From memory: configuration, starts and placement; metrics.jsonl and the ranks' logs from their open descriptors, which
-hold the bytes of a deleted file. Older checkpoints, traces and what else was there is gone.
+Configuration, starts and placement are restored from memory. metrics.jsonl and the ranks' logs are restored from their
+open descriptors, which hold the bytes of a deleted file. Older checkpoints, traces and other files are lost.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ DELETED = " (deleted)"
 
 
 def check_run_files(directory: Path) -> None:
-    """Refuse a run directory in which something else lies where a run keeps its files: opening a FIFO would block.
+    """Refuse a run directory in which a run's file name is taken by something unusable: opening a FIFO would block.
 
     Raises:
-        ConfigError: names each path, and what lies there.
+        ConfigError: names each such path and the reason.
     """
     found = []
     for name in (*PRESUPPOSED, FILE, STATUS):
@@ -60,7 +60,7 @@ def make_directory(config: RunConfig) -> Path:
     """Make the run's directory, and check that it can be written to.
 
     Raises:
-        ConfigError: it cannot be made, or not be written to.
+        ConfigError: it cannot be made or written to, or holds something unusable.
     """
     directory = run_directory(config)
     problem = None
@@ -83,15 +83,15 @@ class Recovery(NamedTuple):
 
     message: str
     must_stop: bool = False
-    """The directory belongs to somebody else now, or cannot be made again."""
+    """True if the directory now belongs to another run, or cannot be made again."""
     is_new: bool = False
-    """The directory was made again, and has no checkpoint."""
+    """True if the directory was made again and has no checkpoint."""
     moved_to: Path | None = None
     """New path of the directory of a run that must stop."""
 
 
 class RunFiles:
-    """The directory of a live run, as the rank that holds its lock sees it; other ranks see nothing lost."""
+    """Directory of a live run. Only the rank that holds the lock detects losses; the others always report none."""
 
     def __init__(self, directory: Path, lock: RunLock | None) -> None:
         """Remember the identity of the directory. ``lock``: held by this rank; None on the other ranks."""
@@ -107,17 +107,17 @@ class RunFiles:
         self._descriptor = -1
 
     def remember(self) -> None:
-        """Read the small files that the start of the run has written."""
+        """Read the small files of the run's start into memory."""
         for name in KEPT:
             with contextlib.suppress(OSError):
                 self._kept[name] = (self.directory / name).read_bytes()
 
     def are_lost(self) -> bool:
-        """Return whether the lock that is held is no longer the file at its path. One stat; called in every step."""
+        """Check whether the held lock is no longer the file at its path. One stat; called in every step."""
         return self._lock is not None and not self._lock.is_in_place()
 
     def recover(self) -> Recovery:
-        """Find out what has happened, and make again what can be. Never writes where another run is."""
+        """Find the cause of the loss, and restore the lock or the directory. Never writes into another run."""
         assert self._lock is not None
         directory, was = self.directory, os.fstat(self._descriptor)
         try:
@@ -159,7 +159,7 @@ class RunFiles:
         return "was deleted" if moved_to is None else f"was moved to {moved_to}"
 
     def _moved_to(self) -> Path | None:
-        """Return where the directory lies now, if it lies anywhere."""
+        """Return the current path of the open directory, or None if it was deleted."""
         with contextlib.suppress(OSError):
             path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
             if not str(path).endswith(DELETED) and os.path.samestat(path.stat(), os.fstat(self._descriptor)):
@@ -182,9 +182,9 @@ def _is_anothers(directory: Path) -> bool:
 
 
 def sync_run_files(directory: Path, warn: Warn) -> None:
-    """Flush all that a checkpoint presupposes to the disk, before the checkpoint appears.
+    """Flush the run's other files to the disk, before the checkpoint appears.
 
-    A file that cannot be flushed is warned of: the checkpoint is worth more than it.
+    A file that cannot be flushed only causes a warning: the checkpoint is more important.
     """
     for path in (*(directory / name for name in PRESUPPOSED), directory):
         try:
@@ -199,9 +199,9 @@ def sync_run_files(directory: Path, warn: Warn) -> None:
 
 
 def reopen_outputs(directory: Path) -> None:
-    """Give this process's stdout and stderr their file back, with all it held, where it was deleted with the run.
+    """Restore the files of stdout and stderr, with their contents, if they were deleted with the run directory.
 
-    Every rank calls it when the directory is there again. Other outputs (a terminal, a pipe, another file) stay.
+    Every rank calls it once the directory exists again. Other outputs (a terminal, a pipe, another file) stay.
     """
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""One job at a time in a run directory: rank 0 holds a lock on ``runs/NAME/lock`` as long as it works.
+"""Lock that allows one job at a time in a run directory: rank 0 holds it on ``runs/NAME/lock`` while it runs.
 
-first job     rank 0     takes it, writes down who it is ........ ends, or is killed: the kernel lets go
-second job    launcher   looks: held, and 2 s later still held: one message that names the first, exit code 2
-later         rank 0     takes it, whatever stands in the file
+first job     rank 0     takes it, writes its host and process .. ends, or is killed: the kernel releases the lock
+second job    launcher   checks: held, and 2 s later still held: one message that names the first job, exit code 2
+later         rank 0     takes it, regardless of the file's content
 
-The lock is the kernel's, on the open file: a job that was killed leaves nothing behind that somebody must clean up. The
-file stays; its one line of JSON is for the message alone.
+This is a kernel lock (flock) on the open file, so a killed job leaves nothing to clean up. The file stays; its one line
+of JSON is for the message alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILE = "lock"
 PATIENCE_S = 2.0
 """Seconds for which a held lock is tried again: the job that holds it may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
-"""The same for an earlier life of this very Slurm job: on a node that was cut off it lives until somebody kills it."""
+"""Seconds to retry if an earlier start of this Slurm job holds it: on a cut-off node it lives until Slurm kills it."""
 PAUSE_S = 0.1
 TRIES = 3
 """Attempts to take a lock that was removed meanwhile."""
@@ -86,7 +86,7 @@ class RunLock:
         self._close()
 
     def look(self) -> None:
-        """Refuse as ``with`` would, but take nothing and make no file.
+        """Refuse as ``with`` would, but keep no lock and make no file.
 
         Raises:
             LockError: another job is in the directory.
@@ -99,7 +99,7 @@ class RunLock:
                 self._close()
 
     def is_in_place(self) -> bool:
-        """Return whether the open file is the one at the path. What the system cannot answer counts as yes."""
+        """Check whether the open file is the one at the path. If the file system cannot answer, the result is True."""
         if self._descriptor is None or not self._is_watched:
             return True
         try:
@@ -110,7 +110,7 @@ class RunLock:
             return True
 
     def take_again(self) -> None:
-        """Make the file again, or take the one that is there, and lock it. Its directory is there.
+        """Make the file again, or open the existing one, and lock it. The directory must exist.
 
         Raises:
             LockError: another job has it, or the file cannot be opened.
@@ -155,8 +155,10 @@ class RunLock:
 
 @contextlib.contextmanager
 def lock_directory(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
-    """Lock ``directory`` for the ranks of this mesh within the block. Collective; rank 0 holds the lock, and receives
-    it.
+    """Hold the lock of ``directory`` on rank 0 within the ``with`` block. Collective over all ranks; blocks.
+
+    Yields:
+        The lock on rank 0, None on the others.
 
     Raises:
         LockError: the same on every rank.

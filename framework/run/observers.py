@@ -15,7 +15,7 @@ from meshwright.system.signals import StopRequest
 
 
 class RunFilesCheck(Observer):
-    """The run's files, made again on every rank in the step in which they are found lost."""
+    """Observer that restores the run's files on every rank in the step in which they are found lost."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -32,7 +32,7 @@ class RunFilesCheck(Observer):
 
 
 class Validation(Observer):
-    """Validation every ``train.validate_every`` steps and after the last."""
+    """Observer that validates every ``train.validate_every`` steps and after the last."""
 
     def __init__(self, validate: Callable[[Parts], float], report: Callable[[float], None]) -> None:
         """Validate by ``validate``; call ``report`` with the last validation loss, after the last checkpoint."""
@@ -54,25 +54,25 @@ class Validation(Observer):
 
 
 class PeakMemory(Observer):
-    """``memory.json``: the peak memory of every rank, after the first step and with each checkpoint."""
+    """Observer that writes ``memory.json``: peak memory of all ranks, after the first step and at each checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Gather and write the peaks. Collective over all ranks."""
+        """Gather and write the peaks, if due. Collective over all ranks; blocks."""
         if event.is_saving or event.is_first:
             note_peaks(parts.mesh, self._directory, parts.state.step)
 
 
 class Checkpoints(Observer):
-    """Checkpoints when they are due, after a request to end the run, and after the last step."""
+    """Observer that saves checkpoints when due, after a request to end the run, and after the last step."""
 
     def __init__(self, saver: Saver, request: StopRequest) -> None:
         self._saver, self._request = saver, request
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Start a save that is due, and end the run where a rank was asked to. Collective over all ranks.
+        """Start a save that is due, and end the run if a rank was asked to stop. Collective over all ranks; blocks.
 
         Raises:
             CheckpointError: on every rank, when a checkpoint cannot be written and the run may not go on without.
@@ -95,20 +95,23 @@ class Checkpoints(Observer):
                 saver.finish_or_fail()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Finish the checkpoint under way: it is of a sound step. Collective over all ranks."""
+        """Finish the checkpoint being written after NaN, Inf or drift: it is of an earlier, sound step.
+
+        Collective over all ranks; blocks. Other errors are not handled here.
+        """
         if isinstance(error, NonFiniteError | DriftError):  # on all ranks alike
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
                 self._saver.finish()
 
     def _signals(self, parts: Parts) -> str:
-        """Return the signal, and the rank that got it when not all did. Collective over all ranks."""
+        """Return the signal's name, and the rank that received it if not all did. Collective over all ranks; blocks."""
         mine = self._request.signal.name if self._request.signal is not None else None
         found = parts.mesh.world.gather_objects(mine)
         rank = next(rank for rank, name in enumerate(found) if name is not None)
         return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"
 
     def _kept(self, parts: Parts) -> str:
-        """Return what the same command goes on from. Collective over all ranks."""
+        """Finish the save and return a phrase on the state to resume from. Collective over all ranks; blocks."""
         saver = self._saver
         with parts.mesh.activity.during("saving a checkpoint"):
             saver.finish(retention=False)

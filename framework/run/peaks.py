@@ -1,6 +1,6 @@
-"""The peak of memory of every rank, which may differ by stage: ``memory.json``, where metrics.jsonl has that of rank 0.
+"""Peak memory of every rank in ``memory.json``; it differs by stage, and metrics.jsonl has that of rank 0 alone.
 
-No torch to read it. Gathered after the first step of each start and whenever the run is saved: one number of each rank.
+Reading needs no torch. Gathered after the first step of each start and at each checkpoint: one number per rank.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PEAKS = "memory.json"
 
 
 class Peaks(BaseModel):
-    """The file."""
+    """Contents of ``memory.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal["meshwright memory 1"] = "meshwright memory 1"
     step: NonNegativeInt
-    """After which they were gathered."""
+    """Step after which the peaks were gathered."""
     device: str
     grid: tuple[PositiveInt, PositiveInt, PositiveInt]
-    """pp, dp, tp."""
+    """Degrees (pp, dp, tp)."""
     peaks: tuple[NonNegativeInt, ...]
-    """Bytes of each rank, since it was started."""
+    """Peak bytes of each rank since its start."""
 
     @model_validator(mode="after")
     def _one_for_each_rank(self) -> Peaks:
@@ -44,7 +44,10 @@ class Peaks(BaseModel):
 
 
 def note_peaks(mesh: Mesh, directory: Path, step: int) -> None:
-    """Write them down. Every rank calls it; that it cannot be written is no reason not to train."""
+    """Gather the peak memory of all ranks and write the file on rank 0. Collective over all ranks; blocks.
+
+    Errors of writing are ignored, so they never stop the training.
+    """
     peaks = mesh.world.gather_objects(peak_memory_bytes(mesh.device.type))
     if mesh.rank != 0:
         return

@@ -1,4 +1,4 @@
-"""Go on with a run that was saved: the same command again, on any layout."""
+"""Resuming a saved run with the same command, on any layout."""
 
 from __future__ import annotations
 

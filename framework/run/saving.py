@@ -45,7 +45,7 @@ from meshwright.run.tensors import named_weights, pieces
 LAST_TRIES = 3
 """Attempts to recreate a directory that is lost at the end of a run."""
 LONGEST_PAUSE_S = 0.5
-"""Between two looks at what is being written, while nothing else is done."""
+"""Longest pause between two polls while all ranks wait for their writer threads."""
 
 
 class _Begun(NamedTuple):
@@ -54,11 +54,11 @@ class _Begun(NamedTuple):
     attempt: str
     problem: str | None = None
     may_pass: bool = False
-    """The problem is one of the disk, and not of the run."""
+    """True if the problem is one of the disk, not of the run."""
 
 
 class Saver:
-    """One per rank; every rank calls the same methods after the same steps."""
+    """Checkpoint saver of one rank. All ranks call the same methods after the same steps."""
 
     def __init__(
         self,
@@ -75,22 +75,25 @@ class Saver:
         self._say = say
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self.writer = AsyncWriter()
-        """Writes this rank's share; a failure on one rank reaches all of them as a flag of the next step."""
+        """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag of the next step."""
         self._attempt: SaveAttempt | None = None
-        """Under way; the same on all ranks."""
+        """Save in progress; the same on all ranks."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
         self.saved_step: int | None = None
-        """The last step whose checkpoint has appeared for sure; the same on all ranks."""
+        """Last step whose checkpoint is confirmed to have appeared; the same on all ranks."""
         self._save_s: float | None = None
 
     def start(self) -> None:
-        """Save this step. Blocks for the copies; with ``checkpoint.asynchronous = false`` until it has appeared.
+        """Start to save this step. Collective over all ranks.
+
+        Blocks until the save before is finished and the tensors are copied to host memory; with
+        ``checkpoint.asynchronous = false`` until the checkpoint has appeared.
 
         Raises:
-            CheckpointError: on every rank; the step is saved already, or with ``checkpoint.on_failure = "fail"`` when
-                this checkpoint or the one before cannot be written.
+            CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be
+                written and ``checkpoint.on_failure`` is "fail" or the run has no checkpoint yet.
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
@@ -132,10 +135,13 @@ class Saver:
         self._tell_published()
 
     def finish(self, *, retention: bool = True) -> None:
-        """Block until what is under way has appeared or failed; ``retention``: and until older ones are deleted.
+        """Block until the save in progress has appeared or failed. Collective over all ranks.
+
+        ``retention``: block also until older checkpoints are deleted.
 
         Raises:
-            CheckpointError: on every rank, of a failure with ``checkpoint.on_failure = "fail"``.
+            CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is "fail" or the run has
+                no checkpoint yet.
         """
         attempt, behind = self._attempt, self.writer
         if attempt is not None:
@@ -173,10 +179,10 @@ class Saver:
             )
 
     def recover(self) -> None:
-        """Make the run's lost files again, on every rank; a checkpoint is then to be saved at once.
+        """Restore the run's lost files. Collective over all ranks; blocks. The caller must then save a checkpoint.
 
         Raises:
-            RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be made again.
         """
         assert self._files is not None
         mesh, behind = self.parts.mesh, self.writer
@@ -193,7 +199,11 @@ class Saver:
             reopen_outputs(self.directory)
 
     def _stop(self, found: Recovery) -> None:
-        """Save where the directory lies now, if it lies anywhere, and end the run."""
+        """Save to the directory's new path, if it was moved, and end the run. Collective over all ranks; blocks.
+
+        Raises:
+            RunFilesError: always, on every rank.
+        """
         step, saved = self.parts.state.step, "the steps since its last checkpoint are lost"
         if self.saved_step == step:
             saved = f"step {step} was saved before"
@@ -322,10 +332,10 @@ def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]
 
 
 def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) -> None:
-    """Write the manifest of the run's last step and read it back, in memory: what no save could write is found first.
+    """Check that a manifest of the run's last step can be written and read back, in memory, before the training.
 
     Raises:
-        ConfigError: it cannot be written, or not be read again, with the reason.
+        ConfigError: it cannot be written or read back; the message contains the reason.
     """
     config = blueprint.config
     samples = config.train.steps * batch_numbers(config).global_batch

@@ -1,4 +1,4 @@
-"""Every start of a run, a line each in ``starts.jsonl``: when, where, from which step; and where its ranks stood."""
+"""Log of a run's starts: a line of ``starts.jsonl`` with time, host and step for each, and the placement of ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
 
 
 def written_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:
-    """Return the files of a corpus whose modification time is another than at the last start of the run.
+    """Return the files of a corpus whose modification time differs from that at the last start of the run.
 
-    ``corpus``: path -> modification time in ns, now. Files that the last start does not name are left out.
+    ``corpus``: path -> current modification time in ns. Files that the last start does not list are left out.
     """
     before: Any = None
     try:

@@ -25,17 +25,17 @@ class RankShare(NamedTuple):
     stage: int
     layers: str
     num_parameters: int
-    """In memory, padding included."""
+    """Parameters of the rank's part of the stage, padding included."""
     weight_bytes: int
-    """With ZeRO-3 a shard, in the optimizer's dtype; a layer or two are gathered besides it."""
+    """Bytes of weights; with ZeRO-3 a shard in the optimizer's dtype, without the layer or two gathered at a time."""
     gradient_bytes: int
-    """Kept over a step; with ZeRO-2 a backward holds some buckets more until they are summed, with ZeRO-3 a layer."""
+    """Gradient bytes kept over a step; backward adds some unreduced buckets with ZeRO-2, a layer with ZeRO-3."""
     optimizer_bytes: int
-    """Its states and, under bfloat16, master weights; of the ZeRO shard."""
+    """Bytes of optimizer states and, under bfloat16, master weights, for the ZeRO shard."""
     host_bytes: int
     """Bytes of these three that ``parallel.offload`` keeps in host memory."""
     peak_activations: int
-    """Micro-batches in flight."""
+    """Largest number of micro-batches in flight."""
 
 
 def rank_shares(blueprint: Blueprint) -> list[RankShare]:
@@ -65,17 +65,17 @@ def _shared(blueprint: Blueprint, stage: int) -> int:
 
 
 class Elements(NamedTuple):
-    """A rank's parameters."""
+    """Element counts of a rank's parameters."""
 
     in_blocks: int
-    """Kept in 8 bits."""
+    """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
     others: int
     frozen: int
-    """Not trained."""
+    """Elements that are not trained."""
 
     @property
     def trained(self) -> int:
-        """Those with a gradient."""
+        """Elements with a gradient."""
         return self.in_blocks + self.others
 
 

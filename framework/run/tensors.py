@@ -1,4 +1,4 @@
-"""The state of a run between layout and checkpoint: flat shards <-> whole tensors by name, a bucket at a time."""
+"""Conversion of a run's state for checkpoints: flat shards <-> full tensors by name, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saved_weights(blueprint: Blueprint) -> Iterator[SavedTensor]:
 
 
 def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
-    """Return (name, tensor) of every weight and running buffer that a checkpoint holds, each once, whole."""
+    """Yield (name, weight) of every weight and running buffer that a checkpoint holds, each once, with full shapes."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if blueprint.model.canonical(name) == name:
@@ -84,12 +84,12 @@ def restore(
     optimizer_steps: int,
     running: Mapping[str, Tensor],
 ) -> None:
-    """Overwrite weights, running buffers, master weights and moments with a checkpoint's, whatever layout wrote it.
+    """Load weights, running buffers, master weights and optimizer states from a checkpoint of any layout.
 
-    A checkpoint that no optimizer has stepped (an imported model) has weights alone: master weights begin as these.
+    A checkpoint without optimizer steps (an imported model) has weights alone: master weights start as copies of them.
 
     Raises:
-        CheckpointError: a parameter is not in it, or has another shape.
+        CheckpointError: a parameter is missing, or has another shape.
     """
     is_fresh = not optimizer_steps and not checkpoint.parameters(TensorKind.MASTER)
     for name, buffer in running.items():

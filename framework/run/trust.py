@@ -1,11 +1,10 @@
-"""Trust in code that a file names: which builders a downloaded run, checkpoint or configuration may import.
+"""Trust check for code that a file names: the builders that a downloaded run, checkpoint or configuration may import.
 
-    file given on the command line          any builder: the user has named it
-    file of a run or checkpoint,            meshwright's own builders (framework/config/functions.py), or what the user
-    names
-    whoever made it                         too: --model.builder=my_model:build, or --trust-code for anything
+    file given on the command line          any builder: the user has chosen the file
+    file of a run or checkpoint,            meshwright's own builders (framework/config/functions.py), builders that the
+    of any origin                           user names too (--model.builder=my_model:build), or any with --trust-code
 
-Nothing is imported to find out, and without trust nothing is imported at all. No torch.
+The check itself imports nothing, and without trust nothing is imported at all. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
 CODE_KEYS = (("model", "builder"), ("data", "builder"))
-"""Keys whose value is imported."""
+"""Configuration keys whose value is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files beside the configuration of a run, or of an exported model, whose other files are missing."""
 DEPTH = 4
@@ -32,13 +31,13 @@ DEPTH = 4
 
 
 def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
-    """Refuse builders that ``source``, a file of a run or checkpoint, names and nobody else does.
+    """Refuse foreign builders that only ``source``, a file of a run or checkpoint, names.
 
-    ``overrides``: the words of the command line; a builder that they name is the user's own choice. With ``trust_code``
-    each function is printed with its file instead.
+    ``overrides``: the arguments of the command line; a builder named there is the user's own choice. With
+    ``trust_code`` each function is printed with its file instead.
 
     Raises:
-        ConfigError: a line for each such key, with the function, its file and how to go on.
+        ConfigError: one line for each such key, with the function, its file and the remedy.
     """
     named = {given.path: given.value for given in read_overrides(overrides).given}
     problems = []
@@ -71,7 +70,7 @@ def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
 
 
 def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
-    """Return the builder keys that ``given`` (key -> value) sets to what ``saved`` has: trust in it, and no change."""
+    """Return the builder keys that ``given`` (key -> value) sets to the saved value: trusted by the user, unchanged."""
     return {
         path
         for path in CODE_KEYS
@@ -80,10 +79,10 @@ def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set
 
 
 def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
-    """Refuse a configuration that lies in a run directory as :func:`check_trusted` does. Any other one is the user's.
+    """Apply :func:`check_trusted` to a configuration that belongs to a run; any other one is the user's own.
 
     Raises:
-        ConfigError: the same; or the configuration does not hold together.
+        ConfigError: a builder is not trusted, or the configuration is invalid.
     """
     if comes_with_run(Path(path)):
         check_trusted(load(path, overrides), path, overrides, trust_code=trust_code)

@@ -1,5 +1,5 @@
-"""What looks after a run: numbers that are none, replicas that drift apart, hangs, a second job in the same directory.
+"""Monitoring of a run: NaN and Inf, replica drift, hangs, stragglers, a traced step, and checks of the nodes.
 
-Each part finds one kind of trouble and names it; what then happens is decided in the training
-loop, on all ranks at once.
+Each part detects one kind of trouble and names the ranks. The training loop decides what happens next, on all ranks
+at once.
 """

@@ -1,6 +1,6 @@
-"""Replicas that drift apart: what must be the same bits on several ranks is compared, and what is not is named.
+"""Replica drift: tensors that must be bitwise equal on several ranks are compared, and differing copies are named.
 
-    what                        the same on all ranks of        told apart by
+    tensor                      equal on all ranks of           a difference comes from
     weights                     dp                              a bit flipped in memory, a faulty link, a kernel that
       replicated over tp        dp, tp                          adds in another order on one rank
       tied                      dp, tied stages (, tp)
@@ -8,9 +8,9 @@
     frozen parameters           dp (, tp, tied)
     running buffers             tp
 
-A check is cheap: each flat tensor is one number, the sum of its bits as integers, which any single flipped bit changes;
-the numbers' largest and smallest over the ranks that hold it go round in one small all-reduce per axis. Only when they
-differ are single tensors hashed and gathered, so that the parameter and the rank can be named.
+A check is cheap. Each flat tensor is hashed to one number: the sum of its bits as integers, which any single flipped
+bit changes. One small all-reduce per group compares the largest and smallest hash over the ranks that hold a copy. Only
+if they differ are the single parameters hashed and gathered, so that the message can name the parameter and the rank.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from meshwright.watch.ranks import numbers, ranks_at
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMED = 4
-"""Further tensors that are named in the message."""
+"""Limit of further tensors that the message names."""
 
 
 class ReplicatedTensor(NamedTuple):
-    """A tensor of this rank of which others hold copies, and the named pieces of it."""
+    """A tensor of this rank that other ranks hold copies of, and its named pieces."""
 
     what: str
-    """Before the name of a parameter: ``""`` for a weight, ``"the moment exp_avg of "``."""
+    """Prefix of the parameter's name in messages: ``""`` for a weight, ``"the moment exp_avg of "``."""
     tensor: Tensor
     pieces: tuple[tuple[str, Tensor], ...]
     over_dp: Group | None
-    """The replicas that hold the same."""
+    """Group of the replicas that hold equal copies; None for buffers, which are compared over tp alone."""
     over_tp: bool
     tied: Tie | None
     shard: int = 0
-    """Which one it is of those that differ among replicas."""
+    """Index of the optimizer's shard; 0 for tensors that are not sharded."""
 
 
 class NamedPiece(NamedTuple):
-    """What must be equal: a parameter's part, wherever a copy of it is held."""
+    """Identity of a parameter's part: all ranks that hold this part must hold equal bits."""
 
     what: str
     name: str
     tp_rank: int | None
-    """None: all tp ranks hold it."""
+    """tp rank of the part; None when all tp ranks hold it."""
     shard: int
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits as integers, () int64; a single flipped bit always changes it."""
+    """Return the sum of a tensor's bits as integers, () int64; a single flipped bit always changes it."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().view(-1)
     size = flat.element_size()
     aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
@@ -68,7 +68,10 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
-    """All of this rank that others hold too, in an order that they share. Blocks until weights are whole."""
+    """Yield this rank's tensors that other ranks hold copies of, in the same order on all ranks with copies.
+
+    Blocks until posted all-gathers of weights are done.
+    """
     index = 0
     for replica in parts.replicas.values():
         replica.ready_all()
@@ -97,7 +100,7 @@ def _called(name: str) -> str:
 def _of_bucket(
     what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Group, shard: int = 0
 ) -> ReplicatedTensor:
-    """``tensor``: flat, the whole bucket or my shard of it."""
+    """Return a bucket's tensor with its named pieces. ``tensor``: flat, the whole bucket or this rank's shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []
     for place in bucket.places:
@@ -110,10 +113,12 @@ def _of_bucket(
 
 
 def check_drift(parts: Parts) -> None:
-    """Compare all that must be the same. Every rank calls it, between two steps.
+    """Compare all copies that must be bitwise equal. Collective over all ranks, between two steps; blocks.
+
+    Each group all-reduces 16 bytes per tensor that it holds copies of.
 
     Raises:
-        DriftError: on every rank, when some copies are not the same bits.
+        DriftError: on every rank, when some copies differ.
     """
     mesh = parts.mesh
     mine: list[ReplicatedTensor] = []
@@ -142,7 +147,11 @@ def check_drift(parts: Parts) -> None:
 
 
 def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
-    """True where the ranks of a group do not have the same number. One all-reduce."""
+    """Return a mask (num_tensors,) bool of the hashes that differ within a group. Collective over the group; blocks.
+
+    One all-reduce of 16 bytes per index. ``hashes``: (num_tensors,) int64. ``indices``: the hashes to compare; the
+    others stay False.
+    """
     found = torch.zeros(len(hashes), dtype=torch.bool, device=hashes.device)
     if group.size > 1 and indices:
         own = hashes[list(indices)]
@@ -154,7 +163,10 @@ def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
 
 
 def _ties(mine: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
-    """The groups that hold tied weights, in one order on all ranks, each with the copies on this rank, tie by tie."""
+    """Return the groups that hold tied weights, each with the indices of this rank's copies, tie by tie.
+
+    The order is the same on all ranks.
+    """
     copies: dict[tuple[str, str], list[int]] = defaultdict(list)
     groups: dict[tuple[int, ...], Group] = {}
     for index, each in enumerate(mine):
@@ -177,7 +189,10 @@ def _tie(each: ReplicatedTensor) -> Tie:
 
 
 def _message(parts: Parts, differs: Sequence[bool]) -> str:
-    """Which tensors, and on which ranks; the same on every rank. Gathers over the world."""
+    """Return the error message: the tensors that differ, and their ranks. The same on every rank.
+
+    Collective over all ranks (two gathers of objects); blocks. ``differs``: one flag for each tensor of :func:`held`.
+    """
     mesh, all_held = parts.mesh, zip(replicated_tensors(parts), differs, strict=True)
     suspected = {(each.what, name) for each, bad in all_held if bad for name, _ in each.pieces}
     wanted = {pair for pairs in mesh.world.gather_objects(suspected) for pair in pairs}
@@ -210,7 +225,11 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
 
 
 def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:
-    """Which ranks are to blame. ``copies``: the ranks that hold the same bits, for each of the bits that there are."""
+    """Return a phrase that names the ranks to blame.
+
+    ``copies``: one list of ranks for each distinct bit pattern. Ranks outside the majority are to blame; without a
+    majority all ranks are named.
+    """
     ordered = sorted((sorted(ranks) for ranks in copies), key=lambda ranks: (-len(ranks), ranks))
     total = sum(map(len, ordered))
     if 2 * len(ordered[0]) > total:

@@ -1,4 +1,4 @@
-"""What the nodes of a run must have in common: the run's directory, and the time."""
+"""Checks that the nodes of a run share the run's directory and agree on the time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from meshwright.errors import ConfigError
 from meshwright.mesh.mesh import Mesh
 
 MOST_CLOCK_S = 60.0
-"""Clocks that differ more than this are refused: who holds a run's lock, and what is newest, are told by times."""
+"""Largest accepted clock difference: the lock's holder and the newest file are judged by timestamps."""
 
 
 def check_nodes(mesh: Mesh, directory: Path) -> None:
-    """Before anything is written. Every rank calls it; on one node it does nothing.
+    """Check the shared directory and the clocks before anything is written.
+
+    Collective over all ranks; blocks. Does nothing on a single node.
 
     Raises:
-        ConfigError: the same on every rank: a node does not see the directory, or its clock is far off.
+        ConfigError: the same on every rank; a node does not see the directory, or its clock is far off.
     """
     if len(set(mesh.nodes)) == 1:
         return
@@ -37,9 +39,9 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
 
 
 def sees_directory(mesh: Mesh, directory: Path) -> bool:
-    """Whether a file that rank 0 writes there is there for this rank too. Every rank calls it.
+    """Check whether this rank sees a file that rank 0 writes to the directory. Collective over all ranks; blocks.
 
-    The directory need not be there. Where rank 0 itself cannot write, the answer is what it finds: no.
+    The directory need not exist. If rank 0 cannot write to it, the result is False on all ranks.
     """
     place = directory / str(mesh.world.gather_objects(f".seen-{secrets.token_hex(4)}")[0])
     if mesh.rank == 0:
@@ -54,7 +56,10 @@ def sees_directory(mesh: Mesh, directory: Path) -> bool:
 
 
 def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
-    """How far this clock is ahead of rank 0's, as exactly as a barrier ends everywhere at once. Every rank calls it."""
+    """Return the seconds by which this rank's clock is ahead of rank 0's. Collective over all ranks; blocks.
+
+    The median over ``rounds`` barriers; as exact as all ranks leave a barrier at the same moment.
+    """
     ahead = []
     for _ in range(rounds):
         mesh.world.barrier()
@@ -64,7 +69,7 @@ def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
 
 
 def unseen(nodes: Sequence[str]) -> str:
-    """That these nodes do not see the run's directory, and what to do."""
+    """Return the message that these nodes do not see the run's directory, and the remedy."""
     names = list(dict.fromkeys(nodes))
     told = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return (
@@ -74,14 +79,17 @@ def unseen(nodes: Sequence[str]) -> str:
 
 
 class WrongClock(NamedTuple):
-    """What is wrong, and whose it is; of two clocks that cannot be told."""
+    """A clock that is off, and its node; no node when only two clocks disagree."""
 
     text: str
     nodes: tuple[str, ...]
 
 
 def wrong_clocks(ahead_s: Mapping[str, float], most_s: float) -> list[WrongClock]:
-    """Clocks that are further than that from the middle one, of nodes by name."""
+    """Return the clocks that are more than ``most_s`` seconds from the median clock.
+
+    ``ahead_s``: node -> seconds ahead of rank 0. Of two nodes only the difference is judged.
+    """
     if len(ahead_s) == 2:
         (one, first_s), (other, second_s) = ahead_s.items()
         apart_s = abs(first_s - second_s)

@@ -18,11 +18,11 @@ from meshwright.watch.stragglers import Stragglers
 from meshwright.watch.trace import RankSpans, Trace, on_one_clock, traced_step, write
 
 BARRIERS = 9
-"""Barriers that align the clocks of two machines; on one machine a single one, so that all ranks begin together."""
+"""Barriers that align the clocks of several nodes; on one node a single barrier lets all ranks start together."""
 
 
 class Timing(Observer):
-    """The traced step of a start, and the search for stragglers: both align all ranks before the step."""
+    """Observer that traces one step per start and searches for stragglers. Both align all ranks before the step."""
 
     def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         config = parts.config
@@ -33,12 +33,15 @@ class Timing(Observer):
         self._seen: list[RankSpans] = []
 
     def before_step(self, parts: Parts) -> None:
-        """Align the ranks where this step is traced or searched. Collective over all ranks; blocks."""
+        """Align the ranks if this step is traced or searched for stragglers. Collective over all ranks; blocks."""
         step = parts.state.step + 1
         self._ticks = align(parts.mesh) if step == self._traced or self._stragglers.due(step) else ()
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Note this rank's times; gather those of the pipeline, write the trace, and judge."""
+        """Record this rank's times; in an aligned step also write the trace and look for a straggler.
+
+        An aligned step is collective: over pp for the spans, over all ranks for the search; blocks.
+        """
         self._stragglers.note(parts.last, event.step_s)
         if not self._ticks:
             return
@@ -54,7 +57,7 @@ class Timing(Observer):
 
 
 class DriftCheck(Observer):
-    """Replicas compared every ``watch.drift_every`` steps, and before each checkpoint."""
+    """Observer that compares replicas every ``watch.drift_every`` steps and before each checkpoint."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Compare the copies that must be equal. Collective over all ranks; blocks.
@@ -68,7 +71,11 @@ class DriftCheck(Observer):
 
 
 def align(mesh: Mesh) -> tuple[float, ...]:
-    """Let all ranks begin together; return this rank's clock after each barrier. Collective over all ranks; blocks."""
+    """Synchronise all ranks with barriers. Collective over all ranks; blocks.
+
+    Returns:
+        ``time.perf_counter()`` of this rank after each barrier.
+    """
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # the row's first event is then not behind the step before
     ticks = []
@@ -79,7 +86,7 @@ def align(mesh: Mesh) -> tuple[float, ...]:
 
 
 def gather(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
-    """Gather the spans of the last step from the ranks of each pipeline. Collective over pp; blocks."""
+    """Gather the spans of the last step within each pipeline, by pp rank. Collective over pp; blocks."""
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
     mine = RankSpans(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
@@ -98,7 +105,7 @@ def keep(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
 
 
 def assemble(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
-    """Put the spans of all pipeline ranks on one clock. ``everyone``: by pipeline rank."""
+    """Build a trace with the spans of all pipeline ranks on one clock. ``everyone``: by pp rank."""
     spans, readings, error_s = on_one_clock(everyone)
     return Trace(
         run=parts.config.run.name,

@@ -1,4 +1,4 @@
-"""Ranks and samples in messages: where each stands, many of them in few words. Pure."""
+"""Short text forms of rank and sample lists for messages, with mesh coordinates. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from meshwright.mesh.grid import Axis, Grid
 
 MOST_RUNS = 8
-"""Runs of numbers that are written out."""
+"""Limit of number ranges that are written out."""
 
 
 def numbers(found: Iterable[int]) -> str:
-    """``0-3, 6, 8-9``: runs are drawn together, and of many runs the first are named."""
+    """Format numbers as ``0-3, 6, 8-9``; only the first ``MOST_RUNS`` ranges are written out."""
     ordered = sorted(set(found))
     runs: list[list[int]] = []
     for number in ordered:
@@ -24,7 +24,7 @@ def numbers(found: Iterable[int]) -> str:
 
 
 def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:
-    """``rank 5 (pp1 dp0 tp1)``; of several ``ranks 4-5 (pp1 dp0 tp0-1)``, axis by axis where they stand."""
+    """Format ranks with their mesh coordinates: ``rank 5 (pp1 dp0 tp1)``, ``ranks 4-5 (pp1 dp0 tp0-1)``."""
     ordered = sorted(set(ranks))
     at = [grid.coordinates(rank) for rank in ordered]
     where = " ".join(f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in Axis)
@@ -32,6 +32,6 @@ def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:
 
 
 def samples_named(samples: Iterable[int]) -> str:
-    """``sample 7``, ``samples 4-7``."""
+    """Format sample indices: ``sample 7``, ``samples 4-7``."""
     ordered = sorted(set(samples))
     return f"sample{'s' * (len(ordered) != 1)} {numbers(ordered)}"

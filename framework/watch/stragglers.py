@@ -1,14 +1,16 @@
-"""Who makes the others wait: a rank that has more to do than they have, a link, or sums over replicas.
+"""Straggler search: a rank with more work than the others, a slow link, or a slow all-reduce of gradients.
 
-    every step      each rank      note    seconds of its own: all until STEP in which it waited for nobody
-    now and then    all ranks      look    which messages were waited for after they had been sent, on one clock
-                    all            judge   from everyone's means since the look before
+    every step      each rank      note    busy seconds: all time before STEP in which the rank waited for no other
+    now and then    all ranks      look    messages that were waited for after they had been sent, on one clock
+                    all            judge   from the means of all ranks since the last look
 
-A rank is late by what it takes for itself more than the next slowest does: a slower device, a busy node, slow reading,
-more layers. A wait for a message that has been sent is its link's; a wait in a sum that even the last rank to come to
-it has is the sum's. The greatest of these is named when it is worth a tenth of the step. It is at most what would be
-gained: some of a stage's waits are hidden by others'. Two ranks on two nodes that are as slow as each other hide each
-other. What a rank does between STEP and the next row (the optimizer, tracking, validation) is not seen here.
+A rank's delay is its busy time minus that of the next slowest rank: a slower device, a busy node, slow data reading,
+more layers. A wait for a message that is already sent counts for its link. A wait in a gradient sum that even the last
+rank to enter it has counts for the sum. The greatest delay is reported if it is at least a tenth of the step.
+
+The delay is an upper bound of the gain, because some waits of a stage are hidden by waits of others. Two equally slow
+ranks on two nodes hide each other. The time between STEP and the next row (optimizer, tracking, validation) is not
+measured here.
 """
 
 from __future__ import annotations
@@ -27,27 +29,27 @@ from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.trace import RankSpans, on_one_clock
 
 SHARE = 0.1
-"""Of a step: what holds the others up for less is not named."""
+"""Smallest share of a step that a delay must have to be reported."""
 WARM_UP = 1
-"""Steps of a start that nobody counts."""
+"""First steps of each start that are not measured."""
 
 
 class Straggler(NamedTuple):
-    """Who makes the others wait."""
+    """The rank, link or gradient sum that delays the other ranks most."""
 
     who: str
-    """``rank 5 on h2``, ``the link between h1 and h2``, ``the sum of gradients over ranks 0, 2 on h1, h2``; empty:
-    nobody does so for long enough to be named."""
+    """``rank 5 on h2``, ``the link between h1 and h2``, ``the sum of gradients over ranks 0, 2 on h1, h2``; empty if
+    no delay is long enough."""
     rank: int
-    """Of a link: that sends; of a sum: the first."""
+    """Global rank: the straggler, the sender of a slow link, or the first rank of a slow sum."""
     held_s: float
-    """For how long, in a step."""
+    """Seconds of delay per step."""
     step_s: float
     why: str
 
     @property
     def share(self) -> float:
-        """Of the step."""
+        """Share of the step that the delay takes."""
         return self.held_s / self.step_s
 
     def __str__(self) -> str:
@@ -58,20 +60,20 @@ NOBODY = Straggler("", 0, 0.0, 1.0, "")
 
 
 class StragglerReport(NamedTuple):
-    """What a rank says of itself. Seconds of a step, means since the look before."""
+    """Measurements of one rank since the last look, in seconds per step."""
 
     own_s: float
     reducing_s: tuple[float, ...]
-    """Of each step."""
+    """Waits in gradient sums, one for each step."""
     replicas: tuple[int, ...]
-    """The ranks that its gradients are summed over."""
+    """Global ranks that this rank's gradients are summed over."""
     pp_rank: int
     on_their_way_s: dict[tuple[int, int], float]
-    """Of (sending, receiving) rank; only the first of each pipeline says it."""
+    """Waits for sent messages by global (sender, receiver); filled on the first rank of each pipeline alone."""
 
 
 class Stragglers:
-    """One rank's notes since the last look."""
+    """Straggler search of one rank: its measurements since the last look, and the last result."""
 
     def __init__(self, mesh: Mesh, every: int) -> None:
         self._mesh = mesh
@@ -79,21 +81,21 @@ class Stragglers:
         self._num_steps = 0
         self._last = self._said = ""
         self._notes: list[tuple[float, float, float]] = []
-        """(own, waited in sums, the step's) seconds of each step."""
+        """Seconds of each step: (busy, waited in gradient sums, whole step)."""
 
     def due(self, step: int) -> bool:
-        """Whether to look after this step: it must be aligned before."""
+        """Check whether a search is due after this step; the ranks must be aligned before the step."""
         return self._every > 0 and step % self._every == 0
 
     def note(self, result: RowResult | None, step_s: float) -> None:
-        """A step was taken."""
+        """Record the times of a step that was taken."""
         assert result is not None
         self._num_steps += 1
         if self._every and self._num_steps > WARM_UP:
             self._notes.append((result.own_s(), result.reducing_s(), step_s))
 
     def is_news(self, straggler: Straggler) -> bool:
-        """Whether to say it: somebody whom the look before has found too, and who has not been said."""
+        """Check whether to report a straggler: the last look found the same one, and it is not yet reported."""
         again, self._last = straggler.who == self._last, straggler.who
         if not again or straggler.who == self._said:
             return False
@@ -101,8 +103,14 @@ class Stragglers:
         return bool(straggler.who)
 
     def look(self, pipeline: Sequence[RankSpans]) -> Straggler | None:
-        """``pipeline``: what its ranks have seen of the last step. Every rank calls it; rank 0 gets the answer, if a
-        step that counts was taken since the last."""
+        """Gather all measurements and judge them on rank 0. Collective over all ranks; blocks.
+
+        Args:
+            pipeline: measurements of the last step, one for each rank of this pipeline.
+
+        Returns:
+            The straggler on rank 0; None on the others, if no step was measured since the last look, or on an error.
+        """
         if not self._notes:
             return None
         own, reducing, steps = zip(*self._notes, strict=True)
@@ -121,8 +129,11 @@ class Stragglers:
 
 
 def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[tuple[int, int], float]:
-    """By global ranks, of a mean step; what two clocks may be off by is taken from each message. Cannot fail: all ranks
-    go on to the same gathering."""
+    """Return the waits for sent messages by global (sender, receiver), in seconds of a mean step.
+
+    The clock error is subtracted from each wait. ``scale``: mean step time / time of the last step. Must not raise:
+    all ranks enter the same gather afterwards.
+    """
     try:
         spans, _, error_s = on_one_clock(pipeline)
         found = on_their_way(Timeline("", spans), at_least=error_s)
@@ -134,8 +145,13 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
 
 
 def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
-    """The greatest hold-up, if it is one. ``everyone``: by rank. ``alike``: so many neighbours cannot be told apart,
-    since their times have the waits for each other in them. Pure.
+    """Return the greatest delay, or ``NOBODY`` if it is shorter than ``SHARE`` of the step. Pure.
+
+    Args:
+        everyone: measurements of all ranks, by global rank.
+        nodes: node name of each rank.
+        step_s: seconds of a mean step.
+        alike: neighbouring ranks that cannot be distinguished, since their times contain the waits for each other.
     """
     found = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
     worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=NOBODY)
@@ -143,7 +159,7 @@ def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
 
 
 def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
-    """What would be gained if the slowest rank were as fast as the next; or, where a whole node is slow, that node."""
+    """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].own_s)
     first = slowest - slowest % alike
     beside_s = [told.own_s for rank, told in enumerate(everyone) if not first <= rank < first + alike]
@@ -185,7 +201,7 @@ def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
 
 
 def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> list[tuple[set[str], float]]:
-    """The longest of each two nodes."""
+    """Return the longest wait between each pair of nodes, in seconds."""
     found: dict[frozenset[str], float] = defaultdict(float)
     for (sender, receiver), seconds in waits_s.items():
         pair = frozenset({nodes[sender], nodes[receiver]})
@@ -195,7 +211,10 @@ def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> lis
 
 
 def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
-    """In each step the last to come to a sum waits for nobody: what it waits is the sum."""
+    """Return the slowest gradient sum.
+
+    In each step the last rank to enter a sum waits for no other rank, so its wait is the duration of the sum.
+    """
     groups: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
     for told in everyone:
         if len(told.replicas) > 1:

@@ -1,13 +1,13 @@
-"""One step of a run as it was measured: every pipeline rank's spans on one clock, in a file that `draw` reads.
+"""Trace of one measured step: the spans of every pipeline rank on one clock, in a file that `draw` reads.
 
-    all ranks           align    barriers, and what the clock said after each
+    all ranks           align    barriers, and the clock after each
     all ranks           the step itself
-    each pipeline       gather   spans, readings, start of the row
-    rank 0              keep     those of its pipeline: traces/step-00000005.json, whole or not at all
+    each pipeline       gather   spans, data readings, start of the row
+    rank 0              keep     the spans of its pipeline: traces/step-00000005.json, written atomically
 
-On one machine all processes read the same monotonic clock. Between machines the clocks are put together by what they
-said after the same barriers, and the file says how far these disagreed: ``clock_error_s``. Nothing here can stop a run:
-what cannot be written is said on stderr.
+On one machine all processes read the same monotonic clock. Clocks of several machines are aligned by their readings
+after the same barriers. The file stores how far these disagree: ``clock_error_s``. No error here stops a run: a trace
+that cannot be written is reported on stderr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE_NAME = re.compile(r"step-(\d{8,})\.json")
 
 
 class Trace(BaseModel):
-    """The file. Times are seconds since the first rank began its row, on the clock of pipeline rank 0."""
+    """Contents of a trace file. Times are seconds since the first rank began its row, on the clock of pp rank 0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -41,19 +41,19 @@ class Trace(BaseModel):
     torch: str
     device: str
     hosts: tuple[str, ...]
-    """Of each pipeline rank."""
+    """Host name of each pipeline rank."""
     clock_error_s: NonNegativeFloat
-    """By how much times of different hosts may be off; 0 on one host."""
+    """Largest error between times of different hosts, in seconds; 0 on one host."""
     schedule: str = Field(min_length=1)
-    """Its text form."""
+    """Schedule in its text form."""
     spans: tuple[tuple[NonNegativeInt, str, float, float], ...] = Field(min_length=1)
-    """(pipeline rank, action, start, end), each rank's in the order in which it did them."""
+    """(pipeline rank, action, start, end), for each rank in order of execution."""
     data: tuple[tuple[NonNegativeInt, float, float], ...]
-    """(pipeline rank, start, end) of reading samples."""
+    """(pipeline rank, start, end) of each read of samples."""
 
 
 class Measured(NamedTuple):
-    """A trace that has been read and makes sense."""
+    """A trace that was read and is consistent with its own schedule."""
 
     trace: Trace
     schedule: Schedule
@@ -62,27 +62,30 @@ class Measured(NamedTuple):
 
 
 class RankSpans(NamedTuple):
-    """What a pipeline rank brings: its result, and what its clock said."""
+    """Measurements of one pipeline rank in one step: clock readings, spans and data readings."""
 
     host: str
     ticks: tuple[float, ...]
-    """time.perf_counter() after each barrier."""
+    """``time.perf_counter()`` after each barrier."""
     start_s: float
-    """The same clock at the start of the row."""
+    """``time.perf_counter()`` at the start of the row."""
     spans: tuple[Span, ...]
     data: tuple[tuple[float, float], ...]
 
 
 def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
-    """The step to trace of a run that goes on after ``steps_taken``: the ``trace_step``-th from there, or its last.
+    """Return the step to trace: the ``trace_step``-th after ``steps_taken``, or the last step; None for 0.
 
-    A run that resumes is traced again, for it may have another layout by now. None for ``trace_step`` 0.
+    A resumed run is traced again, because its layout may have changed.
     """
     return min(steps_taken + trace_step, steps) if trace_step > 0 else None
 
 
 def on_one_clock(everyone: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
-    """(spans, readings, by how much the clocks of two hosts may be off), in seconds since the first rank began."""
+    """Return (spans, data readings, clock error), in seconds since the first rank began its row.
+
+    ``everyone``: by pp rank. The clock error bounds the difference between the clocks of two hosts.
+    """
     offsets, error_s = clock_offsets(everyone)
     begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
     spans: list[Span] = []
@@ -95,10 +98,10 @@ def on_one_clock(everyone: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple
 
 
 def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
-    """How far each rank's clock is ahead of the first rank's, and the most by which one barrier disagrees with that.
+    """Return (seconds by which each rank's clock is ahead of the first rank's, largest deviation of one barrier).
 
-    Ranks of one host have one clock. All ranks leave a barrier at about the same time, which is as good as it gets
-    without a clock of the whole cluster.
+    Ranks of one host share a clock. All ranks leave a barrier at about the same time. Without a cluster-wide clock
+    nothing more exact is available.
     """
     first = everyone[0]
     found: dict[str, list[float]] = defaultdict(list)
@@ -111,7 +114,7 @@ def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Whole or not at all."""
+    """Write a trace atomically."""
     path.parent.mkdir(exist_ok=True)
     aside = path.with_suffix(".tmp")
     aside.write_text(trace.model_dump_json() + "\n")
@@ -119,10 +122,10 @@ def write(trace: Trace, path: Path) -> None:
 
 
 def newest(run_directory: Path) -> Path:
-    """The trace of a run that was written last.
+    """Return the path of a run's newest trace.
 
     Raises:
-        DataError: there is none.
+        DataError: the run has no trace.
     """
     traces = run_directory / "traces"
     found = [path for path in traces.glob("*.json") if FILE_NAME.fullmatch(path.name) and path.is_file()]
@@ -135,7 +138,7 @@ def newest(run_directory: Path) -> Path:
 
 
 def read(path: Path) -> Measured:
-    """A trace, checked against its own schedule.
+    """Read a trace and check it against its own schedule.
 
     Raises:
         DataError: the file cannot be read, is no trace, or contradicts itself.

@@ -1,15 +1,15 @@
-"""Out of what every rank does: who keeps all the others waiting. Pure: a table of heartbeats in, a sentence out.
+"""Diagnosis of a hang: the rank that blocks all others. Pure: a table of heartbeats in, a sentence out.
 
     rank 3  in the all-reduce of the dp ranks      --> rank 1, which has not come to it
     rank 1  waits to receive F of micro-batch 2    --> rank 0
     rank 0  reading samples                            waits for nobody: it is this one
 
-In a collective a rank waits for those that have come to fewer of their group's collectives than it has. Once the chains
-are followed there is, in the order in which they are told:
+In a collective a rank waits for the ranks that have entered fewer collectives of the group. The chains of waiting are
+followed to their ends. The first of these cases that applies is reported:
 
-    silent     a rank of which nothing is heard: its process is stopped, or its machine gone
-    different  ranks that are in different collectives at the same place
-    busy       a rank that waits for nobody and has done one thing for long
+    silent     a rank without recent heartbeats: its process is stopped, or its machine is gone
+    different  ranks that are in different collectives with the same number
+    busy       a rank that waits for no other rank and has done one thing for long
     cycle      ranks that wait for each other
 """
 
@@ -27,16 +27,23 @@ MOST_LINES = 16
 
 
 class Verdict(NamedTuple):
-    """Why a run stands still."""
+    """Cause of a hang."""
 
     reason: str
-    """One line."""
+    """Sentence of one line."""
     ranks: tuple[int, ...]
-    """Those to look at."""
+    """Ranks to inspect."""
 
 
 def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, long_s: float) -> Verdict:
-    """Who keeps the others waiting. ``silent_s``: not heard of for longer is silent; ``long_s``: longer is stuck."""
+    """Find the ranks that keep the others waiting.
+
+    Args:
+        table: last heartbeat of each rank.
+        grid: the mesh, for coordinates in the text.
+        silent_s: a rank whose heartbeat is older is silent.
+        long_s: a rank that does one thing for at least this long, and waits for no other rank, is stuck.
+    """
     silent = {rank for rank, seen in table.items() if seen.beat is None or seen.silent_s > silent_s}
     edges = {rank: set() if rank in silent else _waited_for(rank, table, silent) for rank in sorted(table)}
     ends = [rank for rank in edges if not edges[rank]]
@@ -66,7 +73,11 @@ def lines(
     first: tuple[int, ...] = (),
     most: int | None = None,
 ) -> list[str]:
-    """A line for each rank, those of ``first`` before the others when there is only room for ``most``."""
+    """Format the table of heartbeats: a header, then one line for each rank.
+
+    If ``most`` limits the lines after the header, the ranks of ``first`` are kept, and a last line counts the ranks
+    that are left out.
+    """
     order = sorted(table)
     if most is not None and len(order) > most:
         order = sorted([*first, *(rank for rank in order if rank not in first)][: most - 1])
@@ -88,7 +99,7 @@ def lines(
 
 
 def seconds(value: float) -> str:
-    """``42 s``; under ten with a decimal."""
+    """Format seconds as ``42 s``, or ``4.2 s`` below ten."""
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
@@ -113,7 +124,7 @@ def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat], silent: set[i
 
 
 def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
-    """Whom a rank waits for, directly or by way of others; itself only where it waits for itself."""
+    """Return all ranks that a rank waits for, directly or through others; itself only if it is in a cycle."""
     found: set[int] = set()
     todo = list(edges[rank])
     while todo:
@@ -125,7 +136,7 @@ def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
 
 
 def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None:
-    """Two ranks that wait in different collectives of a group, where they should be in the same."""
+    """Find two ranks that wait in different operations of a group's collective with the same number; None if none."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for rank in sorted(table):
         beat = table[rank].beat
@@ -139,7 +150,7 @@ def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None
 
 
 def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
-    """The ranks of one circle, each waiting for the next; empty where there is none."""
+    """Find one cycle of ranks, each waiting for the next; empty if there is none."""
     for start in edges:
         came_from: dict[int, int] = {}
         todo = deque([start])
@@ -158,7 +169,7 @@ def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
 
 
 class _Teller(NamedTuple):
-    """Puts what was found into words."""
+    """Formatter of verdicts."""
 
     table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
@@ -168,7 +179,7 @@ class _Teller(NamedTuple):
         return f"rank {rank} ({place(self.grid, rank)})"
 
     def ends(self, ranks: list[int], silent: set[int]) -> Verdict:
-        """Ranks at which chains of waiting end."""
+        """Describe the ranks at which chains of waiting end."""
         said, named = [], tuple(ranks[:MOST_NAMED])
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)

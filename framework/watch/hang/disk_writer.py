@@ -1,8 +1,8 @@
-"""What the watchdog leaves in the run's directory, whose file system may be what hangs: no write is waited for long.
+"""Files of the watchdog in the run's directory. Each write has a time limit, because the file system itself may hang.
 
 status.json        rank 0, every tick: all heartbeats
 hang/rank-N.txt    each rank: the stacks of its threads
-hang/report.txt    who tells why the run hangs
+hang/report.txt    the reporting rank: why the run hangs
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from meshwright.watch.hang.heartbeat import STATUS, Status
 
 IO_S = 5.0
-"""How long a write may take before it is left to itself."""
+"""Seconds to wait for a write; a slower one continues in its own thread."""
 
 
 class DiskWriter:
-    """The files of one rank. What cannot be written is told to ``warn``."""
+    """Watchdog files of one rank. Errors of writing are passed to ``warn``."""
 
     def __init__(self, directory: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:
-        """``directory``: of the run."""
+        """Start without files. ``directory``: the run's directory. ``warn``: called with each error of writing."""
         self._directory = directory
         self._rank = rank
         self._host = host
@@ -40,11 +40,11 @@ class DiskWriter:
         return self._directory / "hang" / f"rank-{self._rank}.txt"
 
     def forget_stacks(self) -> None:
-        """Those of an earlier hang: the next one's are to stand alone."""
+        """Remove this rank's stacks of an earlier hang, so that the file shows the latest hang alone."""
         self._at_most(lambda: self._stacks_place.unlink(missing_ok=True))
 
     def write_stacks(self) -> None:
-        """Of all threads of this process."""
+        """Write the stacks of all threads of this process."""
 
         def write() -> None:
             self._stacks_place.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class DiskWriter:
         self._at_most(write)
 
     def write_status(self, status: Status) -> None:
-        """Whole or not at all."""
+        """Write ``status.json`` atomically."""
 
         def write() -> None:
             aside = self._directory / f"{STATUS}.part"
@@ -73,7 +73,7 @@ class DiskWriter:
         self._at_most(write)
 
     def _at_most(self, write: Callable[[], object]) -> None:
-        """Write, and wait no longer than IO_S; not at all while what came before still hangs."""
+        """Write in a thread and wait at most ``IO_S``; skip the write while an earlier one still hangs."""
 
         def attempt() -> None:
             try:

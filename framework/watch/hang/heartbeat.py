@@ -1,4 +1,4 @@
-"""What each rank tells of itself every few seconds, and ``status.json``, in which rank 0 keeps it. Pure: no torch."""
+"""Heartbeats that each rank sends every few seconds, and ``status.json``, where rank 0 stores them. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.system.bounded import read_bytes
 
 STATUS = "status.json"
 MISSED = 3
-"""A rank of which nothing new has come for so many ticks is not heard of."""
+"""Ticks without a new heartbeat after which a rank counts as silent."""
 
 _ACTION = re.compile(r"(\d+)?(F|B|I|W|SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|STEP)(\d+)?")
 _VERBS = {
@@ -42,7 +42,7 @@ class _File(BaseModel):
 
 
 class Waited(_File):
-    """What a rank waits for: see ``meshwright.mesh.activity.Waits``."""
+    """Operation that a rank waits for, as in ``meshwright.mesh.activity.Waits``."""
 
     how: Literal["receive", "send", "collective"]
     ranks: tuple[NonNegativeInt, ...]
@@ -53,20 +53,20 @@ class Waited(_File):
 
 
 class Heartbeat(_File):
-    """One rank at one moment."""
+    """Activity of one rank at one moment."""
 
     rank: NonNegativeInt
     beat: NonNegativeInt
-    """Counts: one that stays the same is old."""
+    """Counter of this rank's heartbeats; a repeated value marks an old one."""
     step: NonNegativeInt
-    """Steps taken."""
+    """Optimizer steps taken."""
     phase: str
     what: str
-    """An action of the schedule, or words."""
+    """Action of the schedule, such as ``1RECV_F3``, or a description."""
     for_s: NonNegativeFloat
     waits: Waited | None = None
     posted: dict[str, NonNegativeInt] = {}
-    """Collectives of each group that the rank has come to."""
+    """Number of collectives that the rank has entered, by group."""
     pid: PositiveInt
     host: str
     at_s: NonNegativeFloat
@@ -74,52 +74,55 @@ class Heartbeat(_File):
 
 
 class ReceivedHeartbeat(NamedTuple):
-    """A rank's last heartbeat, and since when nothing new has come; None: nothing has ever come."""
+    """Last heartbeat of a rank (None if none ever arrived), and the seconds since the last new one."""
 
     beat: Heartbeat | None
     silent_s: float
 
 
 class Ended(_File):
-    """How a run has ended."""
+    """End of a run."""
 
     how: Literal["finished", "stopped", "failed"]
     message: str = ""
 
 
 class RankStatus(_File):
-    """A line of the file."""
+    """Entry of one rank in the status file."""
 
     silent_s: NonNegativeFloat
     beat: Heartbeat
 
 
 class Status(_File):
-    """The file. ``at_s``: seconds since 1970."""
+    """Contents of ``status.json``. ``at_s``: seconds since 1970."""
 
     format: Literal["meshwright status 1"] = "meshwright status 1"
     run: str
     at_s: NonNegativeFloat
     tick_s: PositiveFloat
     grid: tuple[PositiveInt, PositiveInt, PositiveInt]
-    """pp, dp, tp."""
+    """Degrees (pp, dp, tp)."""
     step: NonNegativeInt
     steps: PositiveInt
     phase: str
     pid: PositiveInt
     host: str
-    """Of rank 0, which writes the file."""
+    """Host of rank 0, which writes the file."""
     ranks: tuple[RankStatus, ...]
     ended: Ended | None = None
 
 
 def place(grid: Grid, rank: int) -> str:
-    """``pp1 dp0 tp1``."""
+    """Format the mesh coordinates of a rank: ``pp1 dp0 tp1``."""
     return " ".join(f"{axis[:2]}{index}" for axis, index in grid.coordinates(rank)._asdict().items())
 
 
 def in_words(what: str) -> str:
-    """``1RECV_F3`` -> ``receiving F of micro-batch 3``; words stay as they are, and so do actions posted together."""
+    """Describe an action: ``1RECV_F3`` -> ``receiving F of micro-batch 3``.
+
+    Actions posted together become ``posting ...``. Other text is returned unchanged.
+    """
     found = _ACTION.fullmatch(what)
     if found is None:
         return f"posting {what}" if all(_ACTION.fullmatch(word) for word in what.split("+")) else what
@@ -132,7 +135,7 @@ def in_words(what: str) -> str:
 
 
 def does(beat: Heartbeat) -> str:
-    """What a rank does, in a few words: for a line of a table."""
+    """Describe the activity of a rank for a line of a table."""
     waits = beat.waits
     if waits is None:
         return in_words(beat.what)
@@ -142,12 +145,12 @@ def does(beat: Heartbeat) -> str:
 
 
 def collective(waits: Waited) -> str:
-    """``the all-reduce of (3,) of the dp ranks (number 12)``."""
+    """Describe a collective: ``the all-reduce of (3,) of the dp ranks (number 12)``."""
     return f"the {waits.operation} of the {waits.group} ranks (number {waits.number})"
 
 
 def exchange(waits: Waited) -> str:
-    """``to receive F of micro-batch 3 from``."""
+    """Describe a point-to-point wait: ``to receive F of micro-batch 3 from``; the rank follows."""
     words = [word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")]
     if waits.how == "send":
         return f"until {_things(words)} is taken by"
@@ -163,10 +166,10 @@ def _things(actions: list[str]) -> str:
 
 
 def read_status(run: Path) -> Status:
-    """``status.json`` of a run.
+    """Read ``status.json`` of a run.
 
     Raises:
-        DataError: there is none, or it is something else.
+        DataError: there is no such file, or it is not a status.
     """
     path = run / STATUS
     try:

@@ -1,4 +1,4 @@
-"""Where a run stands, out of its ``status.json``: whether it goes on, and how it ended if it does not. No torch."""
+"""State of a run according to its ``status.json``: still training, ended, or silent. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from meshwright.watch.hang.heartbeat import MISSED, Status
 
 
 class RunStanding(NamedTuple):
-    """At one moment."""
+    """State of a run at one moment."""
 
     is_live: bool
-    """It goes on: it was heard of in time."""
+    """True while the run trains: its status file is not older than ``MISSED`` ticks."""
     silent_s: float
-    """Since it was heard of last."""
+    """Seconds since the last update of the status file."""
     told: str
-    """In words: what it does, how it ended, or since when nothing was heard."""
+    """Text for the user: the current phase, the end of the run, or the time without an update."""
 
 
 def read_standing(status: Status) -> RunStanding:
-    """Now."""
+    """Return the state of a run now."""
     silent_s = max(0.0, time.time() - status.at_s)
     is_live = status.ended is None and silent_s <= MISSED * status.tick_s
     return RunStanding(is_live, silent_s, _told(status, silent_s, is_live))

@@ -1,20 +1,23 @@
-"""The watchdog: a run that stands still ends, and says on which rank, in what, and who waits for it.
+"""Watchdog: ends a hanging run and reports the rank that blocks it, its operation, and the ranks that wait for it.
 
-    each rank, every tick      its heartbeat onto the board: what it does, since when, what it waits for
+    each rank, every tick      puts its heartbeat on the board (a shared key-value store): its activity, since when,
+                               and the operation that it waits for
     rank 0, every tick         all heartbeats -> runs/NAME/status.json, for `meshwright status`
-    the first whose activity   claims the report; all see that at their next tick and write the stacks of their
-    is older than the limit    threads to hang/rank-N.txt
-    who claimed it             watches the heartbeats for three ticks (one that does not change is of a rank that is
-                               stopped or gone), says why, writes hang/report.txt, and ends its process
-    the others                 read what was said, and end theirs
+    the first rank whose       claims the report; all ranks see the claim at their next tick and write the stacks of
+    activity is too old        their threads to hang/rank-N.txt
+    the claiming rank          watches the heartbeats for three ticks (an unchanged one means a rank that is stopped or
+                               gone), prints the cause, writes hang/report.txt, and ends its process
+    the other ranks            read the cause from the board and end their processes
 
-The limit is ``launch.timeout_s``; process groups wait LATER_S longer before they fail by themselves. A tick is a tenth
-of it, from 0.5 to 5 s. Two daemon threads: one talks to the board, which may stop to answer; the other looks whether it
-does, and speaks for its rank alone when it does not. A process that was stopped as a whole and goes on is not hanging:
-time in which the second thread did not run does not count. What holds Python's lock for good (an endless loop in C)
-cannot be watched from within: the other ranks do not hear of that one any more, and say so.
+The limit is ``launch.timeout_s``. Process groups wait LATER_S longer before they fail by themselves. A tick is a tenth
+of the limit, from 0.5 to 5 s. Each rank has two daemon threads. One uses the board, which may stop responding. The
+other checks the first, and reports for this rank alone if it is blocked.
 
-On CUDA the host runs ahead of the device: what a rank does is what its host waits for.
+A process that was stopped as a whole and continues is not hanging: time in which the second thread did not run does not
+count. Code that holds Python's GIL for good (an endless loop in C) cannot be watched from within. The other ranks then
+receive no heartbeats of that rank, and report it as silent.
+
+On CUDA the host runs ahead of the device: the activity of a rank is the operation that its host waits for.
 """
 
 from __future__ import annotations
@@ -48,27 +51,36 @@ from meshwright.watch.hang.heartbeat import (
 )
 
 LATER_S = 60.0
-"""How much longer than the limit the process groups wait: the watchdog speaks first."""
+"""Seconds by which the timeout of process groups exceeds the limit, so that the watchdog reports first."""
 SHORTEST_TICK_S, LONGEST_TICK_S = 0.5, 5.0
 LEAST_WATCHED_S = 3.0
-"""For how long at least a report watches the heartbeats, however short a tick is: a busy machine may skip one."""
+"""Minimum time to watch heartbeats before a report, however short a tick is: a busy machine may skip one."""
 LAST_WORDS_S = 30.0
-"""How long a process may take over its last words: whoever reads them, or the disk, may have stopped too."""
+"""Seconds after which a reporting process exits in any case: the reader of its output, or the disk, may hang too."""
 CLAIM, SAID, OVER = "hang/claim", "hang/said", "hang/over"
 
 
 def tick_of(limit_s: float) -> float:
-    """Seconds between two heartbeats."""
+    """Return the seconds between two heartbeats."""
     return min(max(limit_s / 10, SHORTEST_TICK_S), LONGEST_TICK_S)
 
 
 class Watchdog:
-    """Within: this rank is watched, and watches. Nothing that goes wrong in it ends a run that moves."""
+    """Watchdog of one rank, active within its ``with`` block. Its own errors never end a run that makes progress."""
 
     def __init__(
         self, mesh: Mesh, directory: Path, limit_s: float, steps: int, step: Callable[[], int], give_up: GiveUp
     ) -> None:
-        """``step``: how many of the ``steps`` are taken; asked by other threads."""
+        """Prepare the watchdog; it starts with the ``with`` block.
+
+        Args:
+            mesh: the mesh, with this rank's activity and board.
+            directory: the run's directory.
+            limit_s: seconds without progress after which the run hangs.
+            steps: steps of the whole run.
+            step: returns the number of steps taken; called by other threads.
+            give_up: ends this process with an error.
+        """
         self._mesh = mesh
         self._limit_s = limit_s
         self._steps = steps
@@ -80,10 +92,10 @@ class Watchdog:
         self._host = socket.gethostname()
         self._num_beats = 0
         self._heard: dict[int, tuple[Heartbeat, float]] = {}
-        """Of each rank the last heartbeat and when it was new here."""
+        """Last heartbeat of each rank, and the time when it arrived here (monotonic clock, s)."""
         self._claimed_s: float | None = None
         self._num_claims = 0
-        """Those that were taken back: a rank that was only slow has gone on."""
+        """Number of withdrawn claims: the claiming rank was only slow and made progress again."""
         self._ended = threading.Event()
         self._run = directory.name
         self._disk = DiskWriter(directory, mesh.rank, self._host, self._warn)
@@ -105,30 +117,30 @@ class Watchdog:
         self._ended.set()
         for thread in self._threads:
             thread.join(self._tick_s)
-        if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the place may be another run's
+        if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the directory may belong to another run
             how = Ended(how="finished")
             if error is not None:
                 message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                message = self._said() or message  # what this rank has lost is then an echo of it
+                message = self._said() or message  # the error of this rank is then a consequence of the hang
                 how = Ended(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
             self._heard[0] = (self._beat(), time.monotonic())
             self._write_status(how)
 
     def _said(self) -> str | None:
-        """What another rank has told of a hang, if one has."""
-        with contextlib.suppress(Exception):  # the board may have gone with who held it
+        """Return the cause of a hang that another rank has reported, or None."""
+        with contextlib.suppress(Exception):  # the board may be gone with the process that held it
             return self._board.read([SAID]).get(SAID) if self._board is not None else None
         return None
 
     # ----------------------------------------------------------------------------------------------------- each tick
 
     def _talk(self) -> None:
-        """The thread that uses the board."""
+        """Run the thread that uses the board."""
         while not self._ended.is_set():
             try:
                 self._round()
                 self._round_s = time.monotonic()
-            except Exception as error:  # the board has gone, or a disk is full: the other thread knows what that means
+            except Exception as error:  # the board is gone, or a disk is full: the other thread decides
                 self._warn(error)
             self._ended.wait(self._tick_s)
 
@@ -146,7 +158,7 @@ class Watchdog:
             self._listen()
             self._write_status()
         hangs = self._claimed_s is None and self._age_s() > self._limit_s
-        if hangs and (self._board is None or self._board.is_first(self._claim())):  # or the next round sees it
+        if hangs and (self._board is None or self._board.is_first(self._claim())):  # else: next round
             self._report()
 
     def _beat(self) -> Heartbeat:
@@ -167,7 +179,7 @@ class Watchdog:
         )
 
     def _age_s(self) -> float:
-        """How long nothing has moved here; none if this process has just been woken."""
+        """Return the seconds without progress on this rank; 0 if this process was just resumed."""
         now = time.monotonic()
         if now - self._pulse_s > self._gap_s():
             return 0.0
@@ -177,7 +189,7 @@ class Watchdog:
         return max(MISSED * self._tick_s, LONGEST_TICK_S)
 
     def _look(self) -> None:
-        """The thread that never blocks."""
+        """Run the thread that never blocks: it checks the board's thread, and whether the process was stopped."""
         while not self._ended.wait(self._tick_s / 2):
             now = time.monotonic()
             if now - self._pulse_s > self._gap_s():  # the whole process did not run
@@ -189,7 +201,7 @@ class Watchdog:
                 self._speak(alone_for_s=silent_s)
 
     def _listen(self) -> None:
-        """Read the heartbeats of the others."""
+        """Read the heartbeats of the other ranks."""
         if self._board is None:
             return
         found = self._board.read([f"beat/{rank}" for rank in range(self._mesh.grid.size) if rank != self._mesh.rank])
@@ -205,7 +217,7 @@ class Watchdog:
         table = dict.fromkeys(range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s))
         for rank, (beat, heard_s) in self._heard.items():
             quiet_s = now - heard_s
-            if quiet_s > silent_s:  # here it may have been read only once, and be much older
+            if quiet_s > silent_s:  # it may have been read here only once, and be much older
                 quiet_s = max(quiet_s, time.time() - beat.at_s)
             table[rank] = ReceivedHeartbeat(beat, quiet_s)
         return table
@@ -216,7 +228,10 @@ class Watchdog:
         return f"{CLAIM}/{self._num_claims}"
 
     def _report(self) -> None:
-        """This rank tells: watch the heartbeats for a while, and end; unless it goes on meanwhile, being only slow."""
+        """Watch the heartbeats for a while, then report the hang from this rank and end the process.
+
+        If this rank makes progress meanwhile, it was only slow: the claim is withdrawn.
+        """
         stood_since_s = self._mesh.activity.now[1]
         self._disk.write_stacks()
         until_s = time.monotonic() + self._watched_s
@@ -240,8 +255,10 @@ class Watchdog:
         self._claimed_s = None
 
     def _speak(self, alone_for_s: float | None = None) -> None:
-        """Say why, to the disk, the others and whoever started this process, which ends here. ``alone_for_s``: for so
-        long nothing could be read of the others."""
+        """Report the cause to the disk, the other ranks and the launcher, and end this process.
+
+        ``alone_for_s``: seconds for which the board did not respond; the report then covers this rank alone.
+        """
         if self._ended.is_set():
             return
         last = threading.Timer(LAST_WORDS_S, os._exit, (HangError.exit_code,))
@@ -279,7 +296,7 @@ class Watchdog:
         self._give_up(HangError(message))
 
     def _wait_for_the_report(self) -> None:
-        """Another rank tells: end when it has, or tell what is known here when it does not come to that."""
+        """End this process once the claiming rank has reported; report from this rank if no report appears in time."""
         assert self._board is not None and self._claimed_s is not None
         over = f"{OVER}/{self._num_claims}"
         found = self._board.read([SAID, over])
@@ -317,7 +334,7 @@ class Watchdog:
         self._disk.write_status(status)
 
     def _warn(self, error: Exception) -> None:
-        """Once: the run goes on."""
+        """Print the first error of the watchdog; later ones are dropped, and the run continues."""
         if not self._warned and not self._ended.is_set():
             self._warned = True
             tell(f"watchdog: {type(error).__name__}: {error}. The run goes on.")

@@ -1,4 +1,4 @@
-"""What was found not to be finite on each rank, and which of it came first. Pure, but for the looking."""
+"""Findings of NaN and Inf on each rank, and the choice of the first one. Pure, except for :func:`broken`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshwright.mesh.grid import Grid
 from meshwright.watch.ranks import ranks_at, samples_named
 
 MOST = 16
-"""Findings of one kind that a rank tells the others: the first ones."""
+"""Findings of one kind that a rank sends to the others: the first ones."""
 
 LARGEST_NORM = 1e18
-"""Of gradients in float32: squares of larger numbers are infinite."""
+"""Largest gradient norm in float32: the square of a larger one overflows."""
 
 
 class EvidenceKind(StrEnum):
-    """What was found not to be finite."""
+    """Kind of value that is not finite."""
 
     WEIGHT = "weight"
     INPUT = "input"
@@ -28,18 +28,18 @@ class EvidenceKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     SUM = "sum"
-    """A gradient that others' have been added to."""
+    """Gradient summed over several ranks."""
 
 
 class Evidence(NamedTuple):
-    """One thing that is not finite."""
+    """One tensor or loss that is not finite, and its place in the step."""
 
     of: EvidenceKind
     ranks: tuple[int, ...]
-    """Where it may have begun: the rank that found it, or all of which one is to blame."""
+    """Candidate origins: the rank that found it, or all ranks that contributed to a sum."""
     stage: int
     position: int
-    """In the stage: of the call within one forward, or of the parameter."""
+    """Position in the stage: of the module call within one forward, or of the parameter."""
     name: str
     found: str
     """``3 of 64 numbers are NaN``."""
@@ -47,11 +47,14 @@ class Evidence(NamedTuple):
     microbatch: int | None = None
     samples: tuple[int, ...] = ()
     part: tuple[int, int] = (0, 0)
-    """(tp rank, shard) of a piece of a gradient."""
+    """(tp rank, shard index) of a piece of a gradient."""
 
 
 def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
-    """What is wrong with the numbers, or None. A gradient must have a norm that is a number, too."""
+    """Return a description of the NaN and Inf in a tensor, or None if it is finite.
+
+    The norm of a gradient must also have a finite square in float32.
+    """
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
@@ -66,7 +69,7 @@ def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
 
 
 class Cause(NamedTuple):
-    """Where it began."""
+    """Origin of the first NaN or Inf: its candidate ranks, and a description for the message."""
 
     ranks: tuple[int, ...]
     text: str
@@ -83,9 +86,9 @@ def backward_order(evidence: Evidence) -> tuple[int, ...]:
 
 
 def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
-    """The first of all that was found on all ranks; None when nothing was. Pure: all ranks decide alike.
+    """Return the first of all findings of all ranks; None if there are none. Pure, so all ranks decide alike.
 
-    Ranks that found the very same thing at the same point are all named: which of them it was is not to be told.
+    If several ranks found the same value at the same point, all of them are named, since the origin is unknown.
     """
     weights = [each for each in found if each.of is EvidenceKind.WEIGHT]
     forward = [each for each in found if each.of in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]

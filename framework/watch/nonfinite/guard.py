@@ -1,20 +1,20 @@
-"""A loss or a gradient that is not finite: no rank takes the step, and the message names rank, layer and samples.
+"""Reaction to NaN and Inf in a loss or gradient: no rank takes the step, and the message names rank, layer, samples.
 
-A healthy step costs next to nothing: the sums that every step reduces over all ranks tell all of them, in the same
-step; copies of a gradient that the norm does not count are looked at by ranks that would wait meanwhile.
+A healthy step costs next to nothing. The scalars that every step all-reduces over all ranks show the NaN or Inf to all
+ranks, in the same step. Copies of a gradient that the norm does not count are checked by ranks that would wait anyway.
 
-    1. what is left of the step                     weights; losses; gradients, where they are a rank's own: with ZeRO-1
-                                                    outside of its own shard, into which the others' were summed; with
-                                                    ZeRO-2 and -3 nowhere
-    2. the step once more (on_nonfinite = "stop")   the same samples, and dropout is a function of sample and layer: the
+    1. state left by the step                       weights; losses; gradients that are a rank's own: with ZeRO-1
+                                                    those outside its own shard, since its shard holds the sum over
+                                                    replicas; with ZeRO-2 and -3 none
+    2. replay of the step (on_nonfinite = "stop")   the same samples, and dropout is a function of sample and layer: the
                                                     same numbers. No sums over replicas, no optimizer. Each module's
-                                                    output and each gradient is looked at as it is made
-    3. all evidence to all ranks                    the same verdict everywhere
+                                                    output and each gradient is checked as it is computed
+    3. gather of all evidence                       the same verdict on all ranks
 
-What is not finite makes all that comes after it so: of many the first is the cause. In forward that is the lowest
-stage, then the first call within one micro-batch, which tensor-parallel ranks make in step: the rank where it began is
-told from those that met it in a sum. In backward it is the highest stage, then the last parameter. Where weights are
-not finite there is nothing to compute again. What does not come again was no fault of the numbers.
+NaN and Inf spread to all later values, so the first finding is the cause. In forward that is the lowest stage, then the
+first call within one micro-batch. Tensor-parallel ranks make these calls in step, so the rank where it began can be
+distinguished from ranks that received it in a sum. In backward it is the highest stage, then the last parameter. If
+weights are not finite, the step is not replayed. If the replay is finite, the hardware is suspected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.watch.ranks import ranks_at
 
 
 def collect_evidence(parts: Parts, feed: Feed, result: RowResult) -> list[Evidence]:
-    """What of this rank's weights, losses and gradients is not finite after a step that was not taken."""
+    """Return this rank's weights, losses and gradients that are not finite after a rejected step."""
     found = []
     for index, replica in parts.replicas.items():
         positions = positions_of(parts.executor.stages[index])
@@ -66,7 +66,10 @@ def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, in
 
 
 def _pieces(bucket: ShardedParameters) -> Iterator[tuple[BucketSlot, int, Tensor]]:
-    """Each parameter's gradient, cut where the shards are: (place, shard, numbers), as far as this rank holds it."""
+    """Yield (place, shard index, gradient) for each parameter, split at shard boundaries, if this rank holds it.
+
+    The gradient is flat: (numel of the piece,).
+    """
     start, stop = bucket.shard_range
     size = max(1, stop - start)
     for place in bucket.places:
@@ -77,7 +80,10 @@ def _pieces(bucket: ShardedParameters) -> Iterator[tuple[BucketSlot, int, Tensor
 
 
 def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: Feed) -> list[Evidence]:
-    """Of the whole step, piece by piece: a rank's own, or a sum that ranks have in common."""
+    """Return the gradient pieces of one stage that are not finite, each with its candidate ranks.
+
+    A piece is either this rank's own gradient of the whole step, or a sum over several ranks.
+    """
     mesh, found = parts.mesh, []
     samples = tuple(
         sample for m in range(parts.blueprint.schedule.chunks) for sample in feed.sample_indices(m).tolist()
@@ -119,7 +125,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
 
 
 def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """The ranks that differ from one only along these axes."""
+    """Return the ranks whose coordinates differ from those of ``rank`` along these axes only."""
     ranks = {rank}
     for axis in axes:
         ranks = {other for each in ranks for other in grid.group(axis, each)}
@@ -127,7 +133,16 @@ def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]
 
 
 def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
-    """Why the step that was just computed, and not taken, is not finite. Every rank calls it and is told the same."""
+    """Find the cause of NaN or Inf in a rejected step. Collective over all ranks; blocks.
+
+    Args:
+        parts: the parts of this rank, with the result of the rejected step.
+        feed: the samples of that step.
+        again: replay the step if the state left by it does not show the cause in a weight.
+
+    Returns:
+        Text for the message, the same on every rank.
+    """
     assert parts.last is not None
     grid = parts.mesh.grid
     left = _from_all(parts, collect_evidence(parts, feed, parts.last))
@@ -147,10 +162,12 @@ def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
 
 
 def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
-    """Called on every rank when a step's sums were not finite and no rank has taken it: skip it, or end the run.
+    """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
+
+    No rank has taken the step. ``numbers``: text that names the values.
 
     Raises:
-        NonFiniteError: on every rank, when ``watch.on_nonfinite`` says so, or ``watch.most_skipped`` steps in a row
+        NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row
             were skipped before this one.
     """
     watch, state = parts.config.watch, parts.state

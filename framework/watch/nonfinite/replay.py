@@ -1,7 +1,7 @@
-"""A step computed once more, with everything looked at as it is made: where does it stop being finite first?
+"""Replay of a step that checks each output and gradient as it is computed, to find the first NaN or Inf.
 
-Hooks on all modules see outputs, hooks on all parameters see gradients; a module's number among the calls of one
-forward is the same on all ranks of a tensor-parallel group. No sum over replicas is made, and nothing is stepped.
+Hooks on all modules see outputs; hooks on all parameters see gradients. The index of a module call within one forward
+is the same on all ranks of a tensor-parallel group. Gradients are not reduced, and the optimizer does not step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, ba
 
 
 def positions_of(stage: Stage) -> dict[int, int]:
-    """id of a parameter -> its place in the stage, roughly the order of forward."""
+    """Return the position of each parameter in the stage, by ``id``; roughly the order of forward."""
     return {id(parameter): position for position, parameter in enumerate(stage.layers.parameters())}
 
 
 def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) -> list[Evidence]:
-    """Of each micro-batch, on the last stage."""
+    """Return the micro-batch losses of the last stage that are not finite; empty on ranks without that stage."""
     last = len(parts.blueprint.stages) - 1
     forwards = [span.action for span in result.spans if span.action.kind is Kind.F and span.action.stage == last]
     found = []
@@ -44,9 +44,10 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
 
 
 def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
-    """Compute the step once more, forward and backward, and see where on this rank it stops being finite first.
+    """Replay the step, forward and backward, and return the first values on this rank that are not finite.
 
-    Every rank calls it. Gradients are this rank's own and stay in the buckets; nothing is stepped.
+    Collective over all ranks; blocks. Gradients are not reduced over replicas and stay in the buckets. The optimizer
+    does not step.
     """
     executor = parts.executor
     looks = [_Look(parts, feed, stage) for stage in executor.stages.values()]
@@ -66,7 +67,7 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
 
 @contextlib.contextmanager
 def _instead(target: object, name: str, value: Any) -> Iterator[None]:
-    """Within: an attribute of one object is another one."""
+    """Replace an attribute of one object within the ``with`` block."""
     own = vars(target).get(name, _instead)
     setattr(target, name, value)
     try:
@@ -79,7 +80,7 @@ def _instead(target: object, name: str, value: Any) -> Iterator[None]:
 
 
 class _Look:
-    """Sees each output and each gradient of one stage as it is made."""
+    """Hooks that check each output and each gradient of one stage as it is computed."""
 
     def __init__(self, parts: Parts, feed: Feed, stage: Stage) -> None:
         self.parts = parts
@@ -87,9 +88,9 @@ class _Look:
         self.stage = stage
         self.replica = parts.replicas[stage.index]
         self.outputs: dict[int, Evidence] = {}
-        """The first of each micro-batch."""
+        """First output that is not finite, by micro-batch."""
         self.gradients: dict[int, Evidence] = {}
-        """By position: with the micro-batch that broke it."""
+        """First finding of each parameter's gradient, by position, with the micro-batch that caused it."""
         self._positions = positions_of(stage)
         self._microbatch: int | None = None
         self._forward = False
@@ -97,7 +98,7 @@ class _Look:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within: hooks on all modules and parameters, and the gradients begin at zero."""
+        """Install hooks on all modules and parameters within the ``with`` block; gradients start at zero."""
         handles = []
         for name, module in self.stage.layers.named_modules():
             if module is not self.stage.layers:  # its children are called, it is not
@@ -119,7 +120,7 @@ class _Look:
                     handle.remove()
 
     def told(self) -> list[Evidence]:
-        """What was seen, the first ones."""
+        """Return the first findings: at most ``MOST`` outputs and ``MOST`` gradients."""
         first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MOST]
         return first + sorted(self.gradients.values(), key=backward_order)[:MOST]
 
@@ -154,7 +155,10 @@ class _Look:
         return hook
 
     def _note(self, of: EvidenceKind, position: int, name: str, value: Any) -> None:
-        """Remember a micro-batch's first value that is not finite, with the samples whose rows are not."""
+        """Record a micro-batch's first value that is not finite, with the samples whose rows are affected.
+
+        ``value``: tensors (B, ...), this rank's shard; rows are matched to samples if dim 0 has their number.
+        """
         microbatch = self._microbatch
         if microbatch is None or microbatch in self.outputs:
             return
