@@ -273,7 +273,7 @@ def check_sharded_output(model: PlainModel, whole: ValueSpec, local: ValueSpec, 
 
 
 def check_impossible(config: RunConfig, model: PlainModel) -> None:
-    """Raise :class:`ModelError` for a layout that the model itself says it cannot have."""
+    """Raise :class:`ModelError` for a layout that the model declares unsupported."""
     parallel = config.parallel
     for key, wanted, instead in (
         ("tp", parallel.tp > 1, f"parallel.tp = {parallel.tp}: use parallel.tp = 1"),

@@ -1,4 +1,4 @@
-"""One rank of a run, from the environment that a launcher has set to the end of training.
+"""Run one rank, from the environment that a launcher has set to the end of training.
 
 check(config, world size)   refuses what cannot work before a process exists; the launcher calls it once
 work(config)                one rank: mesh, parts, resume, train, leave

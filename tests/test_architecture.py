@@ -96,7 +96,7 @@ LARGE_FILES = {
     "framework/mesh/comm.py": 370,
     "framework/pipeline/executor.py": 364,
     "framework/pipeline/values.py": 351,
-    "framework/run/saving.py": 359,
+    "framework/run/saving.py": 369,
     "framework/schedule/action.py": 335,
     "framework/schedule/analysis/simulate.py": 316,
     "framework/schedule/check.py": 308,
@@ -119,7 +119,7 @@ LARGE_FILES = {
     "framework/tools/planner/search.py": 324,
     "framework/tools/report/page.py": 307,
     "framework/tools/report/run.py": 313,
-    "framework/watch/hang/watchdog.py": 323,
+    "framework/watch/hang/watchdog.py": 340,
     "launch/local.py": 327,
     "launch/pool.py": 327,
     "models/t5_layers.py": 314,
@@ -178,7 +178,7 @@ SAME_NAMES = {
     "Mlp",
 }
 """Classes of one name in several rooms."""
-PROSE = 144
+PROSE = 3
 """Docstrings that break a rule of tests/support/prose.py."""
 
 

@@ -24,8 +24,8 @@ NODES = "MESHWRIGHT_NODES"
 def interface_towards(host: str) -> str | None:
     """Return the interface from which packets to ``host`` leave; on that host itself, the one that has its address.
 
-    None where nobody can tell: the name is unknown, it means the loopback here (no other machine is on that), or no
-    interface has the address (IPv6, not Linux).
+    None where it cannot be determined: the name is unknown, it means the loopback here (no other machine is on that),
+    or no interface has the address (IPv6, not Linux).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

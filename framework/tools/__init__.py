@@ -1,1 +1,1 @@
-"""What the command line calls: nothing in the core or the services imports it."""
+"""Tools of the command line. Nothing in the core or the services imports them."""

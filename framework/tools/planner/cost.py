@@ -1,6 +1,6 @@
 """Time of a step: work of each layer on a device, messages on the links, and the simulated schedule.
 
-Work, Said -> seconds by meshwright.tools.planner.rates
+Work, messages -> seconds by meshwright.tools.planner.rates
 stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
 schedule -> Timeline  meshwright.schedule.analysis.simulate
 step     =  Timeline + exposed gradient reduction and weight all-gather + optimizer

@@ -3,7 +3,7 @@
     Work     -> seconds   product     tiles over processors, short inner dims, the largest rate seen; at least its bytes
                           attention   a share of the peak
                           the rest    bytes over bandwidth
-    Said     -> seconds   latency + bytes on the wire over the link's reached bandwidth
+    messages -> seconds   latency + bytes on the wire over the link's reached bandwidth
 
 Constants that no data sheet contains are in :class:`RateFractions`, one set for all devices, models and sources.
 """

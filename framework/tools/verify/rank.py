@@ -43,7 +43,7 @@ class RankFindings(NamedTuple):
 
 
 def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
-    """The run's own samples, or random ones."""
+    """Open the run's own samples, or random ones."""
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
