@@ -62,7 +62,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
 
 
 def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
-    """One rank of a run, from the environment that a launcher has set (torchrun's names) to the end of training.
+    """Run one rank, from the environment that a launcher has set (torchrun's names) to the end of training.
 
     ``give_up`` ends this process when the run hangs.
     """

@@ -167,7 +167,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(
         self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
     ) -> None:
-        """Run the fused attention kernel on meta (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
+        """Record the fused attention kernel (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
         self.ops.append(Op(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
