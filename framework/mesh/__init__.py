@@ -1,1 +1,1 @@
-"""Ranks, nodes, axes: the pure grid, and the mesh with its process groups. Only this room says torch.distributed."""
+"""Rank grid, node placement and process groups. No other package imports torch.distributed."""

@@ -1,11 +1,11 @@
-"""What this rank does right now, told as it begins, for a thread that looks when nothing moves any more.
+"""Current activity of this rank, recorded as each action begins and read by the watchdog thread during a hang.
 
     main thread    begin(0F3) .. waits(handle) . begin(0F3) .... begin("reading samples") ...      100 ns each
                                    |
     watchdog       ------------- told() ------------------------ told() ---                        now and then
 
-What is told is one attribute, replaced as a whole: another thread sees the one before or the one after. Objects are
-kept as they are and put into words when somebody asks.
+The record is one attribute, replaced as a whole: another thread sees the old one or the new one. Objects are stored
+as they are and formatted only when the watchdog reads them.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ BETWEEN = "going from one step to the next"
 
 
 class Waits(NamedTuple):
-    """What a rank waits for."""
+    """Operation that a rank is blocked in."""
 
     how: str
     """``receive``, ``send`` or ``collective``."""
     ranks: tuple[int, ...]
-    """Global: who has to do something. Of a collective: all the others of its group."""
+    """Global ranks that must act next; for a collective, all other ranks of its group."""
     operation: str
     """``1RECV_F3``, or ``all-reduce of (3,)``."""
     group: str = ""
-    """Of a collective: the name of the group, and which one it is in :attr:`Doing.posted`."""
+    """Name of the collective's group; ``key`` is the group's key in :attr:`Doing.posted`."""
     key: str = ""
     number: int = 0
-    """Of a collective: which it is of this group's, from 1."""
+    """Sequence number of the collective in its group, from 1; 0 for point-to-point."""
 
 
 class Waiting(Protocol):
-    """Something that can be waited for, and can tell what that is."""
+    """Protocol of an operation that a rank can block in, and that describes itself."""
 
     def waits(self) -> Waits:
-        """Asked by another thread, rarely."""
+        """Return a description of the operation. Called by the watchdog thread, rarely."""
 
 
 class Doing(NamedTuple):
-    """What a rank does, in words."""
+    """Snapshot of a rank's activity, as text."""
 
     phase: str
     what: str
     for_s: float
     waits: Waits | None
     posted: dict[str, int]
-    """Collectives of each group that this rank has come to so far."""
+    """Number of collectives that this rank has posted so far, by group key."""
 
 
 class Activity:
-    """One rank's. ``begin`` and ``waits`` are called all the time, by one thread; ``told`` by any."""
+    """Activity record of one rank. One thread calls ``begin`` and ``waits`` all the time; any thread calls ``told``."""
 
     def __init__(self) -> None:
         self.phase = "starting"
-        """What the run is about: training, validating, saving a checkpoint."""
+        """Phase of the run: training, validating, saving a checkpoint."""
         self.now: tuple[object, float, Waiting | None] = (self.phase, time.monotonic(), None)
-        """What, since when, and what it waits for."""
+        """Current action, its start in monotonic seconds, and the operation it is blocked in."""
         self.posted: dict[str, int] = {}
         self.waited_s = 0.0
-        """In which the program has waited for others, in all; on CUDA only the device waits for most of them."""
+        """Total seconds in which the program was blocked on other ranks. On CUDA mostly only the device waits."""
 
     def begin(self, what: object) -> None:
-        """From now on this rank does that: ``str(what)`` is its name."""
+        """Record the start of an action; ``str(what)`` is its name."""
         self.waits(None)
         self.now = (what, self.now[1], None)
 
     def waits(self, handle: Waiting | None) -> None:
-        """From now on it waits for something while it does what it does; None: it goes on."""
+        """Record that the current action blocks on ``handle``; None: it continues."""
         what, since_s, before = self.now
         now_s = time.monotonic()
         if before is not None:
@@ -79,13 +79,13 @@ class Activity:
         self.now = (what, now_s, handle)
 
     def posts(self, key: str) -> int:
-        """It has come to the next collective of a group; which one that is."""
+        """Count the next collective of a group; return its sequence number, from 1."""
         number = self.posted[key] = self.posted.get(key, 0) + 1
         return number
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A part of the run, such as ``validating``: what is done until something finer begins."""
+        """Set the phase of the run within the block, such as ``validating``, and begin it as an action."""
         before, self.phase = self.phase, phase
         self.begin(phase)
         try:
@@ -95,7 +95,7 @@ class Activity:
             self.begin(before)
 
     def told(self) -> Doing:
-        """In words."""
+        """Return a snapshot of the activity as text. Safe from any thread."""
         what, since_s, handle = self.now
         waits = handle.waits() if handle is not None else None
         return Doing(self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted))

@@ -1,4 +1,4 @@
-"""Collectives and exchanges over one group of ranks: handles, counted bytes, failures that name who waited for whom.
+"""Collectives and point-to-point exchanges over one group: handles, byte counts, errors that name the peers.
 
 A :class:`Group` of one rank does nothing and needs no torch.distributed: the same code runs in a single plain process.
 Every call is counted in the mesh's :class:`Traffic` with the bytes that a rank puts on the wire by the ring formulas
@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What this rank has said so far: ``counts[(group name, operation)]``."""
+    """Traffic of this rank so far: ``counts[(group name, operation)]``."""
 
     counts: dict[tuple[str, str], Counted] = field(default_factory=lambda: defaultdict(Counted))
 
@@ -64,7 +64,7 @@ class Traffic:
         self.counts.clear()
 
     def wire_bytes(self, group: str) -> float:
-        """Bytes on the wire of all operations of one group."""
+        """Return the bytes on the wire of all operations of one group."""
         return sum(counted.wire_bytes for (name, _), counted in self.counts.items() if name == group)
 
 
@@ -83,11 +83,11 @@ class Handle:
         number: int = 0,
     ) -> None:
         self._works = works
-        self._finish = finish  # what is left to do here when the message has come
+        self._finish = finish  # local work left after the message has arrived
         self._what = what
         self._keep = keep  # gloo reads a sent tensor until the send is done
         self._group = group
-        self._peers = peers  # of a collective none; of each work one, or of all works together
+        self._peers = peers  # empty for a collective; else one per work, or all for one coalesced work
         self._sends = sends
         self._number = number
         self._at = 0
@@ -115,16 +115,16 @@ class Handle:
         self._works = self._keep = ()
 
     def join(self) -> None:
-        """Make the current CUDA stream wait, besides the one that will call ``wait``."""
+        """Make the current CUDA stream wait too, in addition to the stream that will call ``wait``."""
         for work in self._works:
             work.wait()
 
     def done(self) -> bool:
-        """True when ``wait`` would not block."""
+        """Return True when ``wait`` would not block."""
         return all(work.is_completed() for work in self._works)
 
     def waits(self) -> Waits:
-        """What ``wait`` waits for, as it does so."""
+        """Return a description of the operation that ``wait`` is blocked in."""
         assert self._group is not None
         what = self._what if isinstance(self._what, str) else self._what()
         if self._number:
@@ -142,7 +142,7 @@ class Handle:
 
 
 class _Blocking(NamedTuple):
-    """A collective that blocks as it is called, past any handle."""
+    """Description of a blocking collective, which has no handle."""
 
     group: Group
     what: str
@@ -161,18 +161,18 @@ class Transfer(NamedTuple):
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Where its first element lies: its storage, while that lives, and the offset in it. (Tensors without numbers have
-    that too, but no address.)"""
+    """Return (storage identity, element offset) of the first element. The identity is valid while the storage lives.
+    (Fake and meta tensors have both, but no address.)"""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 class Group:
-    """The ranks that talk along one axis (or all of them). ``name`` is the axis, ``ranks`` are global, in order."""
+    """Communication group of one axis (or of all ranks). ``name`` is the axis, ``ranks`` are global, in order."""
 
     def __init__(
         self,
@@ -187,17 +187,17 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = rank
-        """My position in ``ranks``."""
+        """Position of this rank in ``ranks``."""
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
         self.activity = activity if activity is not None else Activity()
         self._key = f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a copy of a layer talks to the same ranks
+        return self  # a copy of a layer communicates with the same ranks
 
     def become(self, other: Group) -> None:
-        """From now on it is that group: for layers that were sharded before there was one to talk to."""
+        """Turn this object into ``other``, in place. For layers that were sharded before the process group existed."""
         assert (self.size, self.rank) == (other.size, other.rank), (self, other)
         vars(self).update(vars(other))
 
@@ -206,22 +206,20 @@ class Group:
 
     @property
     def on_paper(self) -> bool:
-        """Whether nobody is there to be talked to, and messages are only counted."""
+        """True for a fake group without peers, which only counts messages."""
         return False
 
     def begin_collective(self, operation: str, message_bytes: int) -> None:
-        """Count and tell a blocking collective that goes past this group: megatron-core's mappings take the bare
-        process group.
-        """
+        """Count and record a blocking collective on the bare process group, which megatron-core's mappings use."""
         self._count(operation, message_bytes)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
 
     def end_collective(self) -> None:
-        """That collective is done."""
+        """Record the end of the collective of :meth:`begin_collective`."""
         self.activity.waits(None)
 
     def waits_in(self, what: str, number: int) -> Waits:
-        """What a rank waits for in a collective of this group."""
+        """Return the description of a rank blocked in collective ``number`` of this group."""
         others = tuple(rank for rank in self.ranks if rank != self.ranks[self.rank])
         return Waits("collective", others, what, self.name, self._key, number)
 
@@ -234,7 +232,10 @@ class Group:
         return Handle([work], what, keep, finish, self, number=self.activity.posts(self._key))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
-        """Reduce in place, everyone gets the result. Does not block: wait on the handle, and ``finish`` is called."""
+        """All-reduce in place. Does not block: ``wait`` on the handle blocks, then calls ``finish``.
+
+        Wire: 2 M (n-1)/n bytes.
+        """
         if self.size == 1:
             return Handle([], "")
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
@@ -243,7 +244,10 @@ class Group:
         return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor], finish)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Handle:
-        """``out`` (n x part, flat along dim 0) = everyone's ``part`` in group order. Does not block."""
+        """All-gather every rank's ``part`` into ``out`` (n x part, along dim 0, group order). Does not block.
+
+        Wire: M (n-1)/n bytes, M of ``out``.
+        """
         if self.size == 1:
             if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
@@ -253,10 +257,11 @@ class Group:
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
-        """``part`` = my slice of the sum of everyone's ``whole`` (n x part, flat along dim 0). Does not block.
+        """Reduce-scatter (sum) ``whole`` (n x part, along dim 0) into this rank's slice ``part``. Does not block.
 
-        On CPU everyone sends each its slice, and ``wait`` sums them here, in the order of the ranks: gloo's own
-        reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a piece of ``whole``.
+        Wire: M (n-1)/n bytes, M of ``whole``. On CPU an all-to-all sends each rank its slices, and ``wait`` sums them
+        in rank order: gloo's own reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a
+        view into ``whole``.
         """
         if self.size == 1:
             if place_of(part) != place_of(whole):
@@ -276,7 +281,7 @@ class Group:
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Handle:
-        """Overwrite ``tensor`` with that of position ``source``. Does not block."""
+        """Broadcast ``tensor`` from group position ``source``, in place. Does not block. Wire: M (n-1)/n bytes."""
         if self.size == 1:
             return Handle([], "")
         self._count("broadcast", tensor_bytes(tensor))
@@ -284,11 +289,11 @@ class Group:
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
     def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle | None, Handle | None]:
-        """Post sends and receives together (one NCCL group, so that no order of them can deadlock).
+        """Post point-to-point sends and receives together (one NCCL group: no order can deadlock). Does not block.
 
-        Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is asked
-        when it fails. Returns the handle of the sends (keeps the tensors alive) and that of the receives; None where
-        there are none.
+        Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is called
+        on failure. Returns the handle of the sends (keeps the tensors alive) and that of the receives, each None if
+        empty. Wire: the bytes of the sent tensors.
         """
         if not transfers:
             return None, None
@@ -301,7 +306,7 @@ class Group:
                 peers = [transfer.peer for transfer in transfers]
                 handle = Handle(works, what, [transfer.tensor for transfer in transfers], None, self, peers)
                 return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
-        else:  # what dist.isend and irecv come to, without their checks: there are many small messages
+        else:  # as dist.isend and irecv, without their checks: there are many small messages
             assert self.process_group is not None
             send, receive = self.process_group.send, self.process_group.recv
             works = [(send if sends else receive)([tensor], peer, 0) for tensor, peer, sends in transfers]
@@ -330,13 +335,13 @@ class Group:
         return dist.batch_isend_irecv(operations)
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
-        """Gather everyone's small ``value`` in group order. Blocks.
+        """Gather a small ``value`` of every rank, in group order. Blocks.
 
         Sent as JSON (framework/mesh/messages.py): plain Python values, and the NamedTuples and Enums in ``kinds``.
         Two all-gathers, of the lengths and of the bytes padded to the longest.
 
         Raises:
-            CommunicationError: what came is no such value.
+            CommunicationError: a message cannot be decoded, or is too long.
         """
         if self.size == 1:
             return [value]
@@ -360,26 +365,26 @@ class Group:
         ]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The group as torch's fully_shard wants it. Local."""
+        """Build the DeviceMesh of this group for torch's fully_shard. No communication."""
         assert self.process_group is not None
         return DeviceMesh.from_group(self.process_group, device_type)
 
     def barrier(self) -> None:
-        """Block until every rank of the group is here."""
+        """Block until every rank of the group has called this."""
         if self.size > 1:
             work = dist.barrier(group=self.process_group, async_op=True)
             self._handle(work, "barrier").wait()
 
 
 class PaperGroup(Group):
-    """A group of ranks that do not exist: what is said in it is counted, and what would come keeps its shape."""
+    """Fake group for dry runs: counts traffic and leaves tensors unchanged."""
 
     times = 1
-    """What is done now stands for so many of its kind."""
+    """Number of identical operations that each operation is counted for."""
 
     @contextmanager
     def standing_for(self, times: int) -> Iterator[None]:
-        """Within: one pass of a loop, done for all of them."""
+        """Count each operation ``times`` times within the block: one pass stands for all passes of a loop."""
         self.times = times
         try:
             yield
@@ -388,7 +393,7 @@ class PaperGroup(Group):
 
     @property
     def on_paper(self) -> bool:
-        """Yes."""
+        """True: there are no peers."""
         return True
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:

@@ -1,10 +1,10 @@
-"""A mesh on paper: one rank's own mesh of a job of any size, in one process, with nobody at the other end.
+"""Fake mesh for dry runs: the mesh of one rank of a job of any size, in a single process without peers.
 
     job of 16,384      paper_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
     this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
 
-So that what runs on a rank (our groups, megatron-core's regions, torch's fully_shard) runs here as it is, without the
-others. Only the groups that the rank is in are made: all of them, of 16,384 ranks, would take minutes.
+The code of a rank (these groups, megatron-core's regions, torch's fully_shard) runs here unchanged, without peers.
+Only the groups that contain the rank are created: creating all groups of 16,384 ranks would take minutes.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from meshwright.mesh.mesh import Mesh
 
 
 class PaperGroup(Group):
-    """A group of which only this rank is there. What others would say is taken to be what this one says."""
+    """Fake process group: only this rank exists. Every other rank is assumed to send the same values."""
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
-        """This rank's, as often as there are ranks."""
+        """Return this rank's ``value`` once per rank. No communication."""
         return [value] * self.size
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """It holds the ranks' numbers in a tensor, which must not be a fake one."""
+        """Build the DeviceMesh outside FakeTensorMode: it stores the rank numbers in a real tensor."""
         with unset_fake_temporarily():
             return super().device_mesh(device_type)
 
 
 class PaperMesh(Mesh):
-    """A mesh whose groups are made as they are asked for."""
+    """Fake mesh that creates its subgroups on demand."""
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
         return _group(name, ranks, self.rank, self.traffic, self.activity)
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """Mine alone."""
+        """Return the group of tied weights that contains this rank. Creates no other group."""
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) > 1 and self.at.pp_rank not in pp_ranks:
             return Group("tied", (), -1, None, self.traffic, self.activity)
@@ -62,10 +62,10 @@ def _group(name: str, ranks: tuple[int, ...], rank: int, traffic: Traffic, activ
 
 @contextmanager
 def paper_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
-    """The mesh of ``rank``, on CPU, as long as it is entered; nothing of it is left afterwards.
+    """Open the fake mesh of ``rank`` on CPU for the duration of the block, then destroy its process groups.
 
     Raises:
-        MeshError: this process is a rank of a real job: its groups would be lost.
+        MeshError: this process is a rank of a real job. Its process groups would be lost.
     """
     assert 0 <= rank < grid.size, (rank, grid.size)
     if dist.is_initialized():
@@ -74,7 +74,7 @@ def paper_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Itera
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch replaces, to put the rank before each line of a traceback
+    hook = sys.excepthook  # torch replaces it, to prefix each traceback line with the rank
     traffic, activity = Traffic(), Activity() if activity is None else activity
     if grid.size > 1:
         dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())

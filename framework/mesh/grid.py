@@ -1,10 +1,10 @@
-"""The grid of ranks, pp x dp x tp with tp innermost: pure arithmetic, so that it runs for 16,384 ranks on a laptop.
+"""Grid of ranks, pp x dp x tp with tp innermost. Pure arithmetic: 16,384 ranks fit on a laptop.
 
 rank = (pp_rank x dp + dp_rank) x tp + tp_rank
 
   pp=2 dp=2 tp=2 on 2 nodes of 4         a tp group is a run of neighbours and stays inside a node;
   node 0   | 0 1 | 2 3 |   pp_rank 0     its stage's replicas come next; the next pipeline rank is
-  node 1   | 4 5 | 6 7 |   pp_rank 1     the farthest away: it has the least to say.
+  node 1   | 4 5 | 6 7 |   pp_rank 1     the farthest away: it has the least traffic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.errors import MeshError
 
 
 class Axis(StrEnum):
-    """The axes, outermost first."""
+    """Parallelism axes, outermost first."""
 
     PP = "pp"
     DP = "dp"
@@ -24,7 +24,7 @@ class Axis(StrEnum):
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis."""
+    """Coordinates of a rank: its index on each axis."""
 
     pp_rank: int
     dp_rank: int
@@ -32,7 +32,7 @@ class Coordinates(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Degrees of the axes; everything else follows."""
+    """Degree of each axis. Ranks, coordinates and groups are derived from it."""
 
     pp: int = 1
     dp: int = 1
@@ -44,34 +44,34 @@ class Grid(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def rank(self, at: Coordinates) -> int:
-        """The rank that stands at the coordinates."""
+        """Return the global rank at the coordinates."""
         return (at.pp_rank * self.dp + at.dp_rank) * self.tp + at.tp_rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Inverse of :meth:`rank`."""
+        """Return the coordinates of a global rank: the inverse of :meth:`rank`."""
         assert 0 <= rank < self.size, (rank, self.size)
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return Coordinates(pp_rank, dp_rank, tp_rank)
 
     def degree(self, axis: Axis) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return {Axis.PP: self.pp, Axis.DP: self.dp, Axis.TP: self.tp}[axis]
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains ``rank``."""
+        """Return the ranks that differ from ``rank`` only along ``axis``, in axis order, ``rank`` included."""
         at = self.coordinates(rank)
         field = f"{axis}_rank"
         return tuple(self.rank(at._replace(**{field: i})) for i in range(self.degree(axis)))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All groups of an axis, by their first rank: a partition of the ranks."""
+        """Return all groups of an axis, sorted by first rank. They partition the ranks."""
         return sorted({self.group(axis, rank) for rank in range(self.size)})
 
 
 def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = False) -> None:
-    """Raise :class:`MeshError`, with the picture, when a tp group straddles nodes. ``nodes[rank]`` is the name of the
-    rank's node."""
+    """Check that no tp group straddles nodes; raise :class:`MeshError` with the drawn mesh otherwise.
+    ``nodes[rank]`` is the name of the rank's node."""
     if len(nodes) != grid.size:
         raise MeshError(
             f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
@@ -92,14 +92,14 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
 
 
 MOST_DEVICES = 2**20
-"""Of a cluster."""
+"""Largest number of devices in a cluster."""
 
 
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Names of the nodes by rank, for a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
+    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
 
     Raises:
-        MeshError: more than MOST_DEVICES of them.
+        MeshError: the cluster has more than MOST_DEVICES devices.
     """
     if num_nodes * devices_per_node > MOST_DEVICES:
         raise MeshError(

@@ -1,4 +1,4 @@
-"""What a rank says to others, heard from below: an operation that reaches a process group, in the words of comm.py."""
+"""Collectives intercepted at the dispatcher: c10d operations translated to the operation names of comm.py."""
 
 from __future__ import annotations
 
@@ -48,41 +48,41 @@ _WIRE_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 class Heard(NamedTuple):
-    """One operation of one rank."""
+    """One communication operation of one rank."""
 
     operation: str
     group: Ranks
     """Global ranks, in the order of the group."""
     peer: int | None
-    """The global rank at the other end of a send or receive."""
+    """Global rank at the other end of a send or receive; None for a collective."""
     num_bytes: int
-    """Of the message: the whole tensor."""
+    """Bytes of the message: the whole tensor, not one rank's part."""
     dtype: str
 
     @property
     def wire_bytes(self) -> float:
-        """What the rank puts on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
+        """Bytes this rank puts on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
         return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
 
 
 def num_bytes(values: Any) -> int:
-    """Bytes of all tensors in it."""
+    """Return the bytes of all tensors in a nested structure."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def hears_parts(types: Sequence[type]) -> bool:
-    """Whether an operation is on a DTensor, whose parts come by on their own."""
+    """Return True for an operation on a DTensor, whose operations on local tensors are intercepted separately."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 class Ear:
-    """Tells what an operation says. Remembers groups by their names: they have thousands of ranks."""
+    """Translator from c10d operations to :class:`Heard`. Caches the ranks of each group by its name."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
 
     def hear(self, function: Any, arguments: Sequence[Any]) -> Heard | None:
-        """None: nothing is said (a wait, a barrier)."""
+        """Return the operation that ``function`` performs; None if it moves no data (a wait, a barrier)."""
         name = str(function.overloadpacket)
         ranks = None if name in SILENT else self._group(arguments)
         if ranks is None:

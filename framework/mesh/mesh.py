@@ -1,4 +1,4 @@
-"""Grid + backend -> Mesh: groups from torch's DeviceMesh, my coordinates, my device. An argument, never a global."""
+"""Mesh of a running job: process groups (by torch's DeviceMesh), coordinates and device of a rank. Never a global."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.mesh.store import Board
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands and whom it talks to. Build it with :func:`open_mesh`, end it with :func:`close_mesh`."""
+    """Coordinates, device and process groups of this rank; see :func:`open_mesh` and :func:`close_mesh`."""
 
     grid: Grid
     rank: int
@@ -36,24 +36,25 @@ class Mesh:
     nodes: list[str] = field(default_factory=list)
     """Name of the node of each rank."""
     timeout_s: float = 600.0
-    """How long a rank waits in a collective before that fails."""
+    """Timeout of a collective, in seconds."""
     activity: Activity = field(default_factory=Activity)
-    """What this rank does right now."""
+    """Current activity of this rank, read by the hang watchdog."""
 
     @property
     def at(self) -> Coordinates:
-        """My coordinates."""
+        """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)
 
     def board(self) -> Board | None:
-        """Where ranks leave each other notes, reached by a connection of its own; a mesh of one rank needs none."""
+        """Return a board for notes between ranks, on its own store connection; None for one rank."""
         return Board(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
-        """(my neighbours among whom a state is cut into ``shard_factor`` shards, those who hold the same shard as I).
+        """Split dp into (group of ``shard_factor`` ranks that shard a state, group of ranks with the same shard).
 
-        Replicas d .. d + shard_factor - 1 are neighbours: dp is laid out so that they are in one node before they are
-        in two. With all of dp or with 1 it is (dp, only me) or (only me, dp). Every rank of the mesh calls it.
+        Replicas d .. d + shard_factor - 1 form a shard group: dp is laid out so that neighbours fill one node first.
+        A factor of dp's size returns (dp, this rank alone), a factor of 1 (this rank alone, dp). Collective: every
+        rank of the mesh calls it.
         """
         alone = Group("dp", (self.rank,), 0, None, self.traffic, self.activity)
         if shard_factor == self.dp.size:
@@ -67,7 +68,7 @@ class Mesh:
         return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Made by its own ranks alone; all ranks make theirs in the same order."""
+        """Create a process group. Only its members call this; all ranks create theirs in the same order."""
         timeout = timedelta(seconds=self.timeout_s)
         made = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
         group = Group(name, ranks, ranks.index(self.rank), made, self.traffic, self.activity)
@@ -76,7 +77,7 @@ class Mesh:
         return group
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """The ranks at these pipeline ranks that share my dp and tp coordinates (for tied weights).
+        """Create the group of these pipeline ranks at this rank's dp and tp coordinates (for tied weights).
 
         Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``: process groups are
         made by all ranks together. A rank that is no member gets a group with ``rank`` -1, which it must not use.
@@ -95,7 +96,7 @@ class Mesh:
 
 
 def environment_rank() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun's environment says; a lone process is rank 0 of 1."""
+    """Return (rank, world size, local rank) from torchrun's environment variables; (0, 1, 0) where none is set."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     found = {name: os.environ.get(name, "") for name in names}
     if not any(found.values()):
@@ -111,10 +112,10 @@ def environment_rank() -> tuple[int, int, int]:
 
 
 def check_size(grid: Grid, world_size: int) -> None:
-    """As many ranks as the grid has.
+    """Check that the number of started ranks is the size of the grid.
 
     Raises:
-        MeshError: there are others.
+        MeshError: it is not.
     """
     if world_size != grid.size:
         raise MeshError(
@@ -124,7 +125,12 @@ def check_size(grid: Grid, world_size: int) -> None:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """``auto``: this process's GPU when there is one, else the CPU."""
+    """Select the device of this process. ``auto``: its GPU when there is one, else the CPU.
+
+    Raises:
+        ConfigError: ``cuda`` on a machine without a GPU.
+        MeshError: more processes than GPUs on this node.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -132,7 +138,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
             "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
         )
     count = torch.cuda.device_count()
-    if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
+    if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1: a task sees only its GPU, as 0
         local_rank = 0
     if local_rank >= count:
         raise MeshError(
@@ -152,13 +158,13 @@ def open_mesh(
     tp_across_nodes: bool = False,
     store: Any = None,
 ) -> Mesh:
-    """Join the process group that the environment describes and make the groups of the axes.
+    """Join the process group that the environment describes and create the process groups of the axes. Blocks.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
-    ``store``: from :func:`meshwright.mesh.rendezvous.meet`, where the ranks have met before.
+    ``store``: from :func:`meshwright.mesh.rendezvous.meet`, if the rendezvous is done already.
 
     Raises:
-        MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
+        MeshError: the world size differs from the grid's, ranks miss the rendezvous, or a tp group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
@@ -200,7 +206,7 @@ def open_mesh(
             dist.distributed_c10d._set_pg_timeout(timeout, process_group)
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic, activity)
     world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic, activity)
-    if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
+    if chosen.type == "cuda":  # NCCL needs every rank of a group in its first call; point-to-point is no such call
         for group in groups.values():
             group.barrier()
     nodes = world.gather_objects(node_name())
@@ -210,7 +216,7 @@ def open_mesh(
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """Leave together: wait for everyone, then take the process groups down."""
+    """Close the mesh: barrier over all ranks, then destroy the process groups. Blocks."""
     if mesh.grid.size > 1 and dist.is_initialized():
         mesh.world.barrier()
         dist.destroy_process_group()

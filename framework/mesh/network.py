@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces leads to another machine: NCCL and gloo guess, and guess wrong where a
+"""Selection of the network interface that leads to another machine. NCCL and gloo guess it, and guess wrong where a
 node has a management network, a docker bridge or a host name that resolves to 127.0.1.1."""
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import socket
 import struct
 
 SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
+"""Number of Linux's ioctl that returns the IPv4 address of an interface."""
 ANY_PORT = 9
 NODES = "MESHWRIGHT_NODES"
-"""In the environment: the names of all nodes of the job, where who has started the ranks knows them."""
+"""Environment variable with the names of all nodes of the job, comma-separated, if the launcher has set it."""
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface from which packets to ``host`` leave; on that host itself, the one that has its address.
+    """Return the interface that routes packets to ``host``; on that host itself, the interface with its address.
 
-    None where nobody can tell: the name is unknown, it means the loopback here (no other machine is on that), or no
-    interface has the address (IPv6, not Linux).
+    None if it cannot be determined: the name is unknown, it resolves to the loopback (no other machine is reachable
+    there), or no interface has the address (IPv6, not Linux).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), ANY_PORT))  # sends nothing: asks for the route
+            probe.connect((socket.gethostbyname(host), ANY_PORT))  # sends nothing: only looks up the route
             address = probe.getsockname()[0]
             if address.startswith("127."):
                 return None
@@ -38,13 +38,14 @@ def interface_towards(host: str) -> str | None:
 
 
 def node_name() -> str:
-    """Of the node that this process runs on: as Slurm calls it, which may be shorter than what it calls itself."""
+    """Return the name of this node: Slurm's (may be shorter than the host name), else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(towards: str) -> str | None:
-    """The IPv4 address at which other nodes reach this one, as gloo will choose it: GLOO_SOCKET_IFNAME's, or that of
-    the interface from which packets to a host leave. None where nobody can tell.
+    """Return the IPv4 address at which other nodes reach this one, as gloo will choose it.
+
+    It belongs to GLOO_SOCKET_IFNAME, or to the interface that routes packets to ``towards``. None if unknown.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(towards)
     if interface is None:
@@ -55,10 +56,10 @@ def own_address(towards: str) -> str | None:
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:
-    """Listen at the address that ``host`` (MASTER_ADDR) means on this node, and at no other.
+    """Open a listening socket at the address that ``host`` (MASTER_ADDR) resolves to on this node, and at no other.
 
-    None where torch has to listen on all interfaces: a name that means the loopback here may mean another address
-    elsewhere (Debian's 127.0.1.1), and an address in front of a container is no interface's.
+    None where torch has to listen on all interfaces. A name that resolves to the loopback here may resolve to another
+    address elsewhere (Debian's 127.0.1.1). An address in front of a container belongs to no interface.
 
     Raises:
         OSError: the port is taken.
@@ -80,7 +81,7 @@ def open_listener(host: str, port: int) -> socket.socket | None:
 
 
 def _address_of(interface: str, via: socket.socket) -> str | None:
-    """Its IPv4 address; None: it has none."""
+    """Return the IPv4 address of an interface; None if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     try:
         return socket.inet_ntoa(fcntl.ioctl(via.fileno(), SIOCGIFADDR, request)[20:24])

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet, when nobody else sees to it: a store on rank 0. Who has not come in time is named.
+"""Rendezvous of the ranks for launchers without a store of their own: a TCPStore on rank 0. Names missing ranks.
 
 torchrun, meshwright's own launcher     their agents hold a store, and start ranks only when all agents are there
-srun                                    rank 0 holds it here: nobody has looked whether all nodes can be reached
+srun                                    rank 0 holds it here: whether all nodes can be reached is unchecked
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from meshwright.errors import CommunicationError, MeshError
 from meshwright.mesh.network import NODES, node_name, open_listener
 
 LONGER_S = 30.0
-"""So much longer than rank 0 waits who cannot reach it: it speaks first, and says who is missing."""
+"""Extra seconds that the other ranks wait, so that rank 0 times out first and reports the missing ranks."""
 
 
 class NotAllCame(MeshError):
-    """Ranks did not come within the limit. It may pass: the job may start again, on other nodes."""
+    """Rendezvous timeout. It may be transient: the job may be restarted, on other nodes."""
 
     exit_code = 1
 
     def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
         self.nodes = nodes
-        """From which nobody has come, if it seems to be theirs."""
+        """Nodes without any rank at the rendezvous, if the fault seems to be theirs."""
         super().__init__(message)
 
 
 def needs_meeting() -> bool:
-    """Whether the ranks must find each other by themselves: an elastic agent has a store for them."""
+    """Return True if the ranks need a rendezvous of their own; an elastic agent brings a store for them."""
     return "TORCHELASTIC_RUN_ID" not in os.environ and bool(os.environ.get("MASTER_ADDR"))
 
 
 def meet(rank: int, world_size: int, limit_s: float) -> Any:
-    """The store that all ranks share, when all have come. Every rank calls it; blocks.
+    """Return the store that all ranks share, once all have joined. Every rank calls it; blocks.
 
     Raises:
-        NotAllCame: on rank 0: some have not. On others: rank 0 cannot be reached from here.
+        NotAllCame: on rank 0, ranks are missing. On other ranks, rank 0 cannot be reached from here.
         CommunicationError: rank 0 has given up.
-        MeshError: MASTER_ADDR and MASTER_PORT are no place where rank 0 can listen.
+        MeshError: rank 0 cannot listen at MASTER_ADDR and MASTER_PORT, or the port is not a number.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal():
@@ -76,7 +76,7 @@ def meet(rank: int, world_size: int, limit_s: float) -> Any:
 
 
 def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta) -> Any:
-    """torch's store; who holds it listens at the address of ``host`` alone where that can be told."""
+    """Create a TCPStore client. ``holds``: also the server, bound to the address of ``host`` alone if that is known."""
     listener = open_listener(host, port) if holds else None
     bound = {} if listener is None else {"master_listen_fd": listener.detach()}
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -92,10 +92,10 @@ def _missing(store: Any, world_size: int, limit_s: float) -> NotAllCame:
     return NotAllCame(
         f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
         f"{in_short(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
-        nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault
+        nodes if 2 * len(nodes) < len(known) else (),  # if most nodes are missing, the fault is not theirs
     )
 
 
 def in_short(items: Sequence[object], most: int = 8) -> str:
-    """``2, 3``; of many the first."""
+    """Return the items as text, such as ``2, 3``; beyond ``most`` items only the number of further ones."""
     return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"

@@ -1,6 +1,6 @@
-"""A board on which ranks pin small notes for each other, past all collectives: the store of the process group.
+"""Board of small notes between ranks, in the process group's store and independent of collectives.
 
-It is reached by a connection of its own, so that a main thread that is stuck in the store keeps nobody from it.
+It has a connection of its own: a main thread that is stuck in the store does not block other threads here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ PREFIX = "meshwright"
 
 
 class Board:
-    """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
+    """Notes by name. Any thread may use it, one at a time. When the store is gone, torch's own errors are raised."""
 
     def __init__(self, store: Any) -> None:
-        """``store``: torch's, whose classes are not all in its type stubs."""
+        """Connect to ``store``, a torch store. Untyped: torch's stubs lack some store classes."""
         clone = getattr(store, "clone", None)
         self._store: Any = dist.PrefixStore(PREFIX, clone() if clone is not None else store)  # type: ignore[attr-defined]
         self._there: set[str] = set()
 
     def put(self, name: str, text: str) -> None:
-        """Pin a note, in place of the one of this name."""
+        """Store a note, replacing the previous one of this name."""
         self._store.set(name, text)
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
-        """Those notes that are there. Does not wait for any."""
+        """Return the notes that exist, by name. Does not wait for missing ones."""
         self._there.update(name for name in names if name not in self._there and self._store.check([name]))
         found = [name for name in names if name in self._there]
         if not found:
@@ -39,9 +39,9 @@ class Board:
         return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
     def is_first(self, name: str) -> bool:
-        """True for one rank only, the first that asks."""
+        """Return True for one rank only: the first that calls with this name."""
         return int(self._store.add(name, 1)) == 1
 
     def has(self, name: str) -> bool:
-        """Whether somebody has asked :meth:`is_first`."""
+        """Return True if any rank has called :meth:`is_first` with this name."""
         return bool(self._store.check([name]))

@@ -1,4 +1,4 @@
-"""Where every rank of a mesh stands, drawn as text: pure, for 8 ranks on a laptop and for 16,384 on 2,048 nodes.
+"""Text drawing of the placement of ranks on nodes. Pure: works for 8 ranks and for 16,384 on 2,048 nodes.
 
 ┌ node0: ranks 0-3 ┐      a box per node, a row per tensor-parallel group in it:
 │ pp0 dp0  tp  0 1 │      its pipeline rank, its replica, its ranks in the order of tp
@@ -24,10 +24,10 @@ Item = TypeVar("Item")
 
 
 def draw(grid: Grid, nodes: Sequence[str]) -> str:
-    """The placement of ``grid`` on ``nodes`` (``nodes[rank]`` is the name of the rank's node), many lines of text.
+    """Draw the placement of ``grid`` on ``nodes`` (``nodes[rank]`` is the name of the rank's node) as lines of text.
 
-    Many nodes, replicas and pipeline ranks are shown by the first and the last of them. Judges nothing: see
-    ``check_placement``; a tensor-parallel group that straddles nodes is drawn in parts and said aloud.
+    Long lists of nodes, replicas and pipeline ranks show only their first and last items. Raises nothing for a bad
+    placement (see ``check_placement``): a tensor-parallel group that straddles nodes is drawn in parts and named.
     """
     assert len(nodes) == grid.size, (len(nodes), grid)
     ranks_of: dict[str, list[int]] = {}
@@ -54,7 +54,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _ends(items: Sequence[Item], most: int) -> tuple[list[Item], int]:
-    """At most ``most`` of the items, the first half and the last, and how many are left out between."""
+    """Return at most ``most`` items (the first half and the last) and the number left out between them."""
     if len(items) <= most:
         return list(items), 0
     last = most // 2
@@ -69,7 +69,7 @@ def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
 
 
 def _box(grid: Grid, node: str, ranks: Sequence[int]) -> list[str]:
-    """A node with its ranks, a line per tensor-parallel group (or the part of it that is here)."""
+    """Draw a node with its ranks: one line per tensor-parallel group, or the part of it on this node."""
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in ranks:
         at = grid.coordinates(rank)
@@ -101,7 +101,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def _side_by_side(boxes: Sequence[list[str]]) -> list[str]:
-    """As many boxes in a row as fit into the width."""
+    """Lay out the boxes, as many in a row as fit into WIDTH."""
     lines: list[str] = []
     row: list[list[str]] = []
     for box in boxes:
@@ -153,7 +153,7 @@ def _pipelines(grid: Grid, nodes: Sequence[str]) -> list[str]:
 
 
 def _path(grid: Grid, nodes: Sequence[str], dp_rank: int) -> str:
-    """The way of one replica's micro-batches: the ranks of each pipeline rank and their node."""
+    """Format the path of one replica's micro-batches: the ranks at each pipeline rank and their node."""
     stops: list[str] = []
     for pp_rank in range(grid.pp):
         ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0)))
