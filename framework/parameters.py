@@ -1,4 +1,4 @@
-"""What is known of one parameter besides its numbers: the words that the axes, checkpoints and verify share.
+"""Metadata of one parameter (name, global shape, shard), shared by the axes, checkpoints and verify.
 
 A parameter has one name and one global shape in every layout. Tensor parallelism may keep only a slice of one dim of it
 on this rank; rows beyond the global size (a vocabulary that tp does not divide) are padding: present in memory, always
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Slice(NamedTuple):
-    """The part ``[start, stop)`` of ``dim`` that this rank holds; ``padded``: its length in memory, >= stop - start."""
+    """Part ``[start, stop)`` of ``dim`` that this rank holds. ``padded``: its length in memory, >= stop - start."""
 
     dim: int
     start: int
@@ -23,16 +23,16 @@ class Slice(NamedTuple):
 
 
 class ParameterInfo(NamedTuple):
-    """One parameter of the whole model, as seen from one rank."""
+    """Metadata of one parameter of the whole model, as seen from one rank."""
 
     name: str
     global_shape: tuple[int, ...]
     slice: Slice | None = None
-    """None: this rank holds all of it (replicated over tp)."""
+    """Shard of this rank; None: it holds the whole parameter (replicated over tp)."""
     sum_over_tp: bool = False
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
     in_blocks: bool = False
-    """True: the optimizer keeps blocks of it, 8 bits an element."""
+    """True: its optimizer state is block-quantized, 8 bits per element."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -45,11 +45,11 @@ class ParameterInfo(NamedTuple):
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices: biases and norms (one dim) are left alone, in every layout."""
+        """True if weight decay applies: for matrices, not for biases and norms (one dim), in every layout."""
         return len(self.global_shape) >= 2
 
     def take(self, full: Tensor) -> Tensor:
-        """The local tensor out of the global one: ``global_shape`` -> ``local_shape``, padding zero. A copy."""
+        """Return a copy of this rank's shard: ``global_shape`` -> ``local_shape``, padding zero."""
         assert tuple(full.shape) == self.global_shape, (self.name, tuple(full.shape), self.global_shape)
         if self.slice is None:
             return full.clone()
@@ -59,7 +59,7 @@ class ParameterInfo(NamedTuple):
         return local
 
     def unpadded(self, local: Tensor) -> Tensor:
-        """The view of a local tensor without its padding: what belongs to the global tensor."""
+        """Return the view of a local tensor (``local_shape``) without its padding."""
         if self.slice is None:
             return local
         return local.narrow(self.slice.dim, 0, self.slice.stop - self.slice.start)

@@ -1,11 +1,11 @@
-"""Randomness by name: the same draw in every layout, because no rank and no order of calls is part of it.
+"""Seeding by name: the same random numbers in every layout, independent of rank and of call order.
 
 * Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
 * Dropout: a counter-based hash. Whether an element is kept is a pure function of
   (seed, layer name, number of the call, global sample index, position of the element in the sample's whole
-  activation), so a rank that
-  holds a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order,
-  and a recomputed forward draws the same mask again.
+  activation). A rank
+  with a shard of the heads or of the sequence computes its shard of the same mask, on any device, in any order.
+  A recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for a purpose: stable across processes, Python versions and machines (BLAKE2b)."""
+    """Derive a 63-bit seed from a seed and names: stable across processes, Python versions and machines (BLAKE2b)."""
     text = "\x1f".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def seeded(seed: int, *names: str | int) -> Iterator[None]:
-    """Within: torch's CPU generator is seeded for this purpose. After: it is as it was."""
+    """Seed torch's CPU generator with :func:`derive` within the block, then restore its state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive(seed, *names))
         yield
 
 
 def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser, in place: int64 -> int64, each input bit moves each output bit."""
+    """Apply splitmix64's finaliser in place: int64 -> int64, each input bit affects each output bit."""
     z ^= (z >> 30) & 0x3FFFFFFFF  # >> keeps the sign: mask to the logical shift
     z *= MIX_1
     z ^= (z >> 27) & 0x1FFFFFFFFF
@@ -52,15 +52,15 @@ def _mix(z: Tensor) -> Tensor:
 
 @dataclass
 class Draw:
-    """Which samples are going through the layers now; set by whoever calls forward, read by the dropouts."""
+    """Samples of the current forward. Set by the caller of forward, read by the dropouts."""
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
     is_recompute: bool = False
-    """A forward may run inside backward: ``pipeline.recompute`` has asked for it, or only costs are counted."""
+    """True if a forward may run inside backward: for ``pipeline.recompute``, or when only costs are counted."""
 
 
 NUM_KEYS = 16
-"""Keys that a dropout holds from the start: for so many calls in one forward. Further ones are made when needed."""
+"""Number of keys a dropout starts with, one per call in a forward. Further keys are made on demand."""
 
 
 def key_of(seed: int, name: str, call: int = 0) -> int:
@@ -79,7 +79,7 @@ def keep_mask(
     """Return the bool mask of kept elements.
 
     Args:
-        p: share that is dropped.
+        p: fraction of elements dropped.
         key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
         sample_indices: (B,) int64, global.
         shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
@@ -121,22 +121,22 @@ class SeededDropout(nn.Module):
         self.name = name
         self.draw = draw
         self.shard: tuple[int, int, int] | None = None
-        # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
-        # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
+        # Buffers, not constants: compiled layers then share one graph, whatever their names. The compiler also does
+        # not try to compute indices times GOLDEN exactly, which overflows a 64-bit integer.
         keys = [key_of(seed, name, call) for call in range(NUM_KEYS)]
         self.register_buffer("keys", torch.tensor(keys, device="cpu"), persistent=False)
         self.register_buffer("golden", torch.tensor(GOLDEN, device="cpu"), persistent=False)
 
     @property
     def key(self) -> Tensor:
-        """The key of the first call."""
+        """Key of the first call, () int64."""
         return self.keys[0]
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}, shard={self.shard}"
 
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """True where kept, in the next call; shape (B, ...) as the input's (local)."""
+        """Return the bool mask of kept elements of the next call. ``shape``: (B, ...), the input's (local)."""
         sample_indices = self.draw.sample_indices
         assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
         if self.num_calls >= self.keys.shape[0]:
@@ -146,13 +146,13 @@ class SeededDropout(nn.Module):
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
-        """Double the number of calls that there are keys for."""
+        """Extend the keys to twice their number, on their device."""
         have = self.keys.shape[0]
         more = [key_of(self.seed, self.name, call) for call in range(have, 2 * have)]
         self.keys = torch.cat([self.keys, torch.tensor(more, device=self.keys.device)])
 
     def forward(self, x: Tensor) -> Tensor:
-        outline = x.is_meta and self.draw.sample_indices is None  # shapes are asked for, and there are no samples
+        outline = x.is_meta and self.draw.sample_indices is None  # shapes only, without samples
         if not self.training or self.p == 0.0 or outline:
             return x
         if self.p >= 1.0:

@@ -1,4 +1,4 @@
-"""The words of a schedule: what a pipeline rank does, in order, as plain data with a text form.
+"""Actions of a pipeline schedule: the ordered operations of each pipeline rank, as plain data with a text form.
 
     # 1f1b pp=2 num_stages=2 chunks=2 placement=loop
     0F0 0SEND_F0 0F1 {0SEND_F1+0RECV_B0} 0B0 ...       a row per pp_rank; the number before the kind is the stage,
@@ -24,7 +24,7 @@ from meshwright.system.bounded import read_text
 
 
 class Kind(StrEnum):
-    """What is done. Closed: handlers, rules, costs and pictures are tables keyed by it.
+    """Kind of an action. A closed set: handlers, rules, costs and pictures are tables keyed by it.
 
     ``2SEND_F0``: stage 2 sends its output of micro-batch 0 to stage 3. ``3RECV_F0``: stage 3 receives its input of it.
     ``3SEND_B0``: stage 3 sends the gradient of its input to stage 2. ``2RECV_B0``: stage 2 receives that of its output.
@@ -43,7 +43,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
-    """The stage's gradients are whole: sum them over the replicas."""
+    """Sum of the stage's complete gradients over the data-parallel replicas."""
     STEP = "STEP"
     """One optimizer step of all stages of the rank."""
 
@@ -53,7 +53,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 LAST_HALVES = frozenset({Kind.B, Kind.W})
-"""After these a micro-batch's activations are free, and its part of the weight gradient is there."""
+"""Actions after which a micro-batch's activations are freed and its weight gradient is accumulated."""
 
 _PARTNERS = {
     Kind.SEND_F: (Kind.RECV_F, 1),
@@ -66,7 +66,7 @@ _SENT_AFTER = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kin
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. REDUCE has no micro-batch; STEP is of the rank and has no stage either."""
+    """One operation of a pipeline rank. REDUCE has no micro-batch; STEP has neither micro-batch nor stage."""
 
     kind: Kind
     stage: int | None = None
@@ -78,23 +78,23 @@ class Action(NamedTuple):
         return f"{stage}{self.kind}{microbatch}"
 
     def partner(self) -> Action:
-        """The other end of a communication: ``2SEND_F0`` <-> ``3RECV_F0``, ``3SEND_B0`` <-> ``2RECV_B0``."""
+        """Return the other end of a communication: ``2SEND_F0`` <-> ``3RECV_F0``, ``3SEND_B0`` <-> ``2RECV_B0``."""
         assert self.stage is not None, self
         kind, offset = _PARTNERS[self.kind]
         return Action(kind, self.stage + offset, self.microbatch)
 
 
 Item: TypeAlias = Action | tuple[Action, ...]
-"""What a row is made of: an action, or a group of communications that are posted together and waited for together."""
+"""Element of a row: an action, or a group of communications that are posted and waited for together."""
 
 
 def actions_of(item: Item) -> tuple[Action, ...]:
-    """The actions of an item. (An Action is itself a tuple: ask ``isinstance(item, Action)``, never ``tuple``.)"""
+    """Return the actions of an item. (An Action is a tuple too: test ``isinstance(item, Action)``, never ``tuple``.)"""
     return (item,) if isinstance(item, Action) else item
 
 
 class Placement(StrEnum):
-    """Which pipeline rank holds a stage."""
+    """Assignment of stages to pipeline ranks."""
 
     LOOP = "loop"
     """Stages go round the ranks: 0 1 .. pp-1 0 1 .."""
@@ -102,14 +102,14 @@ class Placement(StrEnum):
     """Stages go down the ranks and come back: 0 1 .. pp-1 pp-1 .. 1 0; at the turn nothing is sent."""
 
     def pp_rank(self, stage: int, pp: int) -> int:
-        """The pipeline rank of a stage."""
+        """Return the pipeline rank of a stage."""
         turn, position = divmod(stage, pp)
         return pp - 1 - position if self is Placement.V and turn % 2 else position
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step: ``for item in schedule.rows[pp_rank]``. All ranks hold all rows."""
+    """Actions of every pipeline rank in one step: ``for item in schedule.rows[pp_rank]``. All ranks hold all rows."""
 
     name: str
     pp: int
@@ -128,30 +128,30 @@ class Schedule:
 
     @property
     def interleave(self) -> int:
-        """The stages of each pipeline rank."""
+        """Number of stages per pipeline rank."""
         return self.num_stages // self.pp
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it holds more than computations: it can run, or has to be lowered first."""
+        """True if the rows hold more than computations. Otherwise the schedule must be lowered before it runs."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
     @property
     def splits_backward(self) -> bool:
-        """True when some backward comes in halves."""
+        """True when some backward is split into I and W."""
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage, or would: a damaged row may name one that is not there."""
+        """Return the pipeline rank of a stage. Accepts stages beyond ``num_stages``, which a faulty row may name."""
         return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
-        """Of each stage: asked for at every message."""
+        """Pipeline rank of each stage. Cached: it is read for every message."""
         return tuple(self.placement.pp_rank(stage, self.pp) for stage in range(self.num_stages))
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, first to last."""
+        """Return the stages of a pipeline rank, first to last."""
         return self._stages[pp_rank]
 
     @cached_property
@@ -162,21 +162,21 @@ class Schedule:
         return tuple(map(tuple, found))
 
     def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
-        """The actions of a row, groups opened, each with the position of its item in the row."""
+        """Iterate over (position of the item in the row, action), with groups expanded."""
         return ((position, action) for position, item in enumerate(self.rows[pp_rank]) for action in actions_of(item))
 
     def peer(self, action: Action) -> int:
-        """The pipeline rank at the other end of a communication."""
+        """Return the pipeline rank at the other end of a communication."""
         stage = action.partner().stage
         assert stage is not None
         return self.rank_of(stage)
 
     def receive_for(self, action: Action) -> Action | None:
-        """What a computation must have received before it; None where it needs nothing from another rank."""
+        """Return the receive that must precede a computation; None if it needs nothing from another rank."""
         return self._at_border(action, self._received_for)
 
     def send_after(self, action: Action) -> Action | None:
-        """What a computation has to send after it; None where no other rank needs it."""
+        """Return the send that must follow a computation; None if no other rank needs its result."""
         return self._at_border(action, self._sent_after)
 
     def _at_border(self, action: Action, kinds: dict[tuple[Kind, int | None], Kind]) -> Action | None:
@@ -192,7 +192,7 @@ class Schedule:
         return self._border(_SENT_AFTER)
 
     def _border(self, table: dict[Kind, tuple[Kind, int]]) -> dict[tuple[Kind, int | None], Kind]:
-        """Of each computation of each stage the message over the border to another rank, where there is one."""
+        """Return the message kind of each (computation kind, stage) whose neighbour stage is on another rank."""
         found: dict[tuple[Kind, int | None], Kind] = {}
         for kind, (message, offset) in table.items():
             for stage in range(self.num_stages):
@@ -202,12 +202,12 @@ class Schedule:
         return found
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
-        """For each stage of the rank the B or W after which its weight gradient is whole: the reduction may begin."""
+        """Return the last B or W of each stage of the rank. After it the weight gradient may be reduced."""
         last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
         return frozenset(last.values())
 
     def digest(self) -> str:
-        """sha256 of the text form: equal on all ranks, or they are not about to run the same step."""
+        """Return the sha256 of the text form. It must be equal on all ranks: they run the same step."""
         return hashlib.sha256(format_schedule(self).encode()).hexdigest()
 
 
@@ -222,12 +222,12 @@ _HAS_MICROBATCH = COMPUTE | COMMUNICATION
 
 
 def format_item(item: Item) -> str:
-    """``2F0``, or ``{0SEND_F1+0RECV_B0}`` for what is posted together."""
+    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for a group posted together."""
     return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """A header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
+    """Format a schedule as a header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
     header = (
         f"# {schedule.name} pp={schedule.pp} num_stages={schedule.num_stages} chunks={schedule.chunks}"
         f" placement={schedule.placement}"
@@ -236,10 +236,10 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a text file. Raises :class:`ScheduleError` with file, line and word; what it does is not checked.
+    """Read a schedule from a text file. Raises :class:`ScheduleError` with file, line and word. Checks only the syntax.
 
-    Rows of computations only (``is_lowered`` is false) are for :func:`lower`; what comes of that, or is in the file
-    already, is for :func:`check`.
+    If ``is_lowered`` is false (computations only), pass the result to :func:`lower`. Pass a lowered schedule to
+    :func:`check`.
     """
     try:
         text = read_text(path, encoding="utf-8-sig")
@@ -252,9 +252,9 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def parse_schedule(text: str, source: str = "") -> Schedule:
-    """The schedule of a text form; blank lines and comments, lines that begin with ``#``, may stand anywhere.
+    """Parse the text form. Blank lines and comments (lines that begin with ``#``) are allowed anywhere.
 
-    Raises :class:`ScheduleError` with the line and the word that it cannot read, behind ``source``.
+    Raises :class:`ScheduleError` with the line and the unreadable word, prefixed with ``source``.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     headers = [(number, _HEADER.fullmatch(line)) for number, line in lines if _HEADER.fullmatch(line)]

@@ -1,6 +1,6 @@
-"""From a name, pp, chunks and interleave to who computes what in which order; :mod:`lower` adds the rest.
+"""Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
 
-Here the schedules whose backward is whole; those that split it are in :mod:`zero_bubble` and :mod:`v_shape`. The
+Schedules with a whole backward are here; those that split it are in :mod:`zero_bubble` and :mod:`v_shape`. The
 pictures have F as long as B; their numbers stand at the lines that make what they point at.
 """
 
@@ -17,7 +17,7 @@ from meshwright.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """All forwards, then all backwards (Huang 2019).
+    """Build GPipe: all forwards, then all backwards (Huang 2019).
 
                  |--- (1) ---|           |--- (2) ---|
         rank 0 | F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
@@ -38,7 +38,7 @@ def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:
 
 
 def one_f_one_b(pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """As soon as a backward can run it runs, and takes turns with a forward (Narayanan 2019, "1F1B-flush").
+    """Build 1F1B: each backward runs as early as it can, alternating with forwards (Narayanan 2019, "1F1B-flush").
 
                  |(1)| |----- (2) -----| |-- (3) --|
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3     (1) pp-1-rank forwards fill the pipeline
@@ -60,7 +60,7 @@ def one_f_one_b(pp: int, chunks: int, interleave: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """1f1b over ``interleave`` stages of each rank, in turns (Narayanan 2021, Megatron-LM's interleaved schedule).
+    """Build 1F1B over ``interleave`` stages per rank, in turns (Narayanan 2021, Megatron-LM's interleaved schedule).
 
     Micro-batches go in groups (1): a group passes the first stage of a rank, then its second, .. and backward the last
     stage first. A group smaller than pp would leave a rank idle before each turn, so what is over when pp does not
@@ -89,7 +89,7 @@ def interleaved_1f1b(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 
 
 def _groups(pp: int, chunks: int) -> list[range]:
-    """Micro-batches in as many groups of at least pp as there can be; one group where there are fewer than pp."""
+    """Split the micro-batches into as many groups of at least pp as possible; one group if fewer than pp."""
     num_groups = max(1, chunks // pp)
     size, over = divmod(chunks, num_groups)
     firsts = [index * size + min(index, over) for index in range(num_groups + 1)]
@@ -97,7 +97,7 @@ def _groups(pp: int, chunks: int) -> list[range]:
 
 
 def _filled_then_in_turns(forwards: list[Action], backwards: list[Action], num_fill: int) -> tuple[Action, ...]:
-    """The row of 1f1b and of its interleaved form. ``num_fill`` may be more than there is."""
+    """Build a row of 1F1B or interleaved 1F1B. ``num_fill`` may exceed the number of forwards."""
     num_fill = min(num_fill, len(forwards))
     actions = forwards[:num_fill]  # (1)
     for forward, backward in zip(forwards[num_fill:], backwards, strict=False):  # (2)
@@ -115,19 +115,19 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "v_half": v_half,
     "v_min": v_min,
 }
-"""The schedules by the name that the configuration gives them: (pp, chunks, interleave) -> Schedule."""
+"""Schedule builders by configuration name: (pp, chunks, interleave) -> Schedule."""
 
 MAX_FORWARDS = 2**18
-"""Of a step: pp x chunks x interleave. Each is an action that is written out, for every rank."""
+"""Largest number of forwards in a step, pp x chunks x interleave. Each is stored as an action on every rank."""
 
 INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
-"""The stages per rank that a schedule can have, where that is not 1."""
+"""Possible numbers of stages per rank of each schedule; only 1 for schedules not listed."""
 
 
 def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """The compute schedule of a name. ``interleave``: stages per pipeline rank.
+    """Build the compute schedule of a name. ``interleave``: stages per pipeline rank.
 
-    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an interleave that the schedule has not.
+    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an unsupported interleave.
     """
     if name not in BUILDERS:
         raise ScheduleError(f"pipeline.schedule={name!r} is not known: choose one of {', '.join(BUILDERS)}")

@@ -1,4 +1,4 @@
-"""Whether a lowered schedule does each thing once, in an order that can run, and whether it can hang.
+"""Validity check of a lowered schedule: each action exactly once, in an executable order, without deadlock.
 
 The rules are few, because what a schedule must hold follows from its stages, chunks and placement alone:
 
@@ -33,7 +33,7 @@ from meshwright.schedule.analysis.simulate import Blocked, Channel, Costs, peak_
 
 
 class Fault(StrEnum):
-    """What can be wrong."""
+    """Kind of a fault in a schedule."""
 
     MISSING = "missing"
     RECEIVE_MISSING = "receive missing"
@@ -55,12 +55,12 @@ class Fault(StrEnum):
 
 
 class Problem(NamedTuple):
-    """A fault at ``position`` of the row of the pipeline rank ``rank``, and in words what is wrong there."""
+    """Fault at ``position`` of the row of pipeline rank ``rank``, with a description in ``text``."""
 
     fault: Fault
     rank: int
     position: int
-    """Where it is, or for what is missing where it should stand; at most the length of the row."""
+    """Position of the action; for a missing action, the position where it belongs. At most the row's length."""
     action: Action
     text: str
 
@@ -68,9 +68,9 @@ class Problem(NamedTuple):
 def check(
     schedule: Schedule, channel: Channel = Channel.RENDEZVOUS, max_activations: int | None = None
 ) -> list[Problem]:
-    """Everything that is wrong with a lowered schedule, causes before consequences; empty: it runs.
+    """Return all problems of a lowered schedule, causes before consequences. An empty list means that it runs.
 
-    ``channel``: the reading under which nobody may wait for ever; what runs under rendezvous runs under both.
+    ``channel``: the send semantics for the deadlock check. A schedule that runs under rendezvous runs under both.
 
     ``max_activations``: the micro-batches whose activations a rank has room for, per stage it holds. Linear in the
     number of actions.
@@ -86,7 +86,7 @@ def check(
 
 
 def _places(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """The first position of each action of a row."""
+    """Return the first position of each action of a row."""
     places: dict[Action, int] = {}
     for position, action in schedule.actions(rank):
         places.setdefault(action, position)
@@ -94,7 +94,7 @@ def _places(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def _computations(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
-    """What a rank has to compute: F and, as the row has it, a whole or a split backward."""
+    """Iterate over the computations a rank must have: F and, as in its row, a whole or a split backward."""
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.chunks):
             whole = Action(Kind.B, stage, microbatch)
@@ -161,7 +161,7 @@ def _missing(schedule: Schedule, rank: int, action: Action, places: dict[Action,
 
 
 def _around(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, Action, Action]]:
-    """The rules of the one stage and micro-batch of an action, each kind of backward taken as if it were there."""
+    """Iterate over the rules for an action's stage and micro-batch, for both whole and split backward."""
     if action.kind in COMPUTE | RECEIVES | SENDS:
         for computation in (action._replace(kind=kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)):
             yield from _rules_of_one(schedule, computation)
@@ -175,7 +175,7 @@ _MISSING = {
 
 
 def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
-    """``earlier`` must stand before ``later``, for each rule of the table above. Silent where one is missing."""
+    """Check that ``earlier`` precedes ``later`` for each rule of the module's table. Skips missing actions."""
     for fault, earlier, later in _rules(schedule, rank, places):
         if earlier in places and later in places and not places[earlier] < places[later]:
             text = f"{later} at position {places[later]} needs {earlier}, which comes at position {places[earlier]}"
@@ -207,9 +207,9 @@ def _rules_of_one(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, A
 
 
 def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]:
-    """A backward needs its own forward; stages that are neighbours on one rank hand over without a message.
+    """Iterate over the rules without messages: backward after its forward, neighbour stages on one rank.
 
-    What another rank computes is not in the places of this row, so that rules for it are silent.
+    Computations of other ranks are not in this row's places, so rules for them are skipped.
     """
     stage, microbatch = action.stage, action.microbatch
     assert stage is not None
@@ -224,7 +224,7 @@ def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]
 
 
 def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
-    """The first message of each channel that another one overtakes. Messages with one end only are not its matter."""
+    """Check that the messages of each channel are received in send order. Skips messages with only one end."""
     sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)  # as their receives, in order: position
     received: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)
     for rank in range(schedule.pp):
@@ -276,7 +276,7 @@ def _within(schedule: Schedule, max_activations: int) -> Iterator[Problem]:
 
 
 def report(schedule: Schedule, problems: list[Problem], limit: int = 8, around: int = 3) -> str:
-    """The problems in words, each with the rows around it and an arrow under its place; ``limit`` of them."""
+    """Format the first ``limit`` problems, each with the rows around it and an arrow under its position."""
     counts = ", ".join(f"{number} x {fault}" for fault, number in Counter(p.fault for p in problems).items())
     lines = [f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}: {counts or 'no problem found'}"]
     for problem in problems[:limit]:
@@ -288,7 +288,7 @@ def report(schedule: Schedule, problems: list[Problem], limit: int = 8, around: 
 
 
 def _excerpt(schedule: Schedule, problem: Problem, around: int) -> list[str]:
-    """The row of the problem and its neighbours' rows, by position: columns do not stand for time."""
+    """Format the problem's row and its neighbours' rows by position; columns do not represent time."""
     first, end = max(0, problem.position - around), problem.position + around + 1
     ranks = range(max(0, problem.rank - 1), min(schedule.pp, problem.rank + 2))
     cells = {rank: [format_item(item) for item in schedule.rows[rank][first:end]] for rank in ranks}

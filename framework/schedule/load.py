@@ -1,4 +1,4 @@
-"""The schedule of a configuration: built by its name or read from a file, lowered and checked. No torch."""
+"""Schedule of a configuration: built by name or read from a file, then lowered and checked. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.schedule.lower import lower
 
 
 def draw_schedule(config: RunConfig) -> Schedule:
-    """The schedule that a resolved configuration runs. A file's may be of computations alone, or lowered.
+    """Return the checked schedule of a resolved configuration. A schedule file may be lowered or computations only.
 
     Raises:
-        UserError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.
+        UserError: the schedule does not fit the degrees or compile, or would hang, lose or repeat a micro-batch.
     """
     pipeline, pp, chunks = config.pipeline, config.parallel.pp, config.batch.chunks
     assert chunks is not None, "resolve the configuration first"

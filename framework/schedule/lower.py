@@ -1,6 +1,6 @@
-"""From what is computed to what is run: communication, the reduction of gradients and the optimizer step added.
+"""Lowering of a compute schedule: adds communication, gradient reduction and the optimizer step.
 
-All messages get a place in one order of the whole step, and each row is what a rank sees of it:
+Every message gets a position in one global order of the step. Each row is that order restricted to one rank:
 
     computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time              (1)
     with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
@@ -33,7 +33,7 @@ _TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """The schedule that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE STEP``.
+    """Lower a compute schedule: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE STEP``.
 
     Each stage is reduced after its last backward, but not before what that backward has to send: the next rank waits
     for it. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
@@ -57,7 +57,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
-    """(rank, computation) in the order in which they start. (1)
+    """Return (rank, computation) in the order in which they start. (1)
 
     Where rows wait for each other in a circle, or for what nobody computes, the first of them goes on as if its input
     had come: ``check`` will find the receive without a partner, or the deadlock.
@@ -92,14 +92,14 @@ def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
 
 
 def _messages_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action | None, Action | None]:
-    """What a computation receives and sends; nothing for one that has no business on this rank."""
+    """Return the receive and the send of a computation; None for a computation that is not of this rank."""
     if action.stage is None or action.stage >= schedule.num_stages or schedule.rank_of(action.stage) != rank:
         return None, None
     return schedule.receive_for(action), schedule.send_after(action)
 
 
 def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[list[Action]]:
-    """The rows with both ends of each message where its place in the order of all is. (2)"""
+    """Build the rows, with both ends of each message at its position in the global order. (2)"""
     made_at: dict[Action, int] = {}  # by send: the position in the order
     used_at: dict[Action, int] = {}  # by receive
     following: dict[int, int] = {}  # the position of what the same rank computes next
@@ -136,7 +136,7 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[
 
 
 def _fuse(row: Iterable[Action]) -> list[Item]:
-    """Neighbouring communications become one group, sends first; one alone stays as it is. (3)"""
+    """Group adjacent communications, sends first; a single one stays as it is. (3)"""
     items: list[Item] = []
     for is_communication, run in groupby(row, key=lambda action: action.kind in COMMUNICATION):
         actions = list(run)
@@ -148,7 +148,7 @@ def _fuse(row: Iterable[Action]) -> list[Item]:
 
 
 def _with_reduce(items: list[Item], last_backwards: frozenset[Action]) -> list[Item]:
-    """REDUCE behind each last backward and the communication that follows it: a group must not be torn apart."""
+    """Insert REDUCE after each last backward and the communication item that follows it. Splits no group."""
     row: list[Item] = []
     due: list[Action] = []
     for item in items:

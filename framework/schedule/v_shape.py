@@ -13,7 +13,7 @@ from meshwright.schedule.action import Action, Kind, Placement, Schedule
 
 
 def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """zb_h2's bubble in 1f1b's memory (Qi et al. 2023, arXiv 2401.10241, "ZB-V").
+    """Build ZB-V: the bubble of zb_h2 in the memory of 1f1b (Qi et al. 2023, arXiv 2401.10241, "ZB-V").
 
     F I W of the stage on the way down, f i w of that on the way up, all of one length; pp=2, chunks=4:
 
@@ -69,7 +69,7 @@ def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 
 
 def _with_weights_in_gaps(schedule: Schedule, room: int) -> Schedule:
-    """F and I in the order of the rows; W when a rank, in ticks, would wait, or has no room for another micro-batch."""
+    """Reorder W: keep the order of F and I, run W in ticks when a rank would idle or has no room for a micro-batch."""
     todo = [deque(a for _, a in schedule.actions(rank) if a.kind is not Kind.W) for rank in range(schedule.pp)]
     weights: list[deque[Action]] = [deque() for _ in todo]
     rows: list[list[Action]] = [[] for _ in todo]
@@ -96,7 +96,7 @@ def _with_weights_in_gaps(schedule: Schedule, room: int) -> Schedule:
 
 
 def _needed(schedule: Schedule, action: Action) -> set[Action]:
-    """What must be done in an earlier tick, on this rank or on another."""
+    """Return the actions that must finish in an earlier tick, on this rank or another."""
     assert action.stage is not None
     if action.kind is Kind.F:
         return {action._replace(stage=action.stage - 1)} if action.stage > 0 else set()
@@ -105,7 +105,7 @@ def _needed(schedule: Schedule, action: Action) -> set[Action]:
 
 
 def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """Half the memory of 1f1b and zb_v, for a bubble of half of 1f1b's (Qi et al. 2024, arXiv 2405.15362, "V-Half").
+    """Build V-Half: half the memory of 1f1b and zb_v, half of 1f1b's bubble (Qi 2024, arXiv 2405.15362, "V-Half").
 
     One micro-batch, two slots from rank to rank when it goes from an early stage to the next, one slot between late
     ones; its gradient the other way round in both (1). The next one comes 6 slots later, and so on (2): no two
@@ -130,7 +130,7 @@ def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 
 
 def v_min(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """A third of the memory of 1f1b, for a bubble of two thirds of 1f1b's (Qi et al. 2024, arXiv 2405.15362, "V-Min").
+    """Build V-Min: a third of the memory of 1f1b, two thirds of its bubble (Qi et al. 2024, arXiv 2405.15362, "V-Min").
 
     As v_half, with one slot from rank to rank on all ways: a micro-batch comes and goes as fast as it can. pp=3:
 
@@ -153,7 +153,10 @@ _PERIOD = 6
 def _from_block(
     name: str, pp: int, chunks: int, steps: tuple[int, int, int, int], pauses: tuple[int, int, int]
 ) -> Schedule:
-    """``steps``: slots from rank to rank on the ways F down, F up, I down, I up; ``pauses``: slots lost between."""
+    """Build a schedule by repeating one micro-batch's slots every _PERIOD slots.
+
+    ``steps``: slots from rank to rank on the ways F down, F up, I down, I up; ``pauses``: slots lost between them.
+    """
     turn, back, home = (1 + pause for pause in pauses)
     forward_up = (steps[0] + steps[1]) * (pp - 1) + turn  # on the first rank, where also the gradient begins
     gradient_down = forward_up + back

@@ -1,4 +1,4 @@
-"""Schedules that split the backward: I, for which the next rank waits, and W, for which nobody does: it fills bubbles.
+"""Schedules with a split backward: the next rank waits for I; no rank waits for W, which fills bubbles.
 
 Qi, Wan, Huang, Lin 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): the two that they made by hand. The
 pictures have F, I and W of one length.
@@ -10,7 +10,7 @@ from meshwright.schedule.action import Action, Kind, Schedule
 
 
 def zb_h1(pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """1f1b whose W come late, the later the rank: a third of its bubble in the memory of its first rank.
+    """Build ZB-H1: 1f1b with W delayed, more on later ranks. A third of its bubble, the memory of its first rank.
 
         rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
         rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -26,7 +26,7 @@ def zb_h1(pp: int, chunks: int, interleave: int = 1) -> Schedule:
 
 
 def zb_h2(pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """zb_h1 with more forwards in the place of its bubble: none is left in a rank's own time, for twice the memory.
+    """Build ZB-H2: zb_h1 with extra forwards in its bubble. No idle time within a rank, for twice the memory.
 
         rank 0 | F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
         rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
@@ -43,7 +43,7 @@ def zb_h2(pp: int, chunks: int, interleave: int = 1) -> Schedule:
 
 
 def _with_late_weights(name: str, pp: int, chunks: int, extra: int) -> Schedule:
-    """``extra``: the micro-batches beyond pp that a rank may hold until W."""
+    """Build a split-backward schedule. ``extra``: micro-batches beyond pp that a rank may hold until W."""
 
     def row(stage: int) -> tuple[Action, ...]:
         num_fill = pp - 1 - stage + min(extra, pp - 1 - stage)

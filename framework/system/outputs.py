@@ -1,5 +1,5 @@
-"""Places that a command writes to with --out: refused before long work where that can be seen, and with one message
-after it; a file is there whole or not at all. No torch."""
+"""Outputs of --out: unwritable paths are refused before long work where possible, else with one message after it.
+Files are written atomically. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.system.bounded import real_path
 
 
 def check_place(out: Path | None, *, folder: bool, example: str) -> None:
-    """Refuse what cannot be written. ``folder``: whether it is to be one, or a file; ``example``: the name of one.
+    """Check that ``out`` can be written. ``folder``: it must be a folder, else a file; ``example``: a name for advice.
 
     Raises:
-        ConfigError: it is the other one, lies below a file, or where nothing may be written.
+        ConfigError: it has the wrong type, lies below a file, or is not writable.
     """
     if out is None:
         return
@@ -33,9 +33,9 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Within: the path to write to, of the same suffix, which is ``out`` after the block. The folder is made.
+    """Open a temporary path of the same suffix, renamed to ``out`` after the block. The folder is made.
 
-    What fails leaves ``out`` as it was. What is no file, such as /dev/stdout, is written to as it stands.
+    A failure leaves ``out`` unchanged. A path that is no regular file, such as /dev/stdout, is written directly.
 
     Raises:
         ConfigError: it cannot be written, with the system's reason.
@@ -45,7 +45,7 @@ def writing(out: Path) -> Iterator[Path]:
         if out.exists() and not out.is_file():
             yield out
             return
-        file = real_path(out)  # of a link what it leads to
+        file = real_path(out)  # the target of a link
         aside = file.with_name(f".part-{file.name}")
         try:
             yield aside
@@ -57,7 +57,7 @@ def writing(out: Path) -> Iterator[Path]:
 
 
 def write_out(out: Path, text: str) -> None:
-    """A file of text.
+    """Write a text file atomically.
 
     Raises:
         ConfigError: it cannot be written.

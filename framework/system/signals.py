@@ -1,7 +1,7 @@
-"""Asked to end, by Slurm, a launcher or a person: all ranks save at the same step boundary and leave with exit code 85.
+"""Stop signals of Slurm, a launcher or a user: all ranks save at the same step boundary and leave with exit code 85.
 
 rank 5      SIGTERM      noted
-all ranks   ... STEP     the reduction that every step does anyway carries the note: all know, in the same step
+all ranks   ... STEP     the all-reduce of every step carries the note to all ranks, in the same step
 all ranks   save         further signals change nothing
 all ranks   leave        Preempted: exit code 85, "run the same command again"
 
@@ -19,19 +19,19 @@ from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LISTENING = "MESHWRIGHT_LISTENING"
-"""Names a directory: who takes signals from now on leaves a file with the name of its process id there."""
+"""Environment variable with a directory. A process that handles signals creates a file there, named by its id."""
 
 
 def ignored() -> list[signal.Signals]:
-    """Those of SIGNALS that this process ignores: who started it wants it so."""
+    """Return the SIGNALS that this process ignores, as its parent has set them."""
     return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
 
 
 class StopRequest:
-    """Within: the first of SIGNALS is remembered instead of ending the process, and so are all after it for good.
+    """Context manager that stores the first of SIGNALS instead of ending the process; later ones change nothing.
 
-    Handlers are afterwards as they were, unless a signal has come: the process is then on its way out with its work
-    saved, and a second one must not change how it ends.
+    On exit it restores the handlers, unless a signal has arrived. The process then leaves with its work saved, and a
+    second signal must not change its exit.
 
     A handler of Python's runs between two instructions of the main thread: a rank that waits in a collective notes the
     signal when the collective has ended. In a thread that is not the main one it does nothing.
@@ -39,7 +39,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first that came."""
+        """First signal received; None before it."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class StopRequest:
                 signal.signal(each, handler)
 
     def requested(self) -> bool:
-        """True from the first signal on."""
+        """Return True from the first signal on."""
         return self.signal is not None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
