@@ -105,7 +105,7 @@ def _needed(schedule: Schedule, action: Action) -> set[Action]:
 
 
 def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """Build V-Half: half the memory of 1f1b and zb_v, half of 1f1b's bubble (Qi 2024, arXiv 2405.15362, "V-Half").
+    """Build V-Half: half the memory of 1f1b and zb_v, half of 1f1b's bubble (Qi et al. 2024, arXiv 2405.15362).
 
     One micro-batch, two slots from rank to rank when it goes from an early stage to the next, one slot between late
     ones; its gradient the other way round in both (1). The next one comes 6 slots later, and so on (2): no two
