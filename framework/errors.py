@@ -1,20 +1,20 @@
-"""Errors for people: each carries the value, the place and the next move.
+"""Errors for users: each message has the value found, the place and the next move.
 
 Everything a user can cause derives from :class:`UserError`; the command line prints its message alone and leaves with
-``exit_code``. Broken invariants are ``assert``: those are ours, and keep their traceback.
+``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """One clear message: what was found, where, and what to do next."""
+    """Error that a user can cause and fix: one message with the finding, the place and the next step."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """The configuration does not hold together. Carries every problem found, not the first one only."""
+    """Invalid or inconsistent configuration. Carries every problem found, not only the first."""
 
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -22,23 +22,23 @@ class ConfigError(UserError):
 
 
 class MeshError(UserError):
-    """Ranks, nodes and axes do not fit together."""
+    """Mismatch between ranks, nodes and axes of the mesh."""
 
 
 class ModelError(UserError):
-    """The model is not what a pipeline of stages can be cut from, or its sharding plan does not fit it."""
+    """Model that cannot be split into pipeline stages, or that its sharding plan does not fit."""
 
 
 class ScheduleError(UserError):
-    """A schedule that would hang, lose a micro-batch or compute one twice."""
+    """Schedule that would hang, lose a micro-batch or compute one twice."""
 
 
 class DataError(UserError):
-    """The corpus, its index or its tokenizer is missing, damaged or does not fit the model."""
+    """Corpus, index or tokenizer that is missing, damaged or does not fit the model."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged or belongs to another model."""
+    """Checkpoint that is missing, damaged or belongs to another model."""
 
 
 class UnreadableError(CheckpointError):
@@ -46,23 +46,23 @@ class UnreadableError(CheckpointError):
 
 
 class LockError(UserError):
-    """Another job works in the run directory, or its lock cannot be used."""
+    """Run directory that is locked by another job, or whose lock cannot be used."""
 
 
 class RunFilesError(UserError):
-    """The run's own files were removed, replaced or could not be written while it trained."""
+    """Files of the run that were removed, replaced or could not be written during training."""
 
     exit_code = 20
 
 
 class NonFiniteError(UserError):
-    """A loss or a gradient is NaN or infinite; the step was not taken on any rank."""
+    """NaN or Inf in a loss or a gradient. The step was not taken on any rank."""
 
     exit_code = 17
 
 
 class HangError(UserError):
-    """Nothing has moved on some rank for longer than ``launch.timeout_s``; names who waits for whom."""
+    """Hang: no progress on some rank for longer than ``launch.timeout_s``. Names the blocked ranks and their peers."""
 
     exit_code = 19
 
@@ -72,18 +72,18 @@ class HangEcho(HangError):
 
 
 class DriftError(UserError):
-    """Copies of a weight or of optimizer state that must be the same bits are not; nothing was saved of it."""
+    """Replicas of a weight or of optimizer state that must be bitwise equal and are not. Nothing of it was saved."""
 
     exit_code = 18
 
 
 class Preempted(UserError):
-    """The run was asked to end, and has saved: the same command goes on. 85 is for schedulers: requeue me."""
+    """Requested end of a run, after saving: the same command resumes it. Exit code 85 asks a scheduler to requeue."""
 
     exit_code = 85
 
 
 class CommunicationError(UserError):
-    """A collective or an exchange failed or timed out; names the action and the peers."""
+    """Collective or exchange that failed or timed out. Names the action and the peers."""
 
     exit_code = 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Slice(NamedTuple):
-    """The part ``[start, stop)`` of ``dim`` that this rank holds; ``padded``: its length in memory, >= stop - start."""
+    """Part ``[start, stop)`` of ``dim`` that this rank holds. ``padded``: its length in memory, >= stop - start."""
 
     dim: int
     start: int
@@ -24,16 +24,16 @@ class Slice(NamedTuple):
 
 
 class ParameterInfo(NamedTuple):
-    """One parameter of the whole model, as seen from one rank."""
+    """Metadata of one parameter of the whole model, as seen from one rank."""
 
     name: str
     global_shape: tuple[int, ...]
     slice: Slice | None = None
-    """None: this rank holds all of it (replicated over tp)."""
+    """Shard of this rank; None: it holds the whole parameter (replicated over tp)."""
     sum_over_tp: bool = False
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
     in_blocks: bool = False
-    """True: the optimizer keeps blocks of it, 8 bits an element."""
+    """True: its optimizer state is block-quantized, 8 bits per element."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""Randomness by name: the same draw in every layout, because no rank and no order of calls is part of it.
+"""Seeding by name: the same random numbers in every layout, independent of rank and of call order.
 
 * Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
 * Dropout: a counter-based hash. Whether an element is kept is a pure function of
   (seed, layer name, number of the call, global sample index, position of the element in the sample's whole
-  activation), so a rank that
-  holds a part of the heads or of the sequence computes just its part of the same mask, on any device, in any order,
-  and a recomputed forward draws the same mask again.
+  activation). A rank
+  with a shard of the heads or of the sequence computes its shard of the same mask, on any device, in any order.
+  A recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def keep_mask(
     """Return the bool mask of kept elements.
 
     Args:
-        p: share that is dropped.
+        p: fraction of elements dropped.
         key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
         sample_indices: (B,) int64, global.
         shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
@@ -129,7 +129,7 @@ class SeededDropout(nn.Module):
 
     @property
     def key(self) -> Tensor:
-        """The key of the first call."""
+        """Key of the first call, () int64."""
         return self.keys[0]
 
     def extra_repr(self) -> str:

@@ -26,7 +26,7 @@ class Waits(NamedTuple):
     how: str
     """``receive``, ``send`` or ``collective``."""
     ranks: tuple[int, ...]
-    """Global: who has to do something. Of a collective: all the others of its group."""
+    """Global ranks that must act next; for a collective, all other ranks of its group."""
     operation: str
     """``1RECV_F3``, or ``all-reduce of (3,)``."""
     group: str = ""
@@ -51,7 +51,7 @@ class Doing(NamedTuple):
     for_s: float
     waits: Waits | None
     posted: dict[str, int]
-    """Collectives of each group that this rank has come to so far."""
+    """Number of collectives that this rank has posted so far, by group key."""
 
 
 class Activity:
@@ -64,7 +64,7 @@ class Activity:
         """Activity, start time, and the operation that blocks it."""
         self.posted: dict[str, int] = {}
         self.waited_s = 0.0
-        """In which the program has waited for others, in all; on CUDA only the device waits for most of them."""
+        """Total seconds in which the program was blocked on other ranks. On CUDA mostly only the device waits."""
 
     def begin(self, what: object) -> None:
         """Record the start of an activity; ``str(what)`` is its name."""

@@ -1,4 +1,4 @@
-"""Collectives and exchanges over one group of ranks: handles, counted bytes, failures that name who waited for whom.
+"""Collectives and point-to-point exchanges over one group: handles, byte counts, errors that name the peers.
 
 A :class:`Group` of one rank does nothing and needs no torch.distributed: the same code runs in a single plain process.
 Every call is counted in the mesh's :class:`Traffic` with the bytes that a rank puts on the wire by the ring formulas
@@ -114,7 +114,7 @@ class Handle:
         self._works = self._keep = ()
 
     def join(self) -> None:
-        """Make the current CUDA stream wait, besides the one that will call ``wait``."""
+        """Make the current CUDA stream wait too, in addition to the stream that will call ``wait``."""
         for work in self._works:
             work.wait()
 
@@ -141,7 +141,7 @@ class Handle:
 
 
 class _Blocking(NamedTuple):
-    """A collective that blocks as it is called, past any handle."""
+    """Description of a blocking collective, which has no handle."""
 
     group: Group
     what: str
@@ -173,7 +173,7 @@ def place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 class Group:
-    """The ranks that talk along one axis (or all of them). ``name`` is the axis, ``ranks`` are global, in order."""
+    """Communication group of one axis (or of all ranks). ``name`` is the axis, ``ranks`` are global, in order."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Group:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = rank
-        """My position in ``ranks``."""
+        """Position of this rank in ``ranks``."""
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
         self.activity = activity if activity is not None else Activity()
@@ -232,7 +232,10 @@ class Group:
         return Handle([work], what, keep, finish, self, number=self.activity.posts(self._key))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
-        """Reduce in place, everyone gets the result. Does not block: wait on the handle, and ``finish`` is called."""
+        """All-reduce in place. Does not block: ``wait`` on the handle blocks, then calls ``finish``.
+
+        Wire: 2 M (n-1)/n bytes.
+        """
         if self.size == 1:
             return Handle([], "")
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
@@ -275,7 +278,7 @@ class Group:
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Handle:
-        """Overwrite ``tensor`` with that of position ``source``. Does not block."""
+        """Broadcast ``tensor`` from group position ``source``, in place. Does not block. Wire: M (n-1)/n bytes."""
         if self.size == 1:
             return Handle([], "")
         self._count("broadcast", tensor_bytes(tensor))
@@ -283,11 +286,11 @@ class Group:
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
     def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle | None, Handle | None]:
-        """Post sends and receives together (one NCCL group, so that no order of them can deadlock).
+        """Post point-to-point sends and receives together (one NCCL group: no order can deadlock). Does not block.
 
-        Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is asked
-        when it fails. Returns the handle of the sends (keeps the tensors alive) and that of the receives; None where
-        there are none.
+        Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is called
+        on failure. Returns the handle of the sends (keeps the tensors alive) and that of the receives, each None if
+        empty. Wire: the bytes of the sent tensors.
         """
         if not transfers:
             return None, None
@@ -329,13 +332,13 @@ class Group:
         return dist.batch_isend_irecv(operations)
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
-        """Gather everyone's small ``value`` in group order. Blocks.
+        """Gather a small ``value`` of every rank, in group order. Blocks.
 
         Sent as JSON (framework/mesh/messages.py): plain Python values, and the NamedTuples and Enums in ``kinds``.
         Two all-gathers, of the lengths and of the bytes padded to the longest.
 
         Raises:
-            CommunicationError: what came is no such value.
+            CommunicationError: a message cannot be decoded, or is too long.
         """
         if self.size == 1:
             return [value]
@@ -364,7 +367,7 @@ class Group:
         return DeviceMesh.from_group(self.process_group, device_type)
 
     def barrier(self) -> None:
-        """Block until every rank of the group is here."""
+        """Block until every rank of the group has called this."""
         if self.size > 1:
             work = dist.barrier(group=self.process_group, async_op=True)
             self._handle(work, "barrier").wait()

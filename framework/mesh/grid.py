@@ -16,7 +16,7 @@ from meshwright.errors import MeshError
 
 
 class Axis(StrEnum):
-    """The axes, outermost first."""
+    """Parallelism axes, outermost first."""
 
     PP = "pp"
     DP = "dp"
@@ -32,7 +32,7 @@ class Coordinates(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Degrees of the axes; everything else follows."""
+    """Degree of each axis. Ranks, coordinates and groups are derived from it."""
 
     pp: int = 1
     dp: int = 1
@@ -55,7 +55,7 @@ class Grid(NamedTuple):
         return Coordinates(pp_rank, dp_rank, tp_rank)
 
     def degree(self, axis: Axis) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return {Axis.PP: self.pp, Axis.DP: self.dp, Axis.TP: self.tp}[axis]
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
@@ -71,8 +71,8 @@ class Grid(NamedTuple):
 
 
 def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = False) -> None:
-    """Raise :class:`MeshError`, with the picture, when a tp group straddles nodes. ``nodes[rank]`` is the name of the
-    rank's node."""
+    """Check that no tp group straddles nodes; raise :class:`MeshError` with the drawn mesh otherwise.
+    ``nodes[rank]`` is the name of the rank's node."""
     if len(nodes) != grid.size:
         raise MeshError(
             f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "

@@ -1,4 +1,4 @@
-"""The peak of memory, for a :class:`~meshwright.tracking.record.StepRecord`."""
+"""Peak memory of this process, for a :class:`~meshwright.tracking.record.StepRecord`."""
 
 from __future__ import annotations
 

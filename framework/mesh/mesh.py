@@ -1,4 +1,4 @@
-"""Grid + backend -> Mesh: groups from torch's DeviceMesh, my coordinates, my device. An argument, never a global."""
+"""Mesh of a running job: process groups (by torch's DeviceMesh), coordinates and device of a rank. Never a global."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Mesh:
 
     @property
     def at(self) -> Coordinates:
-        """My coordinates."""
+        """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)
 
     def board(self) -> NoteStore | None:
@@ -212,7 +212,7 @@ def open_mesh(
 
 
 def close_mesh(mesh: Mesh) -> None:
-    """Leave together: wait for everyone, then take the process groups down."""
+    """Close the mesh: barrier over all ranks, then destroy the process groups. Blocks."""
     if mesh.grid.size > 1 and dist.is_initialized():
         mesh.world.barrier()
         dist.destroy_process_group()

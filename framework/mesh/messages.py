@@ -1,4 +1,4 @@
-"""Small values as bytes for other ranks, and back: JSON, never pickle. Nothing that arrives can name code.
+"""Serialization of small values sent between ranks. JSON, never pickle: no received message can name code.
 
 null, true, 3, 0.5, "text"     as they are; NaN and infinities too; floats keep every bit
 [1, 2]                         a list
@@ -30,7 +30,7 @@ def decode(message: bytes, kinds: Sequence[type] = ()) -> Any:
     """Return the value of :func:`encode`, made of plain Python objects and ``kinds`` alone.
 
     Raises:
-        CommunicationError: the message is none of ours.
+        CommunicationError: the message was not made by :func:`encode`.
     """
     try:
         return _unpacked(json.loads(message), {kind.__name__: kind for kind in kinds})

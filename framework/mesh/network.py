@@ -15,7 +15,7 @@ import socket
 import struct
 
 SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
+"""Number of Linux's ioctl that returns the IPv4 address of an interface."""
 ANY_PORT = 9
 NODES = "MESHWRIGHT_NODES"
 """Environment variable with the names of all nodes of the job, where the launcher has them."""

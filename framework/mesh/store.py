@@ -1,6 +1,6 @@
-"""A board on which ranks pin small notes for each other, past all collectives: the store of the process group.
+"""Board of small notes between ranks, in the process group's store and independent of collectives.
 
-It is reached by a connection of its own, so that a main thread that is stuck in the store keeps nobody from it.
+It has a connection of its own: a main thread that is stuck in the store does not block other threads here.
 """
 
 from __future__ import annotations

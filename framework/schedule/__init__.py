@@ -1,1 +1,1 @@
-"""The schedule is data: built, lowered, checked, simulated and drawn by pure functions, and run as it is."""
+"""Pipeline schedules as data: built, lowered, checked, simulated and drawn by pure functions, executed unchanged."""

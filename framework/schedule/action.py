@@ -1,4 +1,4 @@
-"""The words of a schedule: what a pipeline rank does, in order, as plain data with a text form.
+"""Actions of a pipeline schedule: the ordered operations of each pipeline rank, as plain data with a text form.
 
     # 1f1b pp=2 num_stages=2 chunks=2 placement=loop
     0F0 0SEND_F0 0F1 {0SEND_F1+0RECV_B0} 0B0 ...       a row per pp_rank; the number before the kind is the stage,
@@ -43,7 +43,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
-    """The stage's gradients are whole: sum them over the replicas."""
+    """Sum of the stage's complete gradients over the data-parallel replicas."""
     STEP = "STEP"
     """One optimizer step of all stages of the rank."""
 
@@ -53,7 +53,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 LAST_HALVES = frozenset({Kind.B, Kind.W})
-"""After these a micro-batch's activations are free, and its part of the weight gradient is there."""
+"""Actions after which a micro-batch's activations are freed and its weight gradient is accumulated."""
 
 _PARTNERS = {
     Kind.SEND_F: (Kind.RECV_F, 1),
@@ -66,7 +66,7 @@ _SENT_AFTER = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kin
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. REDUCE has no micro-batch; STEP is of the rank and has no stage either."""
+    """One operation of a pipeline rank. REDUCE has no micro-batch; STEP has neither micro-batch nor stage."""
 
     kind: Kind
     stage: int | None = None
@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def interleave(self) -> int:
-        """The stages of each pipeline rank."""
+        """Number of stages per pipeline rank."""
         return self.num_stages // self.pp
 
     @property
@@ -139,7 +139,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True when some backward comes in halves."""
+        """True when some backward is split into I and W."""
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:

@@ -1,6 +1,6 @@
-"""From a name, pp, chunks and interleave to who computes what in which order; :mod:`lower` adds the rest.
+"""Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
 
-Here the schedules whose backward is whole; those that split it are in :mod:`zero_bubble` and :mod:`v_shape`. The
+Schedules with a whole backward are here; those that split it are in :mod:`zero_bubble` and :mod:`v_shape`. The
 pictures have F as long as B; their numbers stand at the lines that make what they point at.
 """
 
@@ -116,13 +116,13 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "v_half": v_half,
     "v_min": v_min,
 }
-"""The schedules by the name that the configuration gives them: (pp, chunks, interleave) -> Schedule."""
+"""Schedule builders by configuration name: (pp, chunks, interleave) -> Schedule."""
 
 MAX_FORWARDS = 2**18
 """Most forwards of a step: pp x chunks x interleave. Each is an action that is written out for every rank."""
 
 INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
-"""The stages per rank that a schedule can have, where that is not 1."""
+"""Possible numbers of stages per rank of each schedule; only 1 for schedules not listed."""
 
 
 def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:

@@ -55,7 +55,7 @@ class Fault(StrEnum):
 
 
 class Problem(NamedTuple):
-    """A fault at ``position`` of the row of the pipeline rank ``rank``, and in words what is wrong there."""
+    """Fault at ``position`` of the row of pipeline rank ``rank``, with a description in ``text``."""
 
     fault: Fault
     rank: int

@@ -1,4 +1,4 @@
-"""The schedule of a configuration: built by its name or read from a file, lowered and checked. No torch."""
+"""Schedule of a configuration: built by name or read from a file, then lowered and checked. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From what is computed to what is run: communication, the reduction of gradients and the optimizer step added.
+"""Lowering of a compute schedule: adds communication, gradient reduction and the optimizer step.
 
-All messages get a place in one order of the whole step, and each row is what a rank sees of it:
+Every message gets a position in one global order of the step. Each row is that order restricted to one rank:
 
     computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time              (1)
     with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
@@ -149,7 +149,7 @@ def _fuse(row: Iterable[Action]) -> list[Item]:
 
 
 def _with_reduce(items: list[Item], last_backwards: frozenset[Action]) -> list[Item]:
-    """REDUCE behind each last backward and the communication that follows it: a group must not be torn apart."""
+    """Insert REDUCE after each last backward and the communication item that follows it. Splits no group."""
     row: list[Item] = []
     due: list[Action] = []
     for item in items:

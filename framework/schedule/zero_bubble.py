@@ -1,4 +1,4 @@
-"""Schedules that split the backward: I, for which the next rank waits, and W, for which nobody does: it fills bubbles.
+"""Schedules with a split backward: the next rank waits for I; no rank waits for W, which fills bubbles.
 
 Qi, Wan, Huang, Lin 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): the two that they made by hand. The
 pictures have F, I and W of one length.

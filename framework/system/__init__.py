@@ -1,1 +1,1 @@
-"""Files and processes of this machine: bounded readers, atomic writes, what lives and how it ends. No torch."""
+"""Files and processes of this machine: bounded readers, atomic writes, signals, process exit. No torch."""

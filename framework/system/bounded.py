@@ -25,18 +25,18 @@ from meshwright.errors import UserError
 
 MIB = 1 << 20
 MAX_DEPTH = 100
-"""Lists and tables inside each other."""
+"""Largest nesting depth of lists and tables."""
 MAX_DIGITS = 4000
 """Most digits of one integer."""
 MAX_FILE_BYTES = 256 * MIB
 MAX_MANIFEST_BYTES = 1024 * MIB
 MAX_LINE_BYTES = 64 * MIB
 MAX_DOCUMENT_BYTES = 4096 * MIB
-"""One file of text that is one document."""
+"""Largest text file that is one document, in bytes."""
 MAX_TOML_BYTES = MIB
 MAX_YAML_BYTES = MIB // 4
 MAX_YAML_NODES = 100_000
-"""With each alias counted as often as it is used."""
+"""Largest number of YAML nodes, each alias counted as often as it is used."""
 
 _LONG_INTEGER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _KEY = r"(?:\"[^\"\n]*+\"|'[^'\n]*+'|[\w-]++)"
@@ -52,13 +52,13 @@ _KINDS = (
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path without links. Where links go in a circle, Path.resolve raises RuntimeError and this
-    leaves them: whoever opens the path then has the errno."""
+    """Return the absolute path without links. Path.resolve raises RuntimeError for circular links. This
+    function leaves them, so that opening the path raises the errno."""
     return Path(os.path.realpath(path))
 
 
 def why_unusable(path: Path, limit_bytes: int | None = None) -> str | None:
-    """Return why no program of ours may keep its file at ``path``; None: it may, or there is nothing yet."""
+    """Return the reason why meshwright cannot keep a file at ``path``; None: it can, or nothing is there yet."""
     try:
         found = path.stat()
     except OSError:
@@ -72,7 +72,7 @@ def why_unusable(path: Path, limit_bytes: int | None = None) -> str | None:
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file that is neither regular nor a directory is."""
+    """Return the kind of a file that is neither regular nor a directory, such as ``a FIFO``."""
     return next((name for test, name in _KINDS if test(mode)), "no regular file")
 
 
@@ -120,7 +120,7 @@ def lines(file: IO[bytes], limit_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[
     """Split an open file, plain or unpacked by gzip, into (line number from 1, line with its line feed).
 
     Raises:
-        ValueError: a line of more than ``limit_bytes``; no more than that is held.
+        ValueError: a line of more than ``limit_bytes``; memory use is bounded by it.
     """
     for number in itertools.count(1):
         line = file.readline(limit_bytes + 1)
@@ -156,7 +156,7 @@ def read_json(path: Path, kind: type[UserError], limit_bytes: int = MAX_FILE_BYT
     """Return the JSON document in a file.
 
     Raises:
-        UserError: of ``kind``, with the path, the fault, its place and ``advice``.
+        UserError: an error of class ``kind``, with the path, the fault, its place and ``advice``.
     """
     try:
         return parse_json(read_bytes(path, limit_bytes))
@@ -219,7 +219,7 @@ def check_values(document: Any) -> None:
     """Check that a parsed document is no deeper than MAX_DEPTH and its integers no longer than MAX_DIGITS.
 
     Raises:
-        ValueError: it is; names the key.
+        ValueError: a limit is exceeded; names the key.
     """
     waiting: list[tuple[Any, int, str]] = [(document, 0, "")]
     while waiting:
@@ -249,7 +249,7 @@ def _check_depth(raw: bytes) -> None:
 
 
 def _check_events(events: Iterator[Any]) -> None:
-    """Check depth, aliases and integers of YAML's events, none of which recurse."""
+    """Check depth, aliases and integers on YAML's event stream, without recursion."""
     import yaml
 
     sizes: dict[str, int] = {}
@@ -279,7 +279,7 @@ def _check_events(events: Iterator[Any]) -> None:
 
 
 def _in_our_words(error: ValueError, text: str | bytes) -> str:
-    """Return Python's message for an integer of too many digits in our words; others as they are."""
+    """Return a message of this module for Python's too-many-digits error; other messages unchanged."""
     if "int_max_str_digits" not in str(error):
         return str(error)
     decoded = text if isinstance(text, str) else text.decode("utf-8", "replace")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def sync_file(path: Path) -> None:
-    """Flush the bytes of a file to the disk, whoever wrote them."""
+    """Flush the bytes of a file to the disk, including those that other processes wrote."""
     _sync(path, os.O_RDONLY)
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk: a synced file whose name is not is lost all the same."""
+    """Flush the names in a directory to the disk. A synced file is lost if its name is not synced."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -29,7 +29,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Write a file, or replace it, whole or not at all."""
+    """Write or replace a file atomically, then sync it and its directory."""
     aside = path.with_name(f"{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(data)
@@ -40,7 +40,7 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 
 def append_synced(path: Path, data: bytes) -> None:
-    """Append to a file, which is made if need be."""
+    """Append to a file, created if missing, then sync it and its directory."""
     with path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -49,7 +49,7 @@ def append_synced(path: Path, data: bytes) -> None:
 
 
 def make_directory_synced(path: Path) -> None:
-    """Make a directory and those above it that are missing; each new name is on the disk."""
+    """Make a directory and its missing parents, then sync each new name."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):

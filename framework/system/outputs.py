@@ -1,5 +1,5 @@
-"""Places that a command writes to with --out: refused before long work where that can be seen, and with one message
-after it; a file is there whole or not at all. No torch."""
+"""Outputs of --out: unwritable paths are refused before long work where possible, else with one message after it.
+Files are written atomically. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.system.bounded import real_path
 
 
 def check_place(out: Path | None, *, folder: bool, example: str) -> None:
-    """Refuse what cannot be written. ``folder``: whether it is to be one, or a file; ``example``: the name of one.
+    """Check that ``out`` can be written. ``folder``: it must be a folder, else a file; ``example``: a name for advice.
 
     Raises:
-        ConfigError: it is the other one, lies below a file, or where nothing may be written.
+        ConfigError: it has the wrong type, lies below a file, or is not writable.
     """
     if out is None:
         return

@@ -12,11 +12,14 @@ from meshwright.errors import UserError
 from meshwright.terminal.output import tell
 
 GiveUp = Callable[[UserError], None]
-"""Ends this process, whose main thread may be stuck for good; must not return. Called in another thread."""
+"""Handler that ends this process, whose main thread may be stuck. Must not return; called in another thread."""
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:
-    """End this process without the interpreter's own way out, which may wait for threads and peers that are gone."""
+    """End this process without the interpreter's shutdown, which may wait for threads and peers that are gone.
+
+    Flushes stdout and stderr, then waits ``after_s`` seconds.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # closed from the start, or its reader has gone
             stream.flush()

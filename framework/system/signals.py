@@ -20,7 +20,7 @@ from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LISTENING = "MESHWRIGHT_LISTENING"
-"""Names a directory: who takes signals from now on leaves a file with the name of its process id there."""
+"""Environment variable with a directory. A process that handles signals creates a file there, named by its id."""
 
 
 def ignored() -> list[signal.Signals]:
@@ -29,10 +29,10 @@ def ignored() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """Within: the first of SIGNALS is remembered instead of ending the process, and so are all after it for good.
+    """Context manager that stores the first of SIGNALS instead of ending the process; later ones change nothing.
 
-    Handlers are afterwards as they were, unless a signal has come: the process is then on its way out with its work
-    saved, and a second one must not change how it ends.
+    On exit it restores the handlers, unless a signal has arrived. The process then leaves with its work saved, and a
+    second signal must not change its exit.
 
     A handler of Python's runs between two instructions of the main thread: a rank that waits in a collective notes the
     signal when the collective has ended. In a thread that is not the main one it does nothing.
@@ -40,7 +40,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first that came."""
+        """First signal received; None before it."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
