@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench torture verify-all slurm-test clean
+.PHONY: demo test lint check bench torture verify-all slurm-test path clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,11 @@ torture: $(VENV)/installed
 # a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2
 slurm-test: $(VENV)/installed
 	$(BIN)/python -m pytest -m slurm -rs
+
+# for a machine where nothing can be installed: PYTHONPATH=build/path imports this checkout as meshwright
+path:
+	rm -rf build/path && mkdir -p build/path/meshwright
+	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs build/path/meshwright/
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed
