@@ -208,8 +208,10 @@ def describe(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> De
         if not config.data.document_boundaries:
             raise
         raise ModelError(
-            f'{error}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": (B, S) '
-            f"bool, where documents begin}}: let it take that (docs/data.md), or set data.document_boundaries = false"
+            "MW-RUN-001",
+            f'{error.message}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": '
+            f"(B, S) bool, where documents begin}}: let it take that (docs/data.md), or set "
+            f"data.document_boundaries = false",
         ) from error
     if model.loss is None:
         check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
@@ -263,12 +265,14 @@ def check_sharded_output(model: PlainModel, whole: ValueSpec, local: ValueSpec, 
     )
     if model.loss is not None:
         raise ModelError(
-            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan"
+            "MW-RUN-002",
+            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan",
         )
     if not any(isinstance(module, VocabHead) for module in last_layer.modules()):
         raise ModelError(
+            "MW-RUN-003",
             f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
-            f"Make that linear part of the last layer, or leave it out of the sharding_plan"
+            f"Make that linear part of the last layer, or leave it out of the sharding_plan",
         )
 
 
@@ -280,7 +284,7 @@ def check_impossible(config: RunConfig, model: PlainModel) -> None:
         ("sequence", parallel.sequence, "parallel.sequence = true: set it to false"),
     ):
         if wanted and key in model.impossible:
-            raise ModelError(f"{config.model.builder}: {model.impossible[key]}; this rules out {instead}")
+            raise ModelError("MW-RUN-004", f"{config.model.builder}: {model.impossible[key]}; this rules out {instead}")
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
@@ -295,6 +299,8 @@ def cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[rang
     balance = config.pipeline.balance
     if isinstance(balance, list):
         if len(balance) != num_stages:
-            raise ConfigError(f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}")
+            raise ConfigError(
+                "MW-RUN-005", f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}"
+            )
         return partition_explicit(balance, len(costs))
     return partition(layer_weights(costs, balance), num_stages, num_stages // config.parallel.pp)

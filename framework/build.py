@@ -53,9 +53,10 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
         last_name = list(blueprint.model.layers._modules)[-1]
         if blueprint.config.parallel.sequence:
             raise ModelError(
+                "MW-RUN-006",
                 f"parallel.sequence = true, but the last layer, {last_name}, has no linear sharded as 'vocab': its "
                 f"input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
-                f"parallel.sequence = false"
+                f"parallel.sequence = false",
             )
         return cross_entropy
 
@@ -109,8 +110,9 @@ def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise MeshError(
+            "MW-RUN-007",
             f"ranks {different} have another configuration or schedule than rank 0: start all of them with the same "
-            f"config file, overrides and code"
+            f"config file, overrides and code",
         )
 
 

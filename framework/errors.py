@@ -1,24 +1,50 @@
-"""Errors for users: each message has the value found, the place and the next move.
+"""Errors for users: each message has the value found, the place, the next move and a stable code.
 
-Everything a user can cause derives from :class:`UserError`; the command line prints its message alone and leaves with
-``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback.
+Everything a user can cause derives from :class:`UserError`; the command line prints its text alone and leaves with
+``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback. ``docs/errors.md`` lists all
+codes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 
 class UserError(Exception):
-    """Error that a user can cause and fix: one message with the finding, the place and the next step."""
+    """Error that a user can cause and fix: a stable code, and a message with the finding, the place and the next step.
+
+    A code (``MW-ROOM-NUMBER``) is the first argument of every error, as a literal. It names one cause for good: the
+    words of the message may change, a code is never given to another cause. ``str(error)`` ends its first line with it.
+    """
 
     exit_code = 2
+
+    def __init__(self, code: str, message: str, *details: object) -> None:
+        super().__init__(code, message, *details)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        first, newline, rest = self.message.partition("\n")
+        return f"{first} [{self.code}]{newline}{rest}"
 
 
 class ConfigError(UserError):
     """Invalid or inconsistent configuration. Carries every problem found, not only the first."""
 
-    def __init__(self, problems: str | list[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+    @property
+    def problems(self) -> list[ConfigError]:
+        """The problems that :meth:`join` put together, each with its own code; an error by itself has one."""
+        return [problem for problem in self.args[2:] if isinstance(problem, ConfigError)] or [self]
+
+    @classmethod
+    def join(cls, problems: Sequence[ConfigError]) -> Self:
+        """Return one error for several problems: the code of the first, and a line or more for each."""
+        return cls(problems[0].code, "\n".join(problem.message for problem in problems), *problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args[2:])) or super().__str__()
 
 
 class MeshError(UserError):

@@ -159,9 +159,10 @@ class SeededDropout(nn.Module):
             return torch.zeros_like(x)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and not self.draw.is_recompute:
             raise ModelError(
+                "MW-RUN-031",
                 f"dropout {self.name} runs inside backward: a layer that computes itself again "
                 f"(torch.utils.checkpoint) would drop other elements than in its first forward. Use "
-                f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0"
+                f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
             )
         kept = self.mask(x.shape, x.device)
         self.num_calls += 1

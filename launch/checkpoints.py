@@ -30,7 +30,9 @@ def find_checkpoint(place: Path, step: int | None) -> Candidate:
         found = [candidate for candidate in find(place.parent.parent) if candidate.path.name == place.name]
         chosen = found[0] if found else Candidate(open_checkpoint(place).manifest.step, place)
         if step is not None and step != chosen.step:
-            raise CheckpointError(f"{place} is a checkpoint of step {chosen.step}, and --step asks for {step}")
+            raise CheckpointError(
+                "MW-LAUNCH-001", f"{place} is a checkpoint of step {chosen.step}, and --step asks for {step}"
+            )
         return chosen
     candidates = _all(place)
     if step is None:
@@ -39,7 +41,7 @@ def find_checkpoint(place: Path, step: int | None) -> Candidate:
         if candidate.step == step:
             return candidate
     steps = ", ".join(str(candidate.step) for candidate in reversed(candidates))
-    raise CheckpointError(f"{place} has no checkpoint of step {step}; it has those of steps {steps}")
+    raise CheckpointError("MW-LAUNCH-002", f"{place} has no checkpoint of step {step}; it has those of steps {steps}")
 
 
 def _all(run: Path) -> list[Candidate]:
@@ -48,7 +50,7 @@ def _all(run: Path) -> list[Candidate]:
     if not candidates:
         what = "has no checkpoint yet" if run.is_dir() else "is no directory"
         raise CheckpointError(
-            f"{run} {what}: give a run directory, such as runs/demo, or one of its checkpoints/step-*"
+            "MW-LAUNCH-003", f"{run} {what}: give a run directory, such as runs/demo, or one of its checkpoints/step-*"
         )
     return candidates
 
@@ -122,7 +124,7 @@ def _pieces(checkpoint: CheckpointReader, name: str) -> str:
     found = [key for key in tensors if name in (key, key.partition("/")[2])]
     if not found:
         near = ", ".join(sorted({key.partition("/")[2] for key in tensors})[:4])
-        raise CheckpointError(f"{checkpoint.path} has no tensor {name!r}; it has those of {near}, ...")
+        raise CheckpointError("MW-LAUNCH-004", f"{checkpoint.path} has no tensor {name!r}; it has those of {near}, ...")
     lines = []
     for key in found:
         entry = tensors[key]

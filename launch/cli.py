@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides and not options.takes_overrides:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
     except argparse.ArgumentTypeError as error:
-        return print_error(error, 2)
+        return print_error(UserError("MW-LAUNCH-055", str(error)), UserError.exit_code)
     except SystemExit as leaving:  # argparse has printed its message
         return int(leaving.code or 0)
     run: Command = options.run

@@ -24,9 +24,10 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
         num_replicas, rest = divmod(len(nodes), parallel.pp * parallel.tp)
         if rest or not num_replicas:
             raise MeshError(
+                "MW-LAUNCH-005",
                 f"{options.nodes} nodes x {per_node} devices = {len(nodes)} ranks, and one replica takes pp "
                 f"{parallel.pp} x tp {parallel.tp} = {parallel.pp * parallel.tp}: no whole number of replicas fits. "
-                f"Change a degree or the number of nodes"
+                f"Change a degree or the number of nodes",
             )
     else:
         nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
@@ -219,7 +220,7 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):
-        raise ConfigError(f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
+        raise ConfigError("MW-LAUNCH-006", f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
     out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
     check_place(out, folder=False, example="report.html")
     write_out(out, page(runs))

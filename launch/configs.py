@@ -31,7 +31,7 @@ def import_config(
         UserError: the file cannot be read, or its values do not fit together here.
     """
     if out is not None and out.exists() and not replace:
-        raise ConfigError(f"--out {out} is there already: name another file, or add --replace")
+        raise ConfigError("MW-LAUNCH-007", f"--out {out} is there already: name another file, or add --replace")
     adopted = convert_file(path, framework, overrides, ranks)
     _check_schedule(adopted.config, path)
     text = file_text(adopted, path.name)
@@ -51,7 +51,7 @@ def _check_schedule(config: RunConfig, path: Path) -> None:
     try:
         draw_schedule(resolved)
     except UserError as error:
-        raise ConfigError(f"{path}: what it says cannot be run here: {error}") from None
+        raise ConfigError("MW-LAUNCH-008", f"{path}: what it says cannot be run here: {error.message}") from None
 
 
 def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: bool) -> str:

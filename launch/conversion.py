@@ -25,7 +25,7 @@ def _looked_into() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror} (errno {error.errno})") from error
+        raise CheckpointError("MW-LAUNCH-009", f"{error.filename}: {error.strerror} (errno {error.errno})") from error
 
 
 @_looked_into()
@@ -45,17 +45,19 @@ def convert(
     """
     form, path = source or target or ("", "")
     if form != "hf":
-        raise ConfigError(f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's")
+        raise ConfigError(
+            "MW-LAUNCH-010", f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's"
+        )
     if source is not None:
         given = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
         useless = [name for name, value in given.items() if value is not None]
         if useless:
-            raise ConfigError(f"{' and '.join(useless)} without effect with --from: they are for --to")
+            raise ConfigError("MW-LAUNCH-011", f"{' and '.join(useless)} without effect with --from: they are for --to")
         return summarise_import(
             Path(path), run, import_model(Path(path), run, overrides, on_bytes=ConversionProgress())
         )
     if overrides:
-        raise ConfigError(f"--to takes no configuration keys: {' '.join(overrides)}")
+        raise ConfigError("MW-LAUNCH-012", f"--to takes no configuration keys: {' '.join(overrides)}")
     chosen = find_checkpoint(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))

@@ -69,8 +69,9 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
         from meshwright.errors import DataError
 
         raise DataError(
+            "MW-LAUNCH-013",
             f"{folder} has no {fingerprint.FILE_NAME}, so nothing is known that its bytes could be held against: name "
-            f"a folder that `meshwright data prepare` has written"
+            f"a folder that `meshwright data prepare` has written",
         )
     damaged = fingerprint.damaged_files(folder, known)
     for name in known.files:

@@ -28,8 +28,9 @@ def choose_devices(config: RunConfig) -> None:
         beyond = [number for number in wanted if number >= len(left)]
         if beyond:
             raise ConfigError(
+                "MW-LAUNCH-014",
                 f"launch.devices = {config.launch.devices!r} names device {beyond[0]}, and {VISIBLE}="
-                f"{os.environ[VISIBLE]} leaves {len(left)} (numbered from 0, in its order): name those, or unset it"
+                f"{os.environ[VISIBLE]} leaves {len(left)} (numbered from 0, in its order): name those, or unset it",
             )
         os.environ[VISIBLE] = ",".join(left[number] for number in wanted)
     else:
@@ -47,6 +48,7 @@ def check_devices(config: RunConfig, num_visible: int) -> None:
         return
     seen = f"the first {num_visible} of them" if num_visible else "no GPU"
     raise ConfigError(
+        "MW-LAUNCH-015",
         f"launch.devices = {config.launch.devices!r} names {len(wanted)} GPU{'s' * (len(wanted) > 1)}, and torch sees "
-        f"{seen}: `nvidia-smi -L` lists what is there; on CPU leave launch.devices out"
+        f"{seen}: `nvidia-smi -L` lists what is there; on CPU leave launch.devices out",
     )

@@ -46,7 +46,9 @@ def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | 
     if path.is_dir() or path.suffix == ".json":
         useless = [*overrides, *([f"--costs {costs}"] if costs is not None else [])]
         if useless:
-            raise ConfigError(f"{drawn} is a run, whose times are measured: {' '.join(useless)} has no effect")
+            raise ConfigError(
+                "MW-LAUNCH-016", f"{drawn} is a run, whose times are measured: {' '.join(useless)} has no effect"
+            )
         draw_trace(newest(path) if path.is_dir() else path, out, wanted)
         return
     here = Path() if formats is not None else None
@@ -131,7 +133,9 @@ def parse_costs(words: str) -> Costs:
         least = "above 0" if name in MUST_LAST else "from 0 up"
         if name not in known or not 0 <= cost < float("inf") or (name in MUST_LAST and cost == 0):
             said = f"{name} needs a number {least}" if name in known else f"choose of {', '.join(known)}"
-            raise ConfigError(f"--costs {words}: {word.strip()!r} is not understood: {said}, as in f=1,b=2,comm=0.1")
+            raise ConfigError(
+                "MW-LAUNCH-017", f"--costs {words}: {word.strip()!r} is not understood: {said}, as in f=1,b=2,comm=0.1"
+            )
         found[name] = cost
     return Costs(**found)
 
@@ -145,5 +149,7 @@ def parse_formats(words: str) -> list[Format]:
     wanted = [word.strip() for word in words.split(",")]
     unknown = [word for word in wanted if word not in list(Format)]
     if unknown:
-        raise ConfigError(f"--format {words}: {unknown[0]!r} is not known: choose of {', '.join(Format)}")
+        raise ConfigError(
+            "MW-LAUNCH-018", f"--format {words}: {unknown[0]!r} is not known: choose of {', '.join(Format)}"
+        )
     return list(dict.fromkeys(Format(word) for word in wanted))

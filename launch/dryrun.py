@@ -41,7 +41,9 @@ def dryrun(
     """
     check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
-        raise ConfigError(f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}")
+        raise ConfigError(
+            "MW-LAUNCH-019", f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}"
+        )
     config = load(path, overrides)
     if num_nodes:
         _check_size(config, num_nodes, per_node)
@@ -122,7 +124,7 @@ def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
     elif ranks % num_nodes == 0:
         works.append(f"--devices-per-node {ranks // num_nodes}")
     works += [] if works else ["leave --nodes out"]
-    raise ConfigError(f"{said}, and the degrees make {asked}: take {', or '.join(works)}")
+    raise ConfigError("MW-LAUNCH-020", f"{said}, and the degrees make {asked}: take {', or '.join(works)}")
 
 
 def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:
@@ -142,10 +144,10 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
         "missing": [str(axis) for axis in Axis if grid.degree(axis) > 1],
     }
     if kind not in known or not rank.isdecimal() or not what:
-        raise ConfigError(f"--seed-fault {words}: write {FAULTS}")
+        raise ConfigError("MW-LAUNCH-021", f"--seed-fault {words}: write {FAULTS}")
     if int(rank) >= grid.size:
         ranks = "there is rank 0 alone" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
-        raise ConfigError(f"--seed-fault {words}: {ranks}")
+        raise ConfigError("MW-LAUNCH-022", f"--seed-fault {words}: {ranks}")
     if what in known[kind]:
         return kind, int(rank), what
     choose = f"choose of {', '.join(known[kind])}"
@@ -156,7 +158,7 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
         if what == own
         else f"is not {'a schedule' if kind == 'schedule' else 'an axis with groups'}"
     )
-    raise ConfigError(f"--seed-fault {words}: {what!r} {why}: {choose}")
+    raise ConfigError("MW-LAUNCH-023", f"--seed-fault {words}: {what!r} {why}: {choose}")
 
 
 def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
@@ -168,4 +170,4 @@ def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
     try:
         set_rank_schedule(job, rank, what)
     except UserError as error:
-        raise ConfigError(f"--seed-fault {words}: {error}") from error
+        raise ConfigError("MW-LAUNCH-024", f"--seed-fault {words}: {error.message}") from error

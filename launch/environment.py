@@ -56,8 +56,9 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
         return Launcher.TORCHRUN
     if found:
         raise MeshError(
+            "MW-LAUNCH-025",
             f"the environment has {found[0]} = {env[found[0]]!r} alone: torchrun sets RANK and WORLD_SIZE together. "
-            f"Unset it to start the ranks of this machine, or start with torchrun or srun"
+            f"Unset it to start the ranks of this machine, or start with torchrun or srun",
         )
     if env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID") and _slurm_tasks(env) > 1:
         return Launcher.SLURM
@@ -70,11 +71,15 @@ def read_place(env: Mapping[str, str] = os.environ) -> RankPlace:
     for name, text in numbers.items():
         if not text.isdecimal():
             raise MeshError(
-                f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun"
+                "MW-LAUNCH-026",
+                f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun",
             )
     at = RankPlace(*map(int, numbers.values()))
     if at.rank >= at.world_size:
-        raise MeshError(f"the environment has RANK = {at.rank} and WORLD_SIZE = {at.world_size}: ranks count from 0")
+        raise MeshError(
+            "MW-LAUNCH-027",
+            f"the environment has RANK = {at.rank} and WORLD_SIZE = {at.world_size}: ranks count from 0",
+        )
     return at
 
 
@@ -125,15 +130,18 @@ def check_port(text: str) -> int:
         MeshError: not a port, or another process holds it.
     """
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise MeshError(f"MASTER_PORT = {text!r} is not a port: set it to a free one (1024 to 65535), or unset it")
+        raise MeshError(
+            "MW-LAUNCH-028", f"MASTER_PORT = {text!r} is not a port: set it to a free one (1024 to 65535), or unset it"
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(text)))
         except OSError as error:
             raise MeshError(
+                "MW-LAUNCH-029",
                 f"the ranks cannot meet at port {text} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a free "
-                f"port, or end the process that holds it (`ss -ltnp` names it)"
+                f"port, or end the process that holds it (`ss -ltnp` names it)",
             ) from None
     return int(text)
 
@@ -146,8 +154,9 @@ def check_meeting_place(env: Mapping[str, str] = os.environ) -> None:
     """
     if env.get("MASTER_PORT") == "0":
         raise MeshError(
+            "MW-LAUNCH-030",
             "MASTER_PORT = 0: the ranks cannot meet there. For any free port on one machine give torchrun --standalone "
-            "instead of --master-port=0, or else a port (1024 to 65535)"
+            "instead of --master-port=0, or else a port (1024 to 65535)",
         )
 
 
@@ -167,8 +176,9 @@ def _first_host(env: Mapping[str, str]) -> str:
     hosts = _hosts(env)
     if not hosts:
         raise MeshError(
+            "MW-LAUNCH-031",
             "srun started this rank, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST names its nodes: set "
-            "MASTER_ADDR to the host of rank 0"
+            "MASTER_ADDR to the host of rank 0",
         )
     return hosts[0]
 

@@ -72,7 +72,8 @@ def num_devices(config: RunConfig) -> int:
     check_devices(config, count)
     if count == 0 and config.train.device == "cuda":
         raise ConfigError(
-            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
+            "MW-LAUNCH-032",
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
         )
     return count
 
@@ -128,8 +129,9 @@ def launch(work: Work, config: RunConfig) -> None:
     assert isinstance(num_ranks, int), "resolve the configuration first"
     if num_ranks > MOST_RANKS:
         raise ConfigError(
+            "MW-LAUNCH-033",
             f"{num_ranks:,} ranks on this machine: at most {MOST_RANKS:,} are started here. Lower a degree, or use "
-            f"several nodes (`meshwright slurm`)"
+            f"several nodes (`meshwright slurm`)",
         )
     if not has_children(config):
         set_threads(config.launch.threads)
@@ -144,8 +146,9 @@ def launch(work: Work, config: RunConfig) -> None:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
+            "MW-LAUNCH-034",
             f"the logs of this run cannot be written to {logs}: {error.strerror}; choose another run.directory or "
-            f"run.name"
+            f"run.name",
         ) from None
     port = _meeting_port()
     with contextlib.ExitStack() as stack:
@@ -179,8 +182,9 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
         listener = socket.create_server((LOOPBACK, port))
     except OSError as error:
         raise MeshError(
+            "MW-LAUNCH-035",
             f"the launcher cannot listen at {LOOPBACK}, port {port or 'any'}: {error.strerror}. Set MASTER_PORT to a "
-            f"free port"
+            f"free port",
         ) from None
     bound = listener.getsockname()[1]
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -252,8 +256,9 @@ def _end_all(ranks: Sequence[Any]) -> None:
 
 def _server_gone(when: str) -> MeshError:
     return MeshError(
+        "MW-LAUNCH-036",
         f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was out of memory "
-        f"(`dmesg` tells). Start again, with fewer ranks or a smaller model if memory is short"
+        f"(`dmesg` tells). Start again, with fewer ranks or a smaller model if memory is short",
     )
 
 

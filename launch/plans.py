@@ -61,8 +61,9 @@ def plan(
     if nodes * hardware.devices_per_node > MOST_DEVICES:
         most = max(1, MOST_DEVICES // hardware.devices_per_node)
         raise ConfigError(
+            "MW-LAUNCH-037",
             f"--nodes {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MOST_DEVICES:,} devices at "
-            f"most, such as --nodes {most}"
+            f"most, such as --nodes {most}",
         )
     _only_what_has_effect(overrides, hardware, global_batch)
     config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
@@ -70,7 +71,7 @@ def plan(
     workbench = ModelCache(config, practice_for(config, hardware))
     found = search_hard(workbench, hardware, nodes, best or BEST)
     if not found.best:
-        raise ConfigError(_nothing_fits(workbench, hardware, nodes, found))
+        raise ConfigError("MW-LAUNCH-038", _nothing_fits(workbench, hardware, nodes, found))
     put(describe(workbench, found))
     if out is None:
         return
@@ -94,22 +95,31 @@ def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_b
     problems = []
     if taken := sorted(values.keys() & SEARCHED):
         problems.append(
-            f"command line: {', '.join(taken)}: a plan gives each layout its own, and what is said here would be "
-            f"without effect: leave {'it' if len(taken) == 1 else 'them'} out (--global-batch says how many samples a "
-            f"step has; `meshwright dryrun` looks at one layout)"
+            ConfigError(
+                "MW-LAUNCH-039",
+                f"command line: {', '.join(taken)}: a plan gives each layout its own, and what is said here would be "
+                f"without effect: leave {'it' if len(taken) == 1 else 'them'} out (--global-batch says how many "
+                f"samples a step has; `meshwright dryrun` looks at one layout)",
+            )
         )
     if values.get("train.device", "auto") not in ("auto", hardware.kind):
         problems.append(
-            f'command line: train.device = "{values["train.device"]}", and the devices of {hardware.name} are '
-            f"{hardware.kind}: leave it out, or take another --cluster"
+            ConfigError(
+                "MW-LAUNCH-040",
+                f'command line: train.device = "{values["train.device"]}", and the devices of {hardware.name} are '
+                f"{hardware.kind}: leave it out, or take another --cluster",
+            )
         )
     if global_batch is not None and "batch.global_batch" in values:
         problems.append(
-            f"command line: batch.global_batch = {values['batch.global_batch']} and --global-batch {global_batch} say "
-            f"the same: leave one out"
+            ConfigError(
+                "MW-LAUNCH-041",
+                f"command line: batch.global_batch = {values['batch.global_batch']} and --global-batch {global_batch} "
+                f"say the same: leave one out",
+            )
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError.join(problems)
 
 
 def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> RunConfig:
@@ -150,8 +160,9 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
         samples = batch.micro_batch_size * batch.chunks * dp
     if samples is None:
         raise ConfigError(
+            "MW-LAUNCH-042",
             "batch.global_batch is not given: a layout is looked for that takes the same samples in each step; "
-            f"say how many with --global-batch, {16 * size} for one"
+            f"say how many with --global-batch, {16 * size} for one",
         )
     parallel = {"pp": 1, "tp": 1, "dp": 1, "sequence": False, "zero": 1, "shard_factor": None, "reduce": None}
     pipeline: dict[str, object] = {"schedule": "1f1b", "interleave": None, "schedule_file": None}

@@ -87,7 +87,9 @@ def resolve_for_nodes(config: RunConfig, ask: JobOptions) -> tuple[RunConfig, st
     try:
         resolved = resolve(config, num_ranks)
     except ConfigError as error:
-        raise ConfigError(f"{ask.nodes} nodes x {ask.devices_per_node} devices = {num_ranks} ranks: {error}") from None
+        raise ConfigError(
+            "MW-LAUNCH-043", f"{ask.nodes} nodes x {ask.devices_per_node} devices = {num_ranks} ranks: {error.message}"
+        ) from None
     parallel = resolved.parallel
     assert isinstance(parallel.dp, int)
     grid, nodes = Grid(parallel.pp, parallel.dp, parallel.tp), nodes_of(ask.nodes, ask.devices_per_node)
@@ -123,8 +125,9 @@ def render(
     lead_s, why = measure_lead(run)
     if ask.time is not None and (limit_s := seconds_of(ask.time)) is not None and lead_s >= limit_s:
         raise UserError(
+            "MW-LAUNCH-044",
             f"--time {ask.time} is {limit_s} s, and the ranks are to be told {lead_s} s before it ends ({why}): "
-            f"nothing would be trained. Ask for more time"
+            f"nothing would be trained. Ask for more time",
         )
     parallel = config.parallel
     environment = jinja2.Environment(
@@ -181,7 +184,8 @@ def write(script: str, config: RunConfig) -> Path:
         place.chmod(0o755)
     except OSError as error:
         raise ConfigError(
-            f"the job script cannot be written to {place}: {error.strerror}; choose another run.directory or run.name"
+            "MW-LAUNCH-045",
+            f"the job script cannot be written to {place}: {error.strerror}; choose another run.directory or run.name",
         ) from None
     return place
 
@@ -194,13 +198,15 @@ def submit(place: Path, times: int) -> list[str]:
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise UserError(f"there is no sbatch on this machine: submit {place} where there is one")
+        raise UserError("MW-LAUNCH-046", f"there is no sbatch on this machine: submit {place} where there is one")
     jobs = []
     for _ in range(times):
         done = subprocess.run([sbatch, "--parsable", str(place)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             told = f"; submitted before: {', '.join(jobs)}" if jobs else ""
-            raise UserError(f"sbatch refuses {place}: {done.stderr.strip() or done.stdout.strip()}{told}")
+            raise UserError(
+                "MW-LAUNCH-047", f"sbatch refuses {place}: {done.stderr.strip() or done.stdout.strip()}{told}"
+            )
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
 
@@ -218,7 +224,8 @@ def seconds_of(time: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not found:
         raise UserError(
-            f"--time {time!r} is no limit that Slurm reads: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)"
+            "MW-LAUNCH-048",
+            f"--time {time!r} is no limit that Slurm reads: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
         )
     days, first, second, third = (int(part) if part else None for part in found.groups())
     assert first is not None
@@ -234,8 +241,9 @@ def _word(path: Path) -> str:
     text = str(path)
     if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
         raise ConfigError(
+            "MW-LAUNCH-049",
             f"an #SBATCH line takes a path of letters, digits and ./_-+,:=@~ only, and not {text!r}: choose another "
-            f"place"
+            f"place",
         )
     return text
 
@@ -250,7 +258,7 @@ def check_options(ask: JobOptions) -> dict[str, str | None]:
     for name, (pattern, allowed) in WORDS.items():
         value = getattr(ask, name)
         if value is not None and not re.fullmatch(pattern, value):
-            raise UserError(f"--{name} {value!r} cannot stand in a job script: give {allowed}")
+            raise UserError("MW-LAUNCH-050", f"--{name} {value!r} cannot stand in a job script: give {allowed}")
         found[name] = value
     return found
 
@@ -263,4 +271,6 @@ def check_lines(*values: str) -> None:
     """
     for value in values:
         if not value.isprintable():
-            raise UserError(f"{value!r} cannot stand in a job script: it holds a line break or a control character")
+            raise UserError(
+                "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it holds a line break or a control character"
+            )

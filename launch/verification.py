@@ -50,7 +50,8 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
         largest = max(layout.size for layout in layouts)
         if largest > MOST_RANKS:
             raise ConfigError(
-                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}"
+                "MW-LAUNCH-052",
+                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}",
             )
         report = proved(
             config,

@@ -123,7 +123,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
             raise
         close_mesh(mesh)
     if tracker.lost is not None:
-        raise RunFilesError(f"{tracker.lost}. The run itself is done and saved up to step {parts.state.step}")
+        raise RunFilesError(
+            "MW-LAUNCH-053", f"{tracker.lost}. The run itself is done and saved up to step {parts.state.step}"
+        )
 
 
 def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]) -> None:

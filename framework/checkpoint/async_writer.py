@@ -215,7 +215,9 @@ def check_finite(pieces: Iterable[TensorPiece]) -> None:
     trained = {piece.info.name for piece in held if piece.kind is not TensorKind.WEIGHTS}
     for piece in held:
         if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
-            raise CheckpointError(f"{piece.kind.of(piece.info.name)} holds numbers that are not finite: not saved")
+            raise CheckpointError(
+                "MW-CHECKPOINT-001", f"{piece.kind.of(piece.info.name)} holds numbers that are not finite: not saved"
+            )
 
 
 def remove_attempt(attempt: SaveAttempt) -> None:

@@ -89,9 +89,10 @@ def check_compatible(
         if is_fresh:
             move = "set these back; or convert the model again, with these keys after `meshwright convert --from hf`"
         raise CheckpointError(
+            "MW-CHECKPOINT-002",
             f"{place} (step {manifest.step}) cannot go on as this run:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + f"\n{move}"
+            + f"\n{move}",
         )
     return differences
 

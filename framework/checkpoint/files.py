@@ -44,8 +44,9 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
+            "MW-CHECKPOINT-003",
             f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or repair the place; "
-            f"checkpoints already published stand as they were"
+            f"checkpoints already published stand as they were",
         ) from error
 
 
@@ -87,9 +88,10 @@ def retried(read: Callable[[], Found], path: Path) -> Found:
         except OSError as error:
             if pause_s is None:
                 raise UnreadableError(
+                    "MW-CHECKPOINT-004",
                     f"{error.filename or path}: cannot be read: {error.strerror} (errno {error.errno}), tried "
                     f"{len(READ_PAUSES_S) + 1} times. Nothing is known to be wrong with its bytes: see to the file "
-                    f"system and give the same command again; or move its directory away to go on from the one before"
+                    f"system and give the same command again; or move its directory away to go on from the one before",
                 ) from error
             time.sleep(pause_s)
     raise AssertionError

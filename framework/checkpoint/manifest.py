@@ -159,13 +159,14 @@ def parse(text: bytes, place: str) -> Manifest:
     try:
         raw = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
     except ValueError as error:
-        raise CheckpointError(f"{place}: not a manifest: {error}") from error
+        raise CheckpointError("MW-CHECKPOINT-005", f"{place}: not a manifest: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise CheckpointError(f'{place}: not a manifest: "format" is not "{FORMAT}"')
+        raise CheckpointError("MW-CHECKPOINT-006", f'{place}: not a manifest: "format" is not "{FORMAT}"')
     if raw.get("version") != VERSION:
         raise CheckpointError(
+            "MW-CHECKPOINT-007",
             f"{place}: format version {raw.get('version')!r}, this meshwright reads version {VERSION}: "
-            f"read it with the meshwright that wrote it ({raw.get('versions')})"
+            f"read it with the meshwright that wrote it ({raw.get('versions')})",
         )
     try:
         manifest = Manifest.model_validate_json(text)
@@ -174,10 +175,10 @@ def parse(text: bytes, place: str) -> Manifest:
             f"{place}: {'.'.join(map(str, e['loc']))}: {e['msg']} (it is {reprlib.repr(e['input'])})"
             for e in error.errors()[:20]
         ]
-        raise CheckpointError("\n".join(found)) from error
+        raise CheckpointError("MW-CHECKPOINT-008", "\n".join(found)) from error
     problems = check(manifest)
     if problems:
-        raise CheckpointError("\n".join(f"{place}: {problem}" for problem in problems[:20]))
+        raise CheckpointError("MW-CHECKPOINT-009", "\n".join(f"{place}: {problem}" for problem in problems[:20]))
     return manifest
 
 

@@ -69,18 +69,27 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         CheckpointError: Every missing or truncated file.
     """
     if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link, to {path.readlink()}: give the directory that it leads to")
+        raise CheckpointError(
+            "MW-CHECKPOINT-010",
+            f"{path}: is a symbolic link, to {path.readlink()}: give the directory that it leads to",
+        )
     text = _read_small(path / MANIFEST)
     sums = _read_small(path / SUMS)
     digest = hashlib.sha256(text).hexdigest()
     if not sums.startswith(digest.encode()):
-        raise CheckpointError(f"{path / MANIFEST}: its sha256 is not the one in {SUMS}: one of the two is damaged")
+        raise CheckpointError(
+            "MW-CHECKPOINT-011", f"{path / MANIFEST}: its sha256 is not the one in {SUMS}: one of the two is damaged"
+        )
     manifest = parse(text, str(path / MANIFEST))
     if sums != render_sums(digest, manifest.files):
-        raise CheckpointError(f"{path / SUMS}: does not hold the hashes that are in the manifest: it is damaged")
+        raise CheckpointError(
+            "MW-CHECKPOINT-012", f"{path / SUMS}: does not hold the hashes that are in the manifest: it is damaged"
+        )
     name = re.fullmatch(r"step-(\d+)", path.name, flags=re.ASCII)
     if name and int(name[1]) != manifest.step:
-        raise CheckpointError(f"{path}: its manifest is of step {manifest.step}: give the directory back its name")
+        raise CheckpointError(
+            "MW-CHECKPOINT-013", f"{path}: its manifest is of step {manifest.step}: give the directory back its name"
+        )
     problems = []
     for file, expected in sorted(manifest.files.items()):
         size = regular_size(path / file)
@@ -89,7 +98,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         elif size != expected.size:
             problems.append(f"{path / file}: {size} bytes, the manifest says {expected.size}")
     if problems:
-        raise CheckpointError("\n".join(problems))
+        raise CheckpointError("MW-CHECKPOINT-014", "\n".join(problems))
     return CheckpointReader(path, manifest, digest)
 
 
@@ -130,13 +139,14 @@ def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path
         except UnreadableError:
             raise
         except CheckpointError as error:
-            failures.append(str(error))
+            failures.append(error.message)
             warn(f"checkpoint {path.name} is passed over: {error}")
     if failures:
         raise CheckpointError(
+            "MW-CHECKPOINT-015",
             f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints verifies:\n"
             + "\n".join(failures)
-            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew"
+            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew",
         )
     return None
 
@@ -175,7 +185,7 @@ class CheckpointReader:
             found = list(pool.map(self._damage, names))
         problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]
         if problems:
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError("MW-CHECKPOINT-016", "\n".join(problems))
 
     def _damage(self, name: str) -> str | None:
         try:
@@ -220,15 +230,17 @@ class CheckpointReader:
             if not known and kind is not TensorKind.WEIGHTS:
                 return None
             raise CheckpointError(
+                "MW-CHECKPOINT-017",
                 f"{self.path}: has no tensor {name!r}, which this model needs with shape {list(info.global_shape)}; "
                 f"it has {len(known)} of that kind ({', '.join(known[:3])}, ...): build the model that was saved, "
-                f"or choose another run.name"
+                f"or choose another run.name",
             )
         if entry.shape != info.global_shape:
             raise CheckpointError(
+                "MW-CHECKPOINT-018",
                 f"{self.path}: the tensor {name!r} has shape {list(entry.shape)} in the checkpoint and "
                 f"{list(info.global_shape)} in this model: give model.options the values that were saved, "
-                f"or choose another run.name"
+                f"or choose another run.name",
             )
         local = torch.zeros(info.local_shape, dtype=TORCH_DTYPES[entry.dtype])
         inside = info.unpadded(local)
@@ -249,12 +261,15 @@ class CheckpointReader:
             shape, stored = tuple(found.get_shape()), found.get_dtype()
             if (shape, stored) != (part.shape, dtype):
                 raise CheckpointError(
+                    "MW-CHECKPOINT-019",
                     f"{place} is {stored}{list(shape)} in the file and {dtype}{list(part.shape)} in the manifest: "
-                    f"the two do not belong together; take another checkpoint"
+                    f"the two do not belong together; take another checkpoint",
                 )
             numbers = found[source]
         except SafetensorError as error:
-            raise CheckpointError(f"{place} cannot be read: {error}; take another checkpoint") from error
+            raise CheckpointError(
+                "MW-CHECKPOINT-020", f"{place} cannot be read: {error}; take another checkpoint"
+            ) from error
         assert isinstance(numbers, Tensor)
         return numbers
 
@@ -267,7 +282,10 @@ class CheckpointReader:
 def _read_small(path: Path) -> bytes:
     size = regular_size(path)
     if size is None:
-        raise CheckpointError(f"{path}: is missing (or no regular file)")
+        raise CheckpointError("MW-CHECKPOINT-021", f"{path}: is missing (or no regular file)")
     if size > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file")
+        raise CheckpointError(
+            "MW-CHECKPOINT-022",
+            f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file",
+        )
     return retried(lambda: read_bytes(path, MAX_MANIFEST_BYTES), path)

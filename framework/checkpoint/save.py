@@ -86,8 +86,9 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
             warn(f"{final} does not verify and is moved to {aside.name}: {error}")
         else:
             raise CheckpointError(
+                "MW-CHECKPOINT-023",
                 f"{final} exists and is sound: a checkpoint is never written into. Resume from it with the same "
-                f"command, or choose another run.name"
+                f"command, or choose another run.name",
             )
     for leftover in directory.glob(".tmp-*"):
         try:
@@ -116,8 +117,9 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
             problems.append(f"file {name}: {file.size} bytes were written, {size} are there")
     if problems:
         raise CheckpointError(
+            "MW-CHECKPOINT-024",
             "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
-            + f"\nnothing is published; what was written stays in {temporary} until the next save"
+            + f"\nnothing is published; what was written stays in {temporary} until the next save",
         )
     text = render(manifest)
     for report in temporary.glob(f"*{REPORT_SUFFIX}"):
@@ -126,7 +128,9 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     write_synced(temporary / SUMS, [render_sums(hashlib.sha256(text).hexdigest(), manifest.files)])
     sync_directory(temporary)
     if final.exists():
-        raise CheckpointError(f"{final} appeared during the save: does another job use this run directory?")
+        raise CheckpointError(
+            "MW-CHECKPOINT-025", f"{final} appeared during the save: does another job use this run directory?"
+        )
     with as_checkpoint_error(final):
         temporary.rename(final)
         sync_directory(final.parent)
@@ -154,8 +158,9 @@ def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
             first = entries.setdefault(name, entry)
             if (first.shape, first.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
+                    "MW-CHECKPOINT-026",
                     f"tensor {name!r}: one rank says {first.dtype}{list(first.shape)}, "
-                    f"another {entry.dtype}{list(entry.shape)}: the ranks did not build the same model"
+                    f"another {entry.dtype}{list(entry.shape)}: the ranks did not build the same model",
                 )
             pieces.setdefault(name, []).extend(entry.pieces)
     return Manifest(

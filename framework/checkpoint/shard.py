@@ -108,11 +108,14 @@ def write_shard(
         assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
         if name in tensors:
             raise CheckpointError(
+                "MW-CHECKPOINT-027",
                 f"{temporary}: shard {shard_name} was given the tensor {name!r} twice: tied weights are saved once, "
-                f"under the first name of their tie"
+                f"under the first name of their tie",
             )
         if piece.tensor.dtype not in DTYPES:
-            raise CheckpointError(f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint")
+            raise CheckpointError(
+                "MW-CHECKPOINT-028", f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint"
+            )
         num_bytes = piece.tensor.numel() * piece.tensor.element_size()
         if pending_bytes + num_bytes > max_file_bytes:
             flush()

@@ -76,8 +76,9 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
     free = disk.free + dead
     if free < one:
         raise ConfigError(
+            "MW-CHECKPOINT-029",
             f"{run_directory} has {free:,} bytes free, and one checkpoint of this run takes {one:,}: free "
-            f"{one - free:,} bytes there, or choose a run.directory on another disk"
+            f"{one - free:,} bytes there, or choose a run.directory on another disk",
         )
     there = sum(size_of_directory(candidate.path) for candidate in kept)
     needed = (keep_last + 1) * one - there

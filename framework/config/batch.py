@@ -81,7 +81,7 @@ def derive(batch: Batch, dp: int) -> Batch:
     """
     wrong = find_problem(batch, dp)
     if wrong is not None:
-        raise ConfigError(wrong)
+        raise ConfigError("MW-CONFIG-001", wrong)
     micro_batch_size, chunks, global_batch = batch.micro_batch_size, batch.chunks, batch.global_batch
     if global_batch is None:
         assert micro_batch_size is not None and chunks is not None
@@ -108,6 +108,7 @@ def _check_bounds(micro_batch_size: int, chunks: int, global_batch: int) -> None
     ):
         if value > most:
             raise ConfigError(
+                "MW-CONFIG-002",
                 f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is allowed: lower "
-                f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}"
+                f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}",
             )

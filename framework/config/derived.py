@@ -47,27 +47,33 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     """
     assert world_size >= 1, world_size
     pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
-    problems: list[str] = []
+    problems: list[ConfigError] = []
     if dp is None:
         dp, rest = divmod(world_size, pp * tp)
         if rest:
-            raise ConfigError(_no_whole_replicas(pp, tp, world_size))
+            raise ConfigError("MW-CONFIG-003", _no_whole_replicas(pp, tp, world_size))
     elif dp * pp * tp != world_size:
-        problems.append(_wrong_product(dp, pp, tp, world_size))
+        problems.append(ConfigError("MW-CONFIG-004", _wrong_product(dp, pp, tp, world_size)))
     factor = config.parallel.shard_factor
     if factor is not None and dp % factor:
         divisors = [number for number in range(1, dp + 1) if dp % number == 0]
         problems.append(
-            f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of {', '.join(map(str, divisors))}"
+            ConfigError(
+                "MW-CONFIG-005",
+                f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of "
+                f"{', '.join(map(str, divisors))}",
+            )
         )
-    wrong = batch.find_problem(config.batch, dp)
-    if wrong is not None:
-        problems.append(wrong)
+    numbers = config.batch
+    try:
+        numbers = batch.derive(numbers, dp)
+    except ConfigError as error:
+        problems.append(error)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError.join(problems)
     return config.model_copy(
         update={
-            "batch": batch.derive(config.batch, dp),
+            "batch": numbers,
             "parallel": config.parallel.model_copy(update={"dp": dp}),
             "launch": config.launch.model_copy(update={"processes": world_size}),
         }
@@ -115,7 +121,8 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
         size, said = max(1, num_devices // (pp * tp)) * pp * tp, f"pp {pp} x tp {tp}"
     if 0 < num_devices < size:
         raise ConfigError(
+            "MW-CONFIG-007",
             f"{said} = {size} ranks, but this machine has {num_devices} device{'s' * (num_devices > 1)}: lower a "
-            f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"'
+            f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"',
         )
     return size

@@ -87,17 +87,18 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
         module = importlib.import_module(module_name)
     except ImportError as error:
         move = _hidden(package) or "Run from the directory that holds it, or install it into this environment"
-        raise error_type(f"{key} = {path!r}: cannot import {module_name} ({error}). {move}") from error
+        raise error_type("MW-CONFIG-008", f"{key} = {path!r}: cannot import {module_name} ({error}). {move}") from error
     except (Exception, SystemExit) as error:
         raise error_type(
-            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {type(error).__name__}: {error}"
+            "MW-CONFIG-009",
+            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {type(error).__name__}: {error}",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         close = difflib.get_close_matches(function_name, public, 1)
         hint = f"did you mean {module_name}:{close[0]}?" if close else _hidden(package) or f"name {wanted}"
-        raise error_type(f"{key} = {path!r}: {module_name} has no function {function_name}; {hint}")
+        raise error_type("MW-CONFIG-010", f"{key} = {path!r}: {module_name} has no function {function_name}; {hint}")
     return function  # type: ignore[no-any-return]
 
 

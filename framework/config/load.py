@@ -53,7 +53,7 @@ class _Arranged(NamedTuple):
     """section -> key -> value. Only values that passed :func:`_take`; pydantic checks types and bounds later."""
     where: dict[Path, GivenKey]
     """Key -> its last occurrence."""
-    problems: list[str]
+    problems: list[ConfigError]
     notes: list[str]
     """Notes on values accepted under the name of another framework."""
     given: dict[Path, GivenKey]
@@ -132,16 +132,31 @@ def _arrange(all_given: Sequence[GivenKey]) -> _Arranged:
         key = path[:2]
         if corrected is not None and (given.place, given.path[0]) not in told:
             told.add((given.place, given.path[0]))
-            to.problems.append(f"{given.place}: [{given.path[0]}]: there is no such section; did you mean [{path[0]}]?")
+            to.problems.append(
+                ConfigError(
+                    "MW-CONFIG-011",
+                    f"{given.place}: [{given.path[0]}]: there is no such section; did you mean [{path[0]}]?",
+                )
+            )
         if len(path) == 1 and path[0] in SECTIONS:
-            to.problems.append(_line(given, f": this is a section; its keys are set one by one, as in {path[0]}.KEY"))
+            to.problems.append(
+                ConfigError(
+                    "MW-CONFIG-012",
+                    _line(given, f": this is a section; its keys are set one by one, as in {path[0]}.KEY"),
+                )
+            )
             to.silent.update(k for k in KEYS if k[0] == path[0])
         elif key not in KEYS:
             help_ = hint(path)
-            to.problems.append(_unknown(given, path, help_))
+            to.problems.append(ConfigError("MW-CONFIG-013", _unknown(given, path, help_)))
             to.silent.update(help_.meant)
         elif len(path) > 2 and not accepts_type(key, dict):
-            to.problems.append(_line(given, f": {'.'.join(key)} has no keys below it; it is {describe_allowed(key)}"))
+            to.problems.append(
+                ConfigError(
+                    "MW-CONFIG-014",
+                    _line(given, f": {'.'.join(key)} has no keys below it; it is {describe_allowed(key)}"),
+                )
+            )
             to.silent.add(key)
         else:
             known.pop(path, None)
@@ -150,7 +165,11 @@ def _arrange(all_given: Sequence[GivenKey]) -> _Arranged:
         _take(to, path, given)
     zero = known.get(("parallel", "zero"))
     if zero is not None and fold(str(zero.value)) == "hybridshard" and ("parallel", "shard_factor") not in known:
-        to.problems.append(_line(zero, " needs parallel.shard_factor: the replicas in a node, which are to share"))
+        to.problems.append(
+            ConfigError(
+                "MW-CONFIG-015", _line(zero, " needs parallel.shard_factor: the replicas in a node, which are to share")
+            )
+        )
     return to
 
 
@@ -160,7 +179,7 @@ def _take(to: _Arranged, path: Path, given: GivenKey) -> None:
     to.where[key] = given
     found = list(find_secrets(value, path)) if key[1] == "options" else []
     if found:
-        to.problems.extend(f"{given.place}: {secret_message(secret)}" for secret in found)
+        to.problems.extend(ConfigError("MW-CONFIG-016", f"{given.place}: {secret_message(secret)}") for secret in found)
         to.silent.add(key)
         return
     if value is MissingValue.FLAG and accepts_type(key, bool):
@@ -169,15 +188,16 @@ def _take(to: _Arranged, path: Path, given: GivenKey) -> None:
         to.notes.append(_line(given, f" is zero = {SHARDING[fold(value)]} here"))
         value = SHARDING[fold(value)]
     if value is MissingValue.FLAG:
-        said = f" needs a value: {describe_allowed(key)}"
+        problem = ConfigError("MW-CONFIG-017", _line(given, f" needs a value: {describe_allowed(key)}"))
     elif isinstance(value, bool) and len(path) == 2 and not accepts_type(key, bool):
-        said = f" is not allowed: {describe_allowed(key)}"  # pydantic accepts true for a literal 1
+        # pydantic accepts true for a literal 1
+        problem = ConfigError("MW-CONFIG-018", _line(given, f" is not allowed: {describe_allowed(key)}"))
     elif (why := _unusable(value)) is not None:
-        said = f" cannot be used ({why}): {describe_allowed(key)}"
+        problem = ConfigError("MW-CONFIG-019", _line(given, f" cannot be used ({why}): {describe_allowed(key)}"))
     else:
         _put(to.tree, path, value)
         return
-    to.problems.append(_line(given, said))
+    to.problems.append(problem)
     to.silent.add(key)
 
 
@@ -199,12 +219,15 @@ def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
         found: list[Path] = list(dict.fromkeys((str(e["loc"][0]), str(e["loc"][1])) for e in error.errors()))
     for key in found:
         if key[1] in arranged.tree[key[0]]:
-            arranged.problems.append(_not_allowed(arranged.where[key], key))
+            arranged.problems.append(ConfigError("MW-CONFIG-020", _not_allowed(arranged.where[key], key)))
             del arranged.tree[key[0]][key[1]]
         elif whole and key not in arranged.silent:
             name = ".".join(key)
             arranged.problems.append(
-                f"{place}: {name} is missing: {describe_allowed(key)}; or --{name}=... on the command line"
+                ConfigError(
+                    "MW-CONFIG-021",
+                    f"{place}: {name} is missing: {describe_allowed(key)}; or --{name}=... on the command line",
+                )
             )
     arranged.silent.update(found)
     for key, field in KEYS.items():
@@ -214,14 +237,14 @@ def _validate(arranged: _Arranged, place: str, *, whole: bool) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(arranged.tree))
 
 
-def _between_keys(config: RunConfig, arranged: _Arranged, place: str) -> list[str]:
+def _between_keys(config: RunConfig, arranged: _Arranged, place: str) -> list[ConfigError]:
     """Return the broken rules between keys, among those whose keys are all valid."""
-    lines: list[str] = []
+    lines: list[ConfigError] = []
     for rule in RULES:
         said = None if arranged.silent.intersection(rule.keys) else rule.broken(config)
         if said is not None:
             places = dict.fromkeys(arranged.where[key].place for key in rule.keys if key in arranged.where)
-            lines.append(f"{' and '.join(places) or place}: {said}")
+            lines.append(ConfigError(rule.code, f"{' and '.join(places) or place}: {said}"))
     return lines
 
 
@@ -264,19 +287,29 @@ def _put_together(file: KeySource, overrides: Sequence[str], place: str) -> RunC
     between = [] if file.problems else _between_keys(config, arranged, place)
     problems = [*file.problems, *words.problems, *_of_others(file, place), *arranged.problems, *between]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError.join(problems)
     for note in arranged.notes:
         tell(f"config: {note}")
     return config
 
 
-def _of_others(file: KeySource, place: str) -> list[str]:
+def _of_others(file: KeySource, place: str) -> list[ConfigError]:
     """Return advice for a user who gives another framework's file unchanged."""
     sections = {given.path[0] for given in file.given if len(given.path) > 1}
     if len(sections & TORCHTITAN) >= 2:
-        return [f"{place}: this is a configuration of torchtitan: `meshwright config import {place}` makes one of ours"]
+        return [
+            ConfigError(
+                "MW-CONFIG-022",
+                f"{place}: this is a configuration of torchtitan: `meshwright config import {place}` makes one of ours",
+            )
+        ]
     if file.problems and File(place).is_file() and File(place).suffix in (".yaml", ".yml", ".sh"):
-        return [f"{place}: `meshwright config import {place}` reads nanotron's YAML and scripts of Megatron-LM"]
+        return [
+            ConfigError(
+                "MW-CONFIG-023",
+                f"{place}: `meshwright config import {place}` reads nanotron's YAML and scripts of Megatron-LM",
+            )
+        ]
     return []
 
 
@@ -289,15 +322,18 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
         document = parse_json(text)
         check_values(document)
     except ValueError as error:
-        raise ConfigError(f"{place}: not valid JSON: {error}; write it again from its TOML file") from None
+        raise ConfigError(
+            "MW-CONFIG-024", f"{place}: not valid JSON: {error}; write it again from its TOML file"
+        ) from None
     if not isinstance(document, dict):
         raise ConfigError(
-            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed"
+            "MW-CONFIG-025",
+            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed",
         )
     arranged = _arrange(list(leaves(document, place)))
     config = _validate(arranged, place, whole=True)
     if arranged.problems:
-        raise ConfigError(arranged.problems)
+        raise ConfigError.join(arranged.problems)
     return config
 
 
@@ -310,9 +346,11 @@ def read_resolved(path: File) -> RunConfig:
     try:
         return parse(read_text(path, MIB), str(path))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError("MW-CONFIG-026", f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file") from None
+        raise ConfigError(
+            "MW-CONFIG-027", f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file"
+        ) from None
 
 
 def dump(config: RunConfig) -> str:

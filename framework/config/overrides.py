@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config.keys import KEYS, SECTIONS, Path, accepts_type, split
 from meshwright.config.secrets import is_secret_name
+from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 
 COMMAND_LINE = "command line"
@@ -44,7 +45,7 @@ class KeySource(NamedTuple):
     """Keys and problems of one source: the file or the command line."""
 
     given: list[GivenKey]
-    problems: list[str]
+    problems: list[ConfigError]
 
 
 def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[GivenKey]:
@@ -88,15 +89,17 @@ def read_file(path: File) -> KeySource:
         text = read_bytes(path, MAX_TOML_BYTES).decode()
         return KeySource(list(leaves(parse_toml(text), str(path))), [])
     except FileNotFoundError:
-        problem = _no_such_file(path)
+        problem = ConfigError("MW-CONFIG-028", _no_such_file(path))
     except IsADirectoryError:
-        problem = f"{path}: this is a folder; name a TOML file in it"
+        problem = ConfigError("MW-CONFIG-029", f"{path}: this is a folder; name a TOML file in it")
     except UnicodeDecodeError as error:
-        problem = f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is TOML"
+        problem = ConfigError(
+            "MW-CONFIG-030", f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is TOML"
+        )
     except ValueError as error:
-        problem = _syntax(path, text, error)
+        problem = ConfigError("MW-CONFIG-031", _syntax(path, text, error))
     except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror or error}"
+        problem = ConfigError("MW-CONFIG-032", f"{path}: cannot be read: {error.strerror or error}")
     return KeySource([], [problem])
 
 
@@ -142,7 +145,11 @@ def read_overrides(words: Sequence[str]) -> KeySource:
         if isinstance(word, str):
             like = word.lstrip("-")
             help_ = f"; did you mean --{like}?" if "=" in like and not like.startswith("=") else ""
-            source.problems.append(f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{help_}")
+            source.problems.append(
+                ConfigError(
+                    "MW-CONFIG-033", f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{help_}"
+                )
+            )
             continue
         name, text = word
         path = split(name)

@@ -21,8 +21,9 @@ MAX_LAYERS = 4096
 
 
 class Rule(NamedTuple):
-    """A rule between keys. ``broken`` returns the error text, or None."""
+    """A rule between keys. ``broken`` returns the error text, or None; ``code`` is that of the error."""
 
+    code: str
     keys: tuple[Path, ...]
     broken: Callable[[RunConfig], str | None]
 
@@ -314,31 +315,33 @@ def _layers(config: RunConfig) -> str | None:
     return None
 
 
-def _rule(broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
-    return Rule(tuple(split(key) for key in keys), broken)
+def _rule(code: str, broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
+    return Rule(code, tuple(split(key) for key in keys), broken)
 
 
 RULES = (
-    _rule(_ranks, "parallel.dp", "parallel.pp", "parallel.tp"),
-    _rule(_forwards, "parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave"),
-    _rule(_layers, "model.options"),
-    _rule(_batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
-    _rule(_processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
-    _rule(_devices, "launch.devices", "train.device"),
-    _rule(_sequence, "parallel.sequence", "parallel.tp"),
-    _rule(_shard_factor, "parallel.shard_factor", "parallel.zero"),
-    _rule(_reduce, "parallel.reduce", "parallel.zero"),
-    _rule(_offload, "parallel.offload_directory", "parallel.offload"),
-    _rule(_across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
-    _rule(_balance, "pipeline.balance", "parallel.pp"),
-    _rule(_corpus, "data.train", "data.builder"),
-    _rule(_recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
-    _rule(_schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
-    _rule(_keep_every, "checkpoint.keep_every", "checkpoint.every"),
-    _rule(_most_skipped, "watch.most_skipped", "watch.on_nonfinite"),
-    _rule(_warmup, "optimizer.warmup_steps", "train.steps"),
-    _rule(_learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
-    _rule(_learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),
-    _rule(_decay, "optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"),
-    _rule(_validation, "train.validate_every", "train.validate_steps", "data.validation"),
+    _rule("MW-CONFIG-034", _ranks, "parallel.dp", "parallel.pp", "parallel.tp"),
+    _rule("MW-CONFIG-035", _forwards, "parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave"),
+    _rule("MW-CONFIG-036", _layers, "model.options"),
+    _rule("MW-CONFIG-037", _batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
+    _rule("MW-CONFIG-038", _processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
+    _rule("MW-CONFIG-039", _devices, "launch.devices", "train.device"),
+    _rule("MW-CONFIG-040", _sequence, "parallel.sequence", "parallel.tp"),
+    _rule("MW-CONFIG-041", _shard_factor, "parallel.shard_factor", "parallel.zero"),
+    _rule("MW-CONFIG-042", _reduce, "parallel.reduce", "parallel.zero"),
+    _rule("MW-CONFIG-043", _offload, "parallel.offload_directory", "parallel.offload"),
+    _rule("MW-CONFIG-044", _across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
+    _rule("MW-CONFIG-045", _balance, "pipeline.balance", "parallel.pp"),
+    _rule("MW-CONFIG-046", _corpus, "data.train", "data.builder"),
+    _rule("MW-CONFIG-047", _recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
+    _rule("MW-CONFIG-048", _schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
+    _rule("MW-CONFIG-049", _keep_every, "checkpoint.keep_every", "checkpoint.every"),
+    _rule("MW-CONFIG-050", _most_skipped, "watch.most_skipped", "watch.on_nonfinite"),
+    _rule("MW-CONFIG-051", _warmup, "optimizer.warmup_steps", "train.steps"),
+    _rule("MW-CONFIG-052", _learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
+    _rule("MW-CONFIG-053", _learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),
+    _rule(
+        "MW-CONFIG-054", _decay, "optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"
+    ),
+    _rule("MW-CONFIG-055", _validation, "train.validate_every", "train.validate_steps", "data.validation"),
 )

@@ -93,16 +93,18 @@ class Corpus:
         self.num_samples = (num_tokens - 1) // sequence_length if self.packed is None else len(self.packed.firsts) - 1
         if self.num_samples < 1:
             raise DataError(
+                "MW-DATA-001",
                 f"the corpus {self.prefix} has {num_tokens:,} tokens, less than one sample: a sequence of "
-                f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text"
+                f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text",
             )
         self.known = _known(self.prefix, num_tokens, has_mask=bool(self.mask))
         self.eod_id = self.known.end_of_document_id if self.known else eod_id
         self.eod_mask_loss = eod_mask_loss
         if eod_mask_loss and self.eod_id is None:
             raise DataError(
+                "MW-DATA-002",
                 f"data.eod_mask_loss needs the id of the end-of-document token, and nothing beside {self.prefix} tells "
-                f"it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false"
+                f"it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false",
             )
         self._check_largest_id()
 
@@ -116,7 +118,9 @@ class Corpus:
         try:
             hashes = [fingerprints.sampled_sha256(path) for path in paths if path.is_file()]
         except OSError as error:
-            raise DataError(f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})") from error
+            raise DataError(
+                "MW-DATA-003", f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})"
+            ) from error
         return sha256("".join(hashes).encode()).hexdigest()
 
     def modified(self) -> dict[str, int]:
@@ -186,10 +190,11 @@ class Corpus:
             assert self.vocab_size is not None
             if self.known.vocab_size > self.vocab_size:
                 raise DataError(
+                    "MW-DATA-004",
                     f"the corpus {self.prefix} was made with a tokenizer of {self.known.vocab_size:,} tokens, and the "
                     f"model's vocabulary has {self.vocab_size:,}: set model.options.vocab_size to "
                     f"{self.known.vocab_size:,} or more, or prepare the corpus with the tokenizer that belongs to the "
-                    f"model"
+                    f"model",
                 )
             if self.known.split.max_token_id >= self.text_ids:
                 self._raise_outside(self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}")
@@ -205,17 +210,20 @@ class Corpus:
 
     def _raise_outside(self, token_id: int, where: str) -> None:
         if token_id < 0:
-            raise DataError(f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it again")
+            raise DataError(
+                "MW-DATA-005", f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it again"
+            )
         assert self.vocab_size is not None and self.text_ids is not None
         for_text = f"ids 0 to {self.vocab_size - 1:,}"
         if self.num_sentinels:
             for_text = f"of which the last {self.num_sentinels:,} are sentinels, so that text may use ids below "
             for_text += f"{max(self.text_ids, 0):,}"
         raise DataError(
+            "MW-DATA-006",
             f"the corpus {self.prefix} holds token id {token_id:,} {where}, the model's vocabulary has "
             f"{self.vocab_size:,} ({for_text}): set the model's vocab_size to "
             f"{token_id + 1 + self.num_sentinels:,} or more, or prepare the corpus with the tokenizer that belongs to "
-            f"the model"
+            f"the model",
         )
 
 
@@ -310,14 +318,16 @@ def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
         return None
     if split.tokens != num_tokens:
         raise DataError(
+            "MW-DATA-007",
             f"{prefix.parent / fingerprints.FILE_NAME} tells of {split.tokens:,} tokens in {prefix.name}, its .idx of "
             f"{num_tokens:,}: the corpus was changed afterwards. Prepare it again, or delete the fingerprint "
-            f"if the .bin/.idx are right"
+            f"if the .bin/.idx are right",
         )
     if split.counting is not None and not has_mask:
         raise DataError(
+            "MW-DATA-008",
             f"{mask_path(prefix)} is missing: only {split.counting:,} of the {split.tokens:,} tokens of {prefix} are "
-            f"labels, and it says which. Copy it from where the corpus was prepared, or prepare it again"
+            f"labels, and it says which. Copy it from where the corpus was prepared, or prepare it again",
         )
     fingerprints.check_sampled(prefix.parent, prefix.name, found)
     return _Known(split, found.end_of_document_id, found.vocab_size)

@@ -54,26 +54,31 @@ class Samples(NamedTuple):
             found = self.dataset[number]
         except Exception as error:
             raise DataError(
+                "MW-DATA-009",
                 f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
             ) from error
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise DataError(
+                "MW-DATA-010",
                 f"{self.name}: sample {number} is a {type(found).__name__}: return (inputs, labels), inputs a tensor "
-                f"or a tuple or dict of tensors, labels a tensor or a number"
+                f"or a tuple or dict of tensors, labels a tensor or a number",
             )
         try:
             inputs, labels = (tree_map(torch.as_tensor, part) for part in found)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{self.name}: sample {number} holds what is no number: {error}") from error
+            raise DataError("MW-DATA-011", f"{self.name}: sample {number} holds what is no number: {error}") from error
         if not isinstance(labels, Tensor) or not tree_leaves(inputs):
-            raise DataError(f"{self.name}: the labels of sample {number} are a {type(found[1]).__name__}, no tensor")
+            raise DataError(
+                "MW-DATA-012", f"{self.name}: the labels of sample {number} are a {type(found[1]).__name__}, no tensor"
+            )
         specs = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
         if self.like is not None and specs != self.like:
             raise DataError(
+                "MW-DATA-013",
                 f"{self.name}: sample {number} has {', '.join(map(str, specs))} where sample 0 has "
                 f"{', '.join(map(str, self.like))}: all samples must be alike, since stages know beforehand what they "
-                f"hand on. Pad or crop them"
+                f"hand on. Pad or crop them",
             )
         return inputs, labels
 
@@ -133,11 +138,15 @@ def open_dataset(config: RunConfig, split: str) -> Samples | None:
         num_samples = len(dataset)
     except Exception as error:
         raise DataError(
+            "MW-DATA-014",
             f"data.builder {path}({split!r}) with data.options {config.data.options} failed{error_place(error)}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}",
         ) from error
     if num_samples < 1 or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"data.builder {path}({split!r}) returned a {type(dataset).__name__} of {num_samples} samples")
+        raise DataError(
+            "MW-DATA-015",
+            f"data.builder {path}({split!r}) returned a {type(dataset).__name__} of {num_samples} samples",
+        )
     samples = Samples(f"{path}({split!r})", dataset, num_samples)
     inputs, labels = samples.sample(0)
     like = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))

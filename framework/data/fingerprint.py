@@ -100,7 +100,10 @@ class Fingerprint(_Part):
     def sha256_of(self, name: str) -> str:
         """Return the hash of one file. Raises DataError where the fingerprint has none."""
         if name not in self.files:
-            raise DataError(f"{FILE_NAME} has no hash of {name}: prepare the corpus again, or copy it again as a whole")
+            raise DataError(
+                "MW-DATA-016",
+                f"{FILE_NAME} has no hash of {name}: prepare the corpus again, or copy it again as a whole",
+            )
         return self.files[name]
 
 
@@ -133,7 +136,7 @@ def tokenizer_sha256(path: Path) -> str:
         return sha256(read_bytes(path)).hexdigest()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; copy it again from where it is whole"
+            "MW-DATA-017", f"{path} cannot be read: {error.strerror or error}; copy it again from where it is whole"
         ) from None
 
 
@@ -174,8 +177,9 @@ def read(folder: Path) -> Fingerprint | None:
         first: Any = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
         where = ".".join(str(part) for part in first["loc"]) or "file"
         raise DataError(
+            "MW-DATA-018",
             f"{path} cannot be understood ({where}: {first['msg']}): prepare the corpus again, or delete this file to "
-            f"train on the .bin/.idx without its checks"
+            f"train on the .bin/.idx without its checks",
         ) from error
 
 
@@ -214,10 +218,11 @@ def check_sampled(folder: Path, name: str, fingerprint: Fingerprint) -> None:
         try:
             found = sampled_sha256(path)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror} (errno {error.errno})") from error
+            raise DataError("MW-DATA-019", f"{path} cannot be read: {error.strerror} (errno {error.errno})") from error
         if found != expected:
             raise DataError(
+                "MW-DATA-020",
                 f"{path} was changed after the corpus was prepared: its bytes are not those that {FILE_NAME} beside "
                 f"it tells of. Prepare it again, or copy it again from where it is whole; `meshwright data verify "
-                f"{folder}` names every file that differs"
+                f"{folder}` names every file that differs",
             )

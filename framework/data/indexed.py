@@ -87,42 +87,54 @@ def inspect(prefix: Path) -> Index:
         with index_file.open("rb") as stream:
             head = stream.read(_HEADER.size)
         if len(head) < _HEADER.size:
-            raise DataError(f"{index_file} ends inside its header ({len(head)} of {_HEADER.size} bytes): {_AGAIN}")
+            raise DataError(
+                "MW-DATA-021", f"{index_file} ends inside its header ({len(head)} of {_HEADER.size} bytes): {_AGAIN}"
+            )
         magic, version, code, num_sequences, num_ends = _HEADER.unpack(head)
         if magic != _MAGIC or version != 1:
             raise DataError(
+                "MW-DATA-022",
                 f"{index_file} is no index of a Megatron corpus: it starts with {magic!r} version {version}, "
-                f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix"
+                f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix",
             )
         if code not in _DTYPES:
-            raise DataError(f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {_AGAIN}")
+            raise DataError("MW-DATA-023", f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {_AGAIN}")
         dtype = _DTYPES[code]
         if dtype.kind not in "iu":
             raise DataError(
+                "MW-DATA-024",
                 f"{index_file} says that the corpus holds {dtype.name}: token ids must be integers. "
-                f"Write it again as uint16 (vocabulary below 65500) or int32"
+                f"Write it again as uint16 (vocabulary below 65500) or int32",
             )
         expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_ends
         if index_bytes == expected_bytes + num_sequences and num_sequences > 0:
-            raise DataError(f"{index_file} is a multimodal index (a mode per sequence): only plain token corpora train")
+            raise DataError(
+                "MW-DATA-025",
+                f"{index_file} is a multimodal index (a mode per sequence): only plain token corpora train",
+            )
         if index_bytes != expected_bytes:
             raise DataError(
+                "MW-DATA-026",
                 f"{index_file} has {index_bytes:,} bytes where {num_sequences:,} sequences and {num_ends:,} document "
-                f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {_AGAIN}"
+                f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {_AGAIN}",
             )
         num_tokens = _check_sequences(index_file, num_sequences, dtype)
         _check_documents(index_file, num_sequences, num_ends)
         tokens_bytes = tokens_file.stat().st_size
     except OSError as error:
-        raise DataError(f"cannot read the corpus {prefix}: {error}") from error
+        raise DataError("MW-DATA-027", f"cannot read the corpus {prefix}: {error}") from error
     if tokens_bytes != num_tokens * dtype.itemsize:
         raise DataError(
+            "MW-DATA-028",
             f"{tokens_file} has {tokens_bytes:,} bytes where its index counts {num_tokens:,} {dtype.name} tokens = "
             f"{num_tokens * dtype.itemsize:,} bytes: the two files do not belong together or a copy was cut short. "
-            f"Next: {_AGAIN}"
+            f"Next: {_AGAIN}",
         )
     if num_tokens == 0:
-        raise DataError(f"the corpus {prefix} is empty: {num_ends - 1} documents, 0 tokens. Prepare it from other text")
+        raise DataError(
+            "MW-DATA-029",
+            f"the corpus {prefix} is empty: {num_ends - 1} documents, 0 tokens. Prepare it from other text",
+        )
     return Index(prefix, dtype, num_sequences, num_ends - 1, num_tokens)
 
 
@@ -237,14 +249,16 @@ class FileReader:
             now = os.fstat(self._file.fileno()).st_size if got < len(into) else 0
         except OSError as error:
             raise DataError(
+                "MW-DATA-030",
                 f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). See to its file system; "
-                f"the same command goes on from the last checkpoint"
+                f"the same command goes on from the last checkpoint",
             ) from error
         if got < len(into):
             raise DataError(
+                "MW-DATA-031",
                 f"{self.path} has {now:,} bytes, and {self._size:,} were there when it was opened: it was cut short "
                 f"while it was in use. Copy it again from where it is whole; the same command goes on from the last "
-                f"checkpoint"
+                f"checkpoint",
             )
         return found
 
@@ -285,8 +299,9 @@ class Mask:
             return
         if path.stat().st_size != index.num_tokens:
             raise DataError(
+                "MW-DATA-032",
                 f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
-                f"each: it was cut short or is of another corpus. Next: {_AGAIN}"
+                f"each: it was cut short or is of another corpus. Next: {_AGAIN}",
             )
         self._bytes = FileReader(path)
 
@@ -319,10 +334,13 @@ def _check_present(prefix: Path) -> None:
     if not missing:
         return
     if prefix.suffix in (".bin", ".idx") and prefix.is_file():
-        raise DataError(f"{prefix} names one file of the pair: write {prefix.with_suffix('')} (no suffix)")
+        raise DataError(
+            "MW-DATA-033", f"{prefix} names one file of the pair: write {prefix.with_suffix('')} (no suffix)"
+        )
     if len(missing) == 1:
         raise DataError(
-            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {_AGAIN}"
+            "MW-DATA-034",
+            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {_AGAIN}",
         )
     folder = prefix.parent
     if not folder.is_dir():
@@ -331,8 +349,9 @@ def _check_present(prefix: Path) -> None:
         found = sorted(path.stem for path in folder.glob("*.idx"))
         there = f"{folder} holds {', '.join(found)}" if found else f"{folder} holds no .idx file"
     raise DataError(
+        "MW-DATA-035",
         f"there is no corpus at {prefix} (neither {prefix.name}.bin nor {prefix.name}.idx; {there}). Prepare one, or "
-        f"point the config at the path of a .bin/.idx pair without its suffix"
+        f"point the config at the path of a .bin/.idx pair without its suffix",
     )
 
 
@@ -348,8 +367,9 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
         if wrong.size:
             at = int(wrong[0])
             raise DataError(
+                "MW-DATA-036",
                 f"{index_file}: sequence {first + at} of {num_sequences} has length {lengths[at]} at byte "
-                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {_AGAIN}"
+                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {_AGAIN}",
             )
         next_byte = int(ends[-1])
     return next_byte // dtype.itemsize
@@ -359,6 +379,7 @@ def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> Non
     ends = np.fromfile(index_file, np.int64, num_ends, offset=_HEADER.size + 12 * num_sequences)
     if num_ends == 0 or ends[0] != 0 or ends[-1] != num_sequences or bool(np.any(np.diff(ends) < 0)):
         raise DataError(
+            "MW-DATA-037",
             f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
-            f"the index is damaged. Next: {_AGAIN}"
+            f"the index is damaged. Next: {_AGAIN}",
         )

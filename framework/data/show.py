@@ -33,11 +33,16 @@ def splits_of(place: Path) -> list[Path]:
     """Return the corpora of a prepared folder; or the one that ``place`` names without its suffix. Raises DataError."""
     if not place.is_dir():
         if not idx_path(place).is_file():
-            raise DataError(f"there is no corpus at {place}: name a prepared folder, or a .bin/.idx without the suffix")
+            raise DataError(
+                "MW-DATA-087",
+                f"there is no corpus at {place}: name a prepared folder, or a .bin/.idx without the suffix",
+            )
         return [place]
     found = sorted((path.with_suffix("") for path in place.glob("*.idx")), key=_usual_order)
     if not found:
-        raise DataError(f"{place} holds no .idx file: name a folder that `meshwright data prepare` has written")
+        raise DataError(
+            "MW-DATA-088", f"{place} holds no .idx file: name a folder that `meshwright data prepare` has written"
+        )
     return found
 
 
@@ -69,8 +74,9 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
         largest = int(example.tokens.max())
         if largest >= vocab_size:
             raise DataError(
+                "MW-DATA-089",
                 f"{prefix} holds token id {largest:,}, and {tokenizer_file} has {vocab_size:,}: name the one that made "
-                f"the corpus with --tokenizer"
+                f"the corpus with --tokenizer",
             )
         used = _used(example)
         labels, begun = int((example.labels[:used] != IGNORE).sum()), int(example.starts[:used].sum())

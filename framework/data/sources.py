@@ -138,9 +138,10 @@ def _end_of_document_id(config: RunConfig) -> int | None:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(
+            "MW-DATA-090",
             f"the tokenizer {config.data.tokenizer} has token ids up to {largest:,}, and the model's vocabulary "
             f"{vocab_size:,} (ids 0 to {vocab_size - 1:,}): set model.options.vocab_size to {largest + 1:,} or more, "
-            f"or data.tokenizer to the one that belongs to the model"
+            f"or data.tokenizer to the one that belongs to the model",
         )
     return end_of_document_id(tokenizer)
 

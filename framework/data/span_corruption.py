@@ -74,8 +74,9 @@ def lengths(sequence_length: int) -> Lengths:
     """
     if sequence_length < 2:
         raise DataError(
+            "MW-DATA-091",
             f"data.sequence_length = {sequence_length} leaves no room for a token beside a sentinel: span corruption "
-            f"needs 2 or more"
+            f"needs 2 or more",
         )
     found = _of_window(sequence_length)
     while (longer := _of_window(found.window + 1)).encoder <= sequence_length:
@@ -146,14 +147,16 @@ def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None
     shape = lengths(sequence_length)
     if vocab_size is None:
         raise DataError(
+            "MW-DATA-092",
             f"span corruption takes the last {shape.sentinels} ids of the model's vocabulary as sentinels, and its "
-            f"size is not known: set model.options.vocab_size"
+            f"size is not known: set model.options.vocab_size",
         )
     corpus = Corpus(prefix, shape.window, vocab_size, num_sentinels=shape.sentinels)
     if corpus.mask:
         raise DataError(
+            "MW-DATA-093",
             f"{mask_path(corpus.prefix)} says which tokens count as labels, and span corruption takes spans out of "
-            f'all of them: prepare the corpus with --format text, or set data.task = "causal"'
+            f'all of them: prepare the corpus with --format text, or set data.task = "causal"',
         )
     return corpus
 

@@ -30,8 +30,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train the merges. A small corpus may have fewer pairs to merge: check ``get_vocab_size()`` afterwards."""
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
+            "MW-DATA-094",
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: 256 bytes and {END_OF_DOCUMENT} need "
-            f"{SMALLEST_VOCAB}; 4096 is a good size for a few megabytes of text"
+            f"{SMALLEST_VOCAB}; 4096 is a good size for a few megabytes of text",
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,13 +50,19 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load(path: Path) -> Tokenizer:
     """Read a ``tokenizer.json``, of this project or of any model."""
     if not path.is_file():
-        raise DataError(f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json")
+        raise DataError(
+            "MW-DATA-095", f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json"
+        )
     try:
         return Tokenizer.from_str(read_text(path))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}): prepare it again") from error
+        raise DataError(
+            "MW-DATA-096", f"{path}: cannot be read ({error.strerror or error}): prepare it again"
+        ) from error
     except Exception as error:  # the library raises a bare Exception
-        raise DataError(f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again") from error
+        raise DataError(
+            "MW-DATA-097", f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again"
+        ) from error
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:

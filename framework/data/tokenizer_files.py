@@ -47,15 +47,19 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     if place.is_dir() and not path.is_file():
         other = next((name for name in ("tokenizer.model", "vocab.json") if (place / name).is_file()), None)
         found = f" (only {other}: save it with transformers' AutoTokenizer, which writes one)" if other else ""
-        raise DataError(f"{place} holds no {TOKENIZER_FILE}{found}: name a Hugging Face folder or the file")
+        raise DataError(
+            "MW-DATA-098", f"{place} holds no {TOKENIZER_FILE}{found}: name a Hugging Face folder or the file"
+        )
     tokenizer = load(path)
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not ids:
-        raise DataError(f"{path} has no tokens: name another tokenizer")
+        raise DataError("MW-DATA-099", f"{path} has no tokens: name another tokenizer")
     end_token = end_token or _end_token(path, ids)
     for option, token in (("--eod", end_token), ("--bos", begin_token)):
         if token is not None and token not in ids:
-            raise DataError(f"{path} has no token {token!r}: name one of its own with {option}{_special(tokenizer)}")
+            raise DataError(
+                "MW-DATA-100", f"{path} has no token {token!r}: name one of its own with {option}{_special(tokenizer)}"
+            )
     begin = None if begin_token is None else ids[begin_token]
     digest = sha256(read_bytes(path)).hexdigest()
     return Known(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
@@ -74,20 +78,23 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
             said: Any = parse_json(read_bytes(config))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{config} is not valid JSON ({error}): copy it again, or name the token with --eod"
+                "MW-DATA-101", f"{config} is not valid JSON ({error}): copy it again, or name the token with --eod"
             ) from error
         token = said.get("eos_token") if isinstance(said, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token in ids:
             return token
         if isinstance(token, str):
-            raise DataError(f"{config} says eos_token {token!r}, which {path} does not have: name one with --eod")
+            raise DataError(
+                "MW-DATA-102", f"{config} says eos_token {token!r}, which {path} does not have: name one with --eod"
+            )
     usual = [token for token in USUAL_ENDS if token in ids]
     if usual:
         return usual[0]
     raise DataError(
+        "MW-DATA-103",
         f"no token ends a document in {path}: there is no eos_token in a {CONFIG_FILE} beside it, nor any of "
-        f"{', '.join(USUAL_ENDS)} in it. Name one with --eod{_special(load(path))}"
+        f"{', '.join(USUAL_ENDS)} in it. Name one with --eod{_special(load(path))}",
     )
 
 

@@ -211,8 +211,9 @@ class FullyShardedStage:
         for member in trained.values():
             if member.parameter.dim() == 0:
                 raise ModelError(
+                    "MW-DP-001",
                     f"the parameter {member.info.name} is a single number: parallel.zero = 3 cuts parameters along "
-                    f"their first dimension. Make it one of shape (1,), or choose parallel.zero = 2"
+                    f"their first dimension. Make it one of shape (1,), or choose parallel.zero = 2",
                 )
         places = {
             (id(module), name): trained[id(parameter)]

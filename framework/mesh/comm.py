@@ -105,7 +105,9 @@ class Handle:
             except RuntimeError as error:
                 waited_s = time.monotonic() - self._posted_s
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise CommunicationError(f"{self._named()} failed after {waited_s:.1f} s: {reason}") from error
+                raise CommunicationError(
+                    "MW-MESH-001", f"{self._named()} failed after {waited_s:.1f} s: {reason}"
+                ) from error
             finally:
                 activity.waits(None)
         if self._finish is not None:
@@ -344,14 +346,18 @@ class Group:
             return [value]
         message = encode(value, kinds)
         if len(message) > MAX_BYTES:
-            raise CommunicationError(f"a value of {len(message)} bytes is more than ranks gather ({MAX_BYTES})")
+            raise CommunicationError(
+                "MW-MESH-002", f"a value of {len(message)} bytes is more than ranks gather ({MAX_BYTES})"
+            )
         self.activity.waits(_Blocking(self, "gathering of small values", self.activity.posts(self._key)))
         device = "cuda" if dist.get_backend(self.process_group) == "nccl" else "cpu"
         lengths = torch.empty(self.size, dtype=torch.int64, device=device)
         _all_gather(lengths, torch.tensor([len(message)], device=device), group=self.process_group)
         longest = int(lengths.max())
         if not 0 < longest <= MAX_BYTES or int(lengths.min()) < 1:
-            raise CommunicationError(f"ranks say that they send {lengths.tolist()} bytes: at most {MAX_BYTES} can be")
+            raise CommunicationError(
+                "MW-MESH-003", f"ranks say that they send {lengths.tolist()} bytes: at most {MAX_BYTES} can be"
+            )
         mine = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         _all_gather(everyone, mine, group=self.process_group)

@@ -107,7 +107,8 @@ def fake_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterat
     assert 0 <= rank < grid.size, (rank, grid.size)
     if dist.is_initialized():
         raise MeshError(
-            "this process has joined a job already: a rank is rehearsed in a process of its own, before a job starts"
+            "MW-MESH-004",
+            "this process has joined a job already: a rank is rehearsed in a process of its own, before a job starts",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

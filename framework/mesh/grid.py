@@ -75,8 +75,9 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
     ``nodes[rank]`` is the name of the rank's node."""
     if len(nodes) != grid.size:
         raise MeshError(
+            "MW-MESH-005",
             f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
-            f"change a degree or the number of processes so that both agree"
+            f"change a degree or the number of processes so that both agree",
         )
     if tp_across_nodes:
         return
@@ -86,9 +87,10 @@ def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = Fal
             from meshwright.mesh.view import draw
 
             raise MeshError(
+                "MW-MESH-006",
                 f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
                 f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
-                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}"
+                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}",
             )
 
 
@@ -104,7 +106,8 @@ def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
     """
     if num_nodes * devices_per_node > MOST_DEVICES:
         raise MeshError(
+            "MW-MESH-007",
             f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_nodes * devices_per_node:,} devices, and at "
-            f"most {MOST_DEVICES:,} are laid out: give fewer nodes"
+            f"most {MOST_DEVICES:,} are laid out: give fewer nodes",
         )
     return [f"node{rank // devices_per_node}" for rank in range(num_nodes * devices_per_node)]

@@ -107,8 +107,9 @@ def environment_rank() -> tuple[int, int, int]:
         return rank, world_size, int(found["LOCAL_RANK"] or 0)
     except ValueError:
         raise MeshError(
+            "MW-MESH-008",
             f"the environment has {found}: RANK and WORLD_SIZE must both be numbers. Start with `meshwright train`, "
-            f"torchrun or srun, or unset all of them"
+            f"torchrun or srun, or unset all of them",
         ) from None
 
 
@@ -120,8 +121,9 @@ def check_size(grid: Grid, world_size: int) -> None:
     """
     if world_size != grid.size:
         raise MeshError(
+            "MW-MESH-009",
             f"parallel.pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.size} ranks, but {world_size} were started: "
-            f"change a degree, or start {grid.size} processes"
+            f"change a degree, or start {grid.size} processes",
         )
 
 
@@ -131,15 +133,17 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch"
+            "MW-MESH-010",
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
         )
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
         local_rank = 0
     if local_rank >= count:
         raise MeshError(
+            "MW-MESH-011",
             f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
-            f"node (launch.processes), or set CUDA_VISIBLE_DEVICES"
+            f"node (launch.processes), or set CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

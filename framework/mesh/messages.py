@@ -36,8 +36,9 @@ def decode(message: bytes, kinds: Sequence[type] = ()) -> Any:
         return _unpacked(json.loads(message), {kind.__name__: kind for kind in kinds})
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CommunicationError(
+            "MW-MESH-012",
             f"a message of {len(message)} bytes from another rank cannot be read ({type(error).__name__}: {error}): "
-            f"do all ranks run the same version of meshwright, and nothing else sends to their ports?"
+            f"do all ranks run the same version of meshwright, and nothing else sends to their ports?",
         ) from None
 
 

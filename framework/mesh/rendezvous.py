@@ -25,10 +25,10 @@ class MissingRanksError(MeshError):
 
     exit_code = 1
 
-    def __init__(self, message: str, nodes: tuple[str, ...] = ()) -> None:
+    def __init__(self, code: str, message: str, nodes: tuple[str, ...] = ()) -> None:
         self.nodes = nodes
         """From which nobody has come, if it seems to be theirs."""
-        super().__init__(message)
+        super().__init__(code, message, nodes)
 
 
 def needs_rendezvous() -> bool:
@@ -46,7 +46,9 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
     """
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal():
-        raise MeshError(f"MASTER_PORT = {port!r} is not a port: set it to a free one (1024 to 65535), or unset it")
+        raise MeshError(
+            "MW-MESH-013", f"MASTER_PORT = {port!r} is not a port: set it to a free one (1024 to 65535), or unset it"
+        )
     mine = node_name()
     patience_s = limit_s if rank == 0 else limit_s + LONGER_S
     try:
@@ -58,10 +60,12 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
         reason = str(error).strip().splitlines()[0]
         if rank == 0:
             raise MeshError(
+                "MW-MESH-014",
                 f"rank 0 on {mine} cannot listen at {host}:{port}: {reason}. MASTER_ADDR must be this node, and "
-                f"MASTER_PORT free on it"
+                f"MASTER_PORT free on it",
             ) from None
         raise MissingRanksError(
+            "MW-MESH-015",
             f"{mine} cannot reach rank 0 at {host}:{port}: {reason}. Look at the network of {mine} and of {host}; "
             f"another port: MASTER_PORT",
             (mine,),
@@ -72,7 +76,9 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
     except RuntimeError:
         if rank == 0:
             raise _missing(store, world_size, limit_s) from None
-    raise CommunicationError(f"rank {rank} on {mine}: rank 0 at {host}:{port} has left, or does not answer")
+    raise CommunicationError(
+        "MW-MESH-016", f"rank {rank} on {mine}: rank 0 at {host}:{port} has left, or does not answer"
+    )
 
 
 def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta) -> Any:
@@ -90,6 +96,7 @@ def _missing(store: Any, world_size: int, limit_s: float) -> MissingRanksError:
     nodes = tuple(node for node in known if node not in there.values())
     silent = f": nobody from {in_short(nodes)}" if nodes else ""
     return MissingRanksError(
+        "MW-MESH-017",
         f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
         f"{in_short(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
         nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault

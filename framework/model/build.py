@@ -135,7 +135,7 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
         ):
             problems.append(f"model.options.{name} is missing: {path} needs it")
     if problems:
-        raise ModelError("\n".join(problems))
+        raise ModelError("MW-MODEL-001", "\n".join(problems))
 
 
 def find_builder(path: str) -> Callable[..., Any]:
@@ -170,23 +170,28 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         raise
     except (Exception, SystemExit) as error:
         if (tool := requirements.parametrization_message(error)) is not None:
-            raise ModelError(f"{path} with model.options {options} failed{error_place(error)}: {tool}") from error
+            raise ModelError(
+                "MW-MODEL-002", f"{path} with model.options {options} failed{error_place(error)}: {tool}"
+            ) from error
         raise ModelError(
-            f"{path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}"
+            "MW-MODEL-003",
+            f"{path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}",
         ) from error
     if not isinstance(layers, nn.Sequential):
         raise ModelError(
+            "MW-MODEL-004",
             f"{path} returned a {type(layers).__name__}: a pipeline is cut between the elements of an nn.Sequential. "
-            f"Return nn.Sequential(embedding, block, ..., head)"
+            f"Return nn.Sequential(embedding, block, ..., head)",
         )
     if len(layers) == 0:
-        raise ModelError(f"{path} returned an empty nn.Sequential: there is nothing to train")
+        raise ModelError("MW-MODEL-005", f"{path} returned an empty nn.Sequential: there is nothing to train")
     names = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
     if not names:
-        raise ModelError(f"{path} returned a model without parameters: there is nothing to train")
+        raise ModelError("MW-MODEL-006", f"{path} returned a model without parameters: there is nothing to train")
     if not any(parameter.requires_grad for parameter in layers.parameters()):
         raise ModelError(
-            f"{path} returned a model of which no parameter requires a gradient: there is nothing to train"
+            "MW-MODEL-007",
+            f"{path} returned a model of which no parameter requires a gradient: there is nothing to train",
         )
     requirements.check_computed(path, layers)
     requirements.check_parameters(path, layers)

@@ -179,9 +179,10 @@ def check_first_values(
         is_private = not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None
         if own and resetter(module) is None:
             raise ModelError(
+                "MW-MODEL-008",
                 f"{path}: parameter {_joined(module_name, next(iter(own)))}: {type(module).__name__} has no "
                 f"reset_parameters(), so its first value is unknown in a process that holds another part of the model. "
-                f"Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)"
+                f"Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)",
             )
         if own or is_private:
             for name, writes in reset_writes(module).items():
@@ -194,15 +195,17 @@ def check_first_values(
         reset = f"{type(owner.module).__name__}.{getattr(resetter(owner.module), '__name__', 'reset_parameters')}()"
         if not wanted:
             raise ModelError(
+                "MW-MODEL-009",
                 f"{path}: {reset} gives parameter {name} no value, so it would have none in a process that draws it "
-                f"anew. Set it there, or give the model an attribute initialise(name, tensor)"
+                f"anew. Set it there, or give the model an attribute initialise(name, tensor)",
             )
         given = getattr(parameter, GIVEN, None)
         if found[-len(wanted) :] != wanted if found else given is not None and not _is_reset_to(owner, given):
             raise ModelError(
+                "MW-MODEL-010",
                 f"{path}: the value of parameter {name} is set outside of {reset}, and would be lost: each process "
                 f"draws its parameters anew. Set it in reset_parameters(), or give the model an attribute "
-                f"initialise(name, tensor)"
+                f"initialise(name, tensor)",
             )
 
 

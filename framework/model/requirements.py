@@ -31,8 +31,9 @@ def check_sparse(layers: nn.Sequential) -> None:
     for name, module in layers.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ModelError(
+                "MW-MODEL-011",
                 f"{name} is a {type(module).__name__} with sparse=True: gradients are summed over replicas in dense "
-                f"buckets. Leave sparse out"
+                f"buckets. Leave sparse out",
             )
 
 
@@ -55,9 +56,10 @@ def check_parameters(path: str, layers: nn.Sequential) -> None:
         if isinstance(parameter, UninitializedParameter):
             owner = layers.get_submodule(name.rpartition(".")[0])
             raise ModelError(
+                "MW-MODEL-012",
                 f"{path}: parameter {name} of {type(owner).__name__} has no shape until its first forward, and the "
                 f"model is cut into stages before that: use the module that is not lazy, with its sizes "
-                f"(nn.Linear(in_features, out_features) for nn.LazyLinear)"
+                f"(nn.Linear(in_features, out_features) for nn.LazyLinear)",
             )
         if not parameter.is_floating_point():
             instead = (
@@ -66,27 +68,31 @@ def check_parameters(path: str, layers: nn.Sequential) -> None:
                 else "register it as a buffer (register_buffer)"
             )
             raise ModelError(
+                "MW-MODEL-013",
                 f"{path}: parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: parameters are kept in "
-                f"flat buckets of train.dtype, a floating-point one. Instead, {instead}"
+                f"flat buckets of train.dtype, a floating-point one. Instead, {instead}",
             )
         if hasattr(parameter, CLASS):
             raise ModelError(
+                "MW-MODEL-014",
                 f"{path}: parameter {name} is a {getattr(parameter, CLASS)}, a class of its own: parameters are views "
                 f"of flat buckets, which are plain tensors. Use nn.Parameter of a plain tensor, and do in forward what "
-                f"the class does"
+                f"the class does",
             )
         first = first or (name, parameter)
         if parameter.dtype != first[1].dtype:
             raise ModelError(
+                "MW-MODEL-015",
                 f"{path}: parameter {name} is {_dtype(parameter)}, and {first[0]} is {_dtype(first[1])}: all are kept "
-                f"in train.dtype. Build all of them in one dtype, and cast in forward where another is needed"
+                f"in train.dtype. Build all of them in one dtype, and cast in forward where another is needed",
             )
         if has_hooks(parameter):
             raise ModelError(
+                "MW-MODEL-016",
                 f"{path}: parameter {name} has a hook on its gradient (register_hook or "
                 f"register_post_accumulate_grad_hook): it would run once for each micro-batch, on sums that depend on "
                 f"the layout. Do in forward what it does (a hook on an activation, or a torch.autograd.Function "
-                f"around the weight), or freeze the parameter with requires_grad_(False)"
+                f"around the weight), or freeze the parameter with requires_grad_(False)",
             )
 
 
@@ -104,16 +110,18 @@ def check_computed(path: str, layers: nn.Sequential) -> None:
         )
         if computed is not None:
             raise ModelError(
+                "MW-MODEL-017",
                 f"{path}: {name}.{computed} is computed from parameters while the model is built (torch.nn.utils' "
                 f"weight_norm, spectral_norm or prune): it would not follow them. Compute it in forward from the "
-                f"parameters, as F.linear(x, g * v / v.norm(dim=1, keepdim=True))"
+                f"parameters, as F.linear(x, g * v / v.norm(dim=1, keepdim=True))",
             )
         if is_parametrized(module) and not declared:
             raise ModelError(
+                "MW-MODEL-018",
                 f"{path}: {name}.{next(iter(module.parametrizations))} is parametrized (torch.nn.utils."
                 f"parametrize): the first values of its originals follow from a weight that no process has. Give the "
                 f"model an attribute initialise(name, tensor) that fills the originals too, or compute the weight in "
-                f"forward"
+                f"forward",
             )
 
 
@@ -142,11 +150,13 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
     ):
         found = getattr(layers, attribute, None)
         if found is not None and not isinstance(found, wanted):
-            raise ModelError(f"{path}: model.{attribute} is a {type(found).__name__}; write it as {example}")
+            raise ModelError(
+                "MW-MODEL-019", f"{path}: model.{attribute} is a {type(found).__name__}; write it as {example}"
+            )
     if not callable(getattr(layers, "initialise", len)):
-        raise ModelError(f"{path}: model.initialise is no function of (parameter name, tensor)")
+        raise ModelError("MW-MODEL-020", f"{path}: model.initialise is no function of (parameter name, tensor)")
     if getattr(layers, "loss", None) is not None and not callable(getattr(layers, "loss", None)):
-        raise ModelError(f"{path}: model.loss is no function of (output of the last layer, labels)")
+        raise ModelError("MW-MODEL-021", f"{path}: model.loss is no function of (output of the last layer, labels)")
 
 
 def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
@@ -158,13 +168,17 @@ def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
     sets: list[tuple[str, ...]] = []
     for declared in getattr(layers, "tied_weights", []):
         if isinstance(declared, str):
-            raise ModelError(f"{path}: tied_weights holds {declared!r}; each tie is a tuple of parameter names")
+            raise ModelError(
+                "MW-MODEL-022", f"{path}: tied_weights holds {declared!r}; each tie is a tuple of parameter names"
+            )
         names = tuple(declared)
         for name in names:
             if name not in shapes:
                 close = difflib.get_close_matches(str(name), shapes, 1)
                 hint = f"; did you mean {close[0]}?" if close else ""
-                raise ModelError(f"{path}: tied_weights names {name!r}, which is no parameter of the model{hint}")
+                raise ModelError(
+                    "MW-MODEL-023", f"{path}: tied_weights names {name!r}, which is no parameter of the model{hint}"
+                )
         sharing = [other for other in sets if set(other) & set(names)]
         if sharing:
             sets = [other for other in sets if other not in sharing]
@@ -174,7 +188,7 @@ def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
     for names in sets:
         if len({shapes[name] for name in names}) > 1:
             found = ", ".join(f"{name} is {shapes[name]}" for name in names)
-            raise ModelError(f"{path}: tied weights are one weight and have one shape, but {found}")
+            raise ModelError("MW-MODEL-024", f"{path}: tied weights are one weight and have one shape, but {found}")
     return sets
 
 
@@ -185,8 +199,9 @@ def check_ties_declared(path: str, layers: nn.Sequential, tied: list[tuple[str, 
         first = seen.setdefault(id(parameter), name)
         if first != name and not any(first in group and name in group for group in tied):
             raise ModelError(
+                "MW-MODEL-025",
                 f"{path}: {first} and {name} are one parameter, but tied_weights does not say so: a stage that holds "
-                f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]"
+                f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]",
             )
 
 
@@ -195,6 +210,7 @@ def check_buffers(path: str, layers: nn.Sequential) -> None:
     for name, buffer in layers.named_buffers():
         if buffer.is_meta:
             raise ModelError(
+                "MW-MODEL-026",
                 f"{path}: buffer {name} is made out of a parameter, which has no value while the model is built: "
-                f"compute it from constants in __init__, or from the parameter in forward"
+                f"compute it from constants in __init__, or from the parameter in forward",
             )

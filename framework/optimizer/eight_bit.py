@@ -243,9 +243,10 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
         fits = next((size for size in range(block_size - SMALLEST, 0, -SMALLEST) if _fits(infos, size)), None)
         advice = "Choose another layout" if fits is None else f"Set optimizer.block_size = {fits}"
         raise ConfigError(
+            "MW-OPTIM-001",
             f"optimizer.block_size = {block_size} does not divide a row of {bad}, of which tp leaves "
             f"{rows[bad]} elements on a rank: blocks would be others than in other layouts, and so would the "
-            f'numbers. {advice}, or optimizer.name = "adamw"'
+            f'numbers. {advice}, or optimizer.name = "adamw"',
         )
     return found
 

@@ -81,6 +81,7 @@ def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
             Path(name).unlink()
     except OSError as error:
         raise ConfigError(
+            "MW-OPTIM-002",
             f"parallel.offload_directory = {str(directory)!r}: no {num_bytes:,} bytes for what the optimizer keeps: "
-            f"{error.strerror or error}. Choose another directory, more ranks to share it, or leave it out"
+            f"{error.strerror or error}. Choose another directory, more ranks to share it, or leave it out",
         ) from error

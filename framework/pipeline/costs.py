@@ -148,8 +148,9 @@ def _run(
     except Exception as error:
         what = f"layer {name} ({type(layer).__name__})" + (", or the loss of what it returns," if ending else "")
         raise ModelError(
+            "MW-PIPELINE-001",
             f"{what} cannot be run without values, on the meta device in the training dtype, to see what it costs: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}",
         ) from error
     roots = [t for t in _tensors(end) if t.requires_grad]
     parameters = [p for p in layer.parameters() if p.requires_grad]

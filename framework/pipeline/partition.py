@@ -46,8 +46,9 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
         elif fewer == 1 < interleave:
             moves.append("a schedule of one stage per rank, such as 1f1b")
         raise ConfigError(
+            "MW-PIPELINE-002",
             f"{num_layers} layers over {num_stages} stages{of_rank if interleave > 1 else ''}: each stage needs a "
-            f"layer of its own. Use {' or '.join(moves) or 'a model of more layers'}"
+            f"layer of its own. Use {' or '.join(moves) or 'a model of more layers'}",
         )
     total = _running_totals(costs)
     ends, bound = [num_layers], total[-1]
@@ -106,8 +107,9 @@ def partition_explicit(layers_per_stage: Sequence[int], num_layers: int) -> list
     if sum(layers_per_stage) != num_layers:
         text = " + ".join(map(str, layers_per_stage))
         raise ConfigError(
+            "MW-PIPELINE-003",
             f"pipeline.balance = {list(layers_per_stage)}: {text} = {sum(layers_per_stage)}, but the model has "
-            f"{num_layers} layers (embedding and head are layers too)"
+            f"{num_layers} layers (embedding and head are layers too)",
         )
     stages, start = [], 0
     for count in layers_per_stage:

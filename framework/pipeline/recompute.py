@@ -104,30 +104,36 @@ def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None
     names = list(model.layers._modules)
     if not pipeline.recompute_layers:
         raise ModelError(
+            "MW-PIPELINE-004",
             f'pipeline.recompute = "{pipeline.recompute}" with pipeline.recompute_layers = []: name layers, such as '
-            f'["block*"], or set pipeline.recompute = "none"'
+            f'["block*"], or set pipeline.recompute = "none"',
         )
     for pattern in pipeline.recompute_layers:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ModelError(
-                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}"
+                "MW-PIPELINE-005",
+                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}",
             )
     if pipeline.recompute == "full":
         return
     if not model.selective_recompute:
         raise ModelError(
+            "MW-PIPELINE-006",
             f'pipeline.recompute = "selective", but {builder} does not say what is cheap to compute and '
             f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
-            f'["block*.attention.core"], or choose "full"'
+            f'["block*.attention.core"], or choose "full"',
         )
     parts = [name for name, _ in model.layers.named_modules()]
     for pattern in model.selective_recompute:
         if not any(fnmatchcase(name, pattern) for name in parts):
-            raise ModelError(f"{builder}: selective_recompute holds {pattern!r}, which fits no submodule")
+            raise ModelError(
+                "MW-PIPELINE-007", f"{builder}: selective_recompute holds {pattern!r}, which fits no submodule"
+            )
     if not recomputed_names(pipeline, model):
         raise ModelError(
+            "MW-PIPELINE-008",
             f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
-            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed'
+            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed',
         )
 
 

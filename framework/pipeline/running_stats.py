@@ -126,32 +126,37 @@ def check_running(
         what = f"{layer} changes its buffer {inside} in forward"
         if dp > 1:
             raise ModelError(
+                "MW-PIPELINE-009",
                 f"{what}, and with parallel.dp = {dp} each replica would keep its own, of its own samples: set "
-                f"parallel.dp = 1 (pipelines of any length do), or {INSTEAD}. There is no SyncBatchNorm"
+                f"parallel.dp = 1 (pipelines of any length do), or {INSTEAD}. There is no SyncBatchNorm",
             )
         if sequence:
             raise ModelError(
+                "MW-PIPELINE-010",
                 f"{what}, and under sequence parallelism each rank sees a part of the sequence: set parallel.sequence "
-                f"= false, or {INSTEAD}"
+                f"= false, or {INSTEAD}",
             )
         parts = [part for part, _ in layers.named_modules() if part.partition(".")[0] == layer_name]
         split = [part for part in parts if any(fnmatchcase(part, pattern) for pattern in plan)]
         if tp > 1 and split:
             raise ModelError(
+                "MW-PIPELINE-011",
                 f"{what}, and {split[0]} of the same layer is split over parallel.tp = {tp}: each rank would keep "
-                f"another. Put what is split into a layer of its own, or {INSTEAD}"
+                f"another. Put what is split into a layer of its own, or {INSTEAD}",
             )
         inner = next((part for part in again if f"{name}.".startswith(f"{part}.")), None)
         if inner is not None:
             raise ModelError(
+                "MW-PIPELINE-012",
                 f"{what}, and pipeline.recompute computes {inner} again in backward: each micro-batch would count "
-                f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}'
+                f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}',
             )
         if dtype.itemsize < 4 and _keeps_statistics(layers.get_submodule(name.rpartition(".")[0])):
             raise ModelError(
+                "MW-PIPELINE-013",
                 f"{what}: its statistics stay float32, since sums of thousands of steps do, and torch's kernels do not "
                 f'take them beside parameters in {str(dtype).removeprefix("torch.")}: set train.dtype = "float32", or '
-                f"{INSTEAD}"
+                f"{INSTEAD}",
             )
         _check_order(schedule, what)
 
@@ -166,8 +171,9 @@ def _check_order(schedule: Schedule, what: str) -> None:
             assert action.stage is not None and action.microbatch is not None
             if action.microbatch < last.get(action.stage, -1):
                 raise ModelError(
+                    "MW-PIPELINE-014",
                     f"{what}, which depends on the order of the micro-batches, and this schedule has stage "
                     f"{action.stage} do {action} after micro-batch {last[action.stage]}: put its forwards in order, "
-                    f"or {INSTEAD}"
+                    f"or {INSTEAD}",
                 )
             last[action.stage] = action.microbatch

@@ -161,10 +161,11 @@ class Stage:
             return
         last_name = list(self.layers._modules)[-1]
         raise ModelError(
+            "MW-PIPELINE-015",
             f"layer {last_name}, the last of stage {self.index}, hands on {_told(outputs)} in "
             f"{'training' if train else 'eval mode'}, and {_told(expected)} on the meta device in training, where "
             f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
-            f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)"
+            f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)",
         )
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
@@ -179,15 +180,17 @@ class Stage:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise ModelError(
+                    "MW-PIPELINE-016",
                     f"layer {name} uses a weight that several modules share without calling its module: with "
                     f"parallel.zero = 3 torch gathers a weight when its module is called. Call it (self.table(ids) for "
-                    f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2"
+                    f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2",
                 ) from error
             if "modified inplace" not in str(error) or "RegisterPostBackward" not in str(error):
                 raise
             raise ModelError(
+                "MW-PIPELINE-017",
                 f"layer {name} changes what it is handed in place: with parallel.zero = 3 torch has to know when its "
-                f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2"
+                f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2",
             ) from error
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -210,9 +213,10 @@ class Stage:
                 if self.split is None:
                     raise
                 raise ModelError(
+                    "MW-PIPELINE-018",
                     f"a layer of stage {self.index} computes itself again in backward (torch.utils.checkpoint), "
                     f"outside of what splits this schedule's backward into halves: take it out and set "
-                    f"pipeline.recompute, or choose 1f1b or interleaved_1f1b. torch says: {str(error).splitlines()[0]}"
+                    f"pipeline.recompute, or choose 1f1b or interleaved_1f1b. torch says: {str(error).splitlines()[0]}",
                 ) from error
         if self.input_spec is None:
             return []
@@ -268,15 +272,17 @@ class _Watched:
             now = self.layer.get_buffer(key)
             if now is not constant[key] or now._version != version or not _same(now, numbers):
                 raise ModelError(
+                    "MW-PIPELINE-019",
                     f"layer {self.name} changes its buffer {key} in forward, and did not do so on the meta device, "
                     f"where the run was planned: it would be in no checkpoint. Write it in place "
-                    f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}"
+                    f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}",
                 )
         if not torch.equal(drawn, torch.default_generator.get_state()):
             raise ModelError(
+                "MW-PIPELINE-020",
                 f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
                 f"layouts and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is "
-                f"drawn by name"
+                f"drawn by name",
             )
         return value
 

@@ -113,9 +113,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handed = layer(value)
         if traces and traces[-1] != self._trace:  # the first call may create what later calls keep
             raise ModelError(
+                "MW-PIPELINE-021",
                 f"{self._where} does something else in each call for the same input: it counts its calls, or draws "
                 f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
-                f"nn.Dropout for noise"
+                f"nn.Dropout for noise",
             )
         return handed
 
@@ -134,10 +135,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._fault
         for key, parameter in layer.named_parameters():
             if places.get(key) != self._key(parameter):
-                raise ModelError(self._writes(f"{self._layer}.{key}", ".data = ..."))
+                raise ModelError("MW-PIPELINE-022", self._writes(f"{self._layer}.{key}", ".data = ..."))
         for source, state in _generator_states(layer).items():
             if drawn.get(source) != state:
-                raise ModelError(self._draws(source))
+                raise ModelError("MW-PIPELINE-023", self._draws(source))
 
     def has_seen(self, layer: nn.Module) -> bool:
         """Return whether a layer with an equal outline was watched before.
@@ -168,7 +169,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check(tensor)
             self._check_writes(func, args, kwargs)
             if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
-                raise ModelError(self._draws(f"torch's random generator ({name})"))
+                raise ModelError("MW-PIPELINE-024", self._draws(f"torch's random generator ({name})"))
         except ModelError as error:
             self._fault = self._fault or error
             raise
@@ -190,25 +191,30 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             other = foreign.partition(".")[0]
             where = f"which layer {other} holds and it does not" if other != self._layer else "but not as its attribute"
             raise ModelError(
+                "MW-PIPELINE-025",
                 f"{self._where} uses {foreign}, {where} (a closure, a list, a global variable): a stage holds its own "
                 f"layers' parameters and no others. Make the parameter or its module an attribute of the layer"
-                + (f", and declare the tie: model.tied_weights = [({foreign!r}, ...)]" if other != self._layer else "")
+                + (f", and declare the tie: model.tied_weights = [({foreign!r}, ...)]" if other != self._layer else ""),
             )
         if isinstance(tensor, nn.Parameter) and not names:
             if id(tensor) in self._own:
-                raise ModelError(self._writes(f"{self._layer}.{self._own[id(tensor)]}", ".data = ..."))
+                raise ModelError(
+                    "MW-PIPELINE-026", self._writes(f"{self._layer}.{self._own[id(tensor)]}", ".data = ...")
+                )
             raise ModelError(
+                "MW-PIPELINE-027",
                 f"{self._where} uses a parameter of shape {tuple(tensor.shape)} that belongs to no layer (it lies in a "
                 f"list, a dict or a closure): no optimizer would have it. Make it or its module an attribute of the "
-                f"layer; modules in a list belong into an nn.ModuleList"
+                f"layer; modules in a list belong into an nn.ModuleList",
             )
         maker = self._made.get(key)
         if maker not in (None, self._layer) and key not in self._handed and not names and not self._is_ours:
             raise ModelError(
+                "MW-PIPELINE-028",
                 f"{self._where} uses a tensor of shape {tuple(tensor.shape)} of layer {maker} that it was not handed "
                 f"(it lies in a global variable, a list, an attribute): on another stage it would be missing, and with "
                 f"several micro-batches in flight another one's. Let the layers between hand it on, as a tuple or dict "
-                f"of tensors"
+                f"of tensors",
             )
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -222,7 +228,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 names = self._names(tensor) if isinstance(tensor, Tensor) else []
                 written = next((name for name in names if name in self._parameters), None)
                 if written is not None:
-                    raise ModelError(self._writes(written, func._schema.name.removeprefix("aten::")))
+                    raise ModelError("MW-PIPELINE-029", self._writes(written, func._schema.name.removeprefix("aten::")))
 
     def _writes(self, parameter: str, how: str) -> str:
         return (

@@ -126,7 +126,8 @@ def describe_value(value: Any, where: str) -> ValueSpec:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise ModelError(
-                f"{where} hands on a {type(leaf).__name__}: between layers go tensors, or tuples and dicts of tensors"
+                "MW-PIPELINE-030",
+                f"{where} hands on a {type(leaf).__name__}: between layers go tensors, or tuples and dicts of tensors",
             )
     return ValueSpec(tree, tuple(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves))
 
@@ -184,10 +185,10 @@ def describe_boundaries(
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError(_cannot_take(where, previous, shapes, error)) from error
+            raise ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error)) from error
         overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
         if overwritten:
-            raise ModelError(_overwrites(where, shapes_of(overwritten)))
+            raise ModelError("MW-PIPELINE-032", _overwrites(where, shapes_of(overwritten)))
         previous = f"layer {name}"
         if index in last_of_stage:
             specs.append(describe_value(value, previous))
@@ -314,9 +315,10 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
     if not isinstance(found, Tensor) or found.shape != labels.shape:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ModelError(
+            "MW-PIPELINE-033",
             f"model.loss returns {what} for labels of shape {tuple(labels.shape)}: return the loss of each label, of "
             f'the labels\' shape, zero where the label is ignored (reduction="none"); the mean over all micro-batches '
-            f"and replicas is taken here"
+            f"and replicas is taken here",
         )
 
 
@@ -333,9 +335,10 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     if torch.equal(found, torch.zeros_like(found)):
         return
     raise ModelError(
+        "MW-PIPELINE-034",
         f"model.loss gives {float(found[found != 0].flatten()[0]):.6g} for a label of {IGNORED_LABEL}: such a label is "
         f"ignored, it is not counted in the mean, and its loss must be zero. Pass ignore_index={IGNORED_LABEL} to "
-        f"F.cross_entropy, or end with .masked_fill(labels == {IGNORED_LABEL}, 0.0)"
+        f"F.cross_entropy, or end with .masked_fill(labels == {IGNORED_LABEL}, 0.0)",
     )
 
 
@@ -345,7 +348,8 @@ def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
     if not fits:
         found = ", ".join(str(leaf.shape) for leaf in last.leaves)
         raise ModelError(
+            "MW-PIPELINE-035",
             f"{name} is the last and returns {found} for labels of shape {tuple(labels.shape)}: it must return logits "
             f"of shape ({', '.join(map(str, labels.shape))}, classes), one row for each label, or carry a `loss` of "
-            f"its own: (output, labels) -> loss of each label"
+            f"its own: (output, labels) -> loss of each label",
         )

@@ -54,7 +54,7 @@ def find_run(place: Path) -> Path:
     for above in (around, around.parent):  # RUN/checkpoints, RUN/checkpoints/step-00000100
         if (place.name == "checkpoints" or is_checkpoint(place)) and is_run(above):
             return above
-    raise ConfigError(_none(place))
+    raise ConfigError("MW-RUN-008", _none(place))
 
 
 def _none(place: Path) -> str:

@@ -51,9 +51,10 @@ def check_run_files(directory: Path) -> None:
         is_log = name in (METRICS_FILE, AGAIN)
         why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
         if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
-            found.append(f"{directory / name} {why}: move it away, or choose another run.name")
+            problem = f"{directory / name} {why}: move it away, or choose another run.name"
+            found.append(ConfigError("MW-RUN-009", problem))
     if found:
-        raise ConfigError(found)
+        raise ConfigError.join(found)
 
 
 def make_directory(config: RunConfig) -> Path:
@@ -72,7 +73,7 @@ def make_directory(config: RunConfig) -> Path:
         problem = "cannot be written to"
     if problem is not None:
         raise ConfigError(
-            f"the directory of this run, {directory}, {problem}; choose another run.directory or run.name"
+            "MW-RUN-010", f"the directory of this run, {directory}, {problem}; choose another run.directory or run.name"
         )
     check_run_files(directory)
     return directory
@@ -136,7 +137,7 @@ class RunFiles:
                 return _stop(f"{directory} {gone}, and another run's directory is in its place", self._moved_to())
             self._make_again()
         except LockError as error:
-            return _stop(f"the lock of this run was removed while it trained, and {error}")
+            return _stop(f"the lock of this run was removed while it trained, and {error.message}")
         except OSError as error:
             return _stop(f"{directory} is gone and cannot be made again: {error.filename}: {error.strerror}")
         return Recovery(

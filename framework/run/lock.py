@@ -144,7 +144,7 @@ class RunLock:
             else:
                 return True
             if time.monotonic() > began_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
-                raise LockError(_refusal(self.path))
+                raise LockError("MW-RUN-011", _refusal(self.path))
 
     def _close(self) -> None:
         """Close the file, which releases the lock."""
@@ -170,10 +170,10 @@ def lock_directory(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
             try:
                 lock = held.enter_context(RunLock(directory))
             except LockError as error:
-                problem = str(error)
+                problem = error.message
         problem = mesh.world.gather_objects(problem)[0]
         if problem is not None:
-            raise LockError(problem)
+            raise LockError("MW-RUN-012", problem)
         yield lock
 
 
@@ -217,8 +217,9 @@ def _refusal(path: Path) -> str:
 
 def _unusable(path: Path, error: OSError) -> LockError:
     return LockError(
+        "MW-RUN-013",
         f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps two jobs out of one run directory: "
-        f"make the file writable, or choose another run.directory or run.name"
+        f"make the file writable, or choose another run.directory or run.name",
     )
 
 

@@ -87,8 +87,9 @@ class Checkpoints(Observer):
                     saver.finish(retention=False)
         if event.is_stopping:
             raise Preempted(
+                "MW-RUN-014",
                 f"stopped by {self._signals(parts)} after step {parts.state.step} of {parts.config.train.steps}; "
-                f"{self._kept(parts)}, and the same command goes on from there"
+                f"{self._kept(parts)}, and the same command goes on from there",
             )
         if event.is_last:
             with parts.mesh.activity.during("saving a checkpoint"):

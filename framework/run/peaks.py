@@ -73,4 +73,4 @@ def read_peaks(run: Path) -> Peaks | None:
         return None
     except (OSError, ValidationError) as error:
         said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
-        raise DataError(f"{place} is damaged ({said}): the next checkpoint writes it anew") from None
+        raise DataError("MW-RUN-015", f"{place} is damaged ({said}): the next checkpoint writes it anew") from None

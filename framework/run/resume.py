@@ -33,10 +33,10 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
             config = parts.config.model_dump(mode="json")
             found = (None, checkpoints.check_compatible(manifest, config, parts.data_fingerprint, place=str(path)))
         except CheckpointError as error:
-            found = (str(error), [])
+            found = (error.message, [])
     problem, changes = mesh.world.gather_objects(found)[0]
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError("MW-RUN-016", problem)
     with checkpoints.open_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
@@ -74,15 +74,15 @@ def newest_sound(
             checkpoint.verify(slice(mesh.rank, None, mesh.grid.size))
             digest = checkpoint.digest
         except CheckpointError as error:
-            problem, unreadable = str(error), isinstance(error, UnreadableError)
+            problem, unreadable = error.message, isinstance(error, UnreadableError)
         answers: list[tuple[str | None, str, bool]] = mesh.world.gather_objects((problem, digest, unreadable))
         problems = list(dict.fromkeys(text for text, _, _ in answers if text is not None))
         if any(refused for _, _, refused in answers):
-            raise UnreadableError("\n".join(problems))
+            raise UnreadableError("MW-RUN-017", "\n".join(problems))
         if not problems and len({found for _, found, _ in answers}) > 1:
             problems = [f"{path}: not all ranks find the same checkpoint there: is it on a file system that all share?"]
         if problems:
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError("MW-RUN-018", "\n".join(problems))
         return path
 
     mine = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
@@ -95,7 +95,8 @@ def saved_count(manifest: Manifest, name: str, default: int | None = None) -> in
     found = manifest.state.get(name, default)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(
+            "MW-RUN-019",
             f"the manifest of the checkpoint of step {manifest.step} says state.{name} = {found!r}, which must be a "
-            f"whole number from 0 up: it was not written by this project; take another checkpoint"
+            f"whole number from 0 up: it was not written by this project; take another checkpoint",
         )
     return found

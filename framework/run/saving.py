@@ -102,7 +102,7 @@ class Saver:
         begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
         if begun.problem is not None:
             if not begun.may_pass:
-                raise CheckpointError(begun.problem)
+                raise CheckpointError("MW-RUN-020", begun.problem)
             self._tell(head.step, [begun.problem])
             return
         grid = mesh.grid
@@ -174,8 +174,9 @@ class Saver:
                 self.finish()
         if self.saved_step != step:
             raise CheckpointError(
+                "MW-RUN-021",
                 f"the checkpoint of the last step, {step}, could not be written, as was warned of above; the same "
-                f"command goes on from the one before"
+                f"command goes on from the one before",
             )
 
     def recover(self) -> None:
@@ -214,7 +215,7 @@ class Saver:
                 self.finish()
             if self.saved_step == step:
                 saved = f"step {step} is saved in {found.moved_to}, from where the run can go on"
-        raise RunFilesError(f"{found.message}. The run stops after step {step}: {saved}")
+        raise RunFilesError("MW-RUN-022", f"{found.message}. The run stops after step {step}: {saved}")
 
     def _are_files_lost(self) -> bool:
         """Return True if the run's files are lost. Collective; equal on every rank."""
@@ -229,7 +230,7 @@ class Saver:
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
-            return _Begun(attempt, str(error), may_pass=isinstance(error.__cause__, OSError))
+            return _Begun(attempt, error.message, may_pass=isinstance(error.__cause__, OSError))
         except OSError as error:
             return _Begun(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
         return _Begun(attempt)
@@ -256,8 +257,9 @@ class Saver:
                 return bool(failed)
             if stuck_ranks and not to_the_end:
                 raise CheckpointError(
+                    "MW-RUN-023",
                     f"a checkpoint is being written to {self.directory}, and no byte of it has got there for "
-                    f"{limit_s:g} s (launch.timeout_s): see to its file system. The checkpoints before stand"
+                    f"{limit_s:g} s (launch.timeout_s): see to its file system. The checkpoints before stand",
                 )
             if written != before:
                 before, since_s = written, time.monotonic()
@@ -285,11 +287,12 @@ class Saver:
             return
         if not self._has_saved():
             raise CheckpointError(
+                "MW-RUN-024",
                 f"{text}\nthe run ends, whatever checkpoint.on_failure says: it has no checkpoint yet, and every step "
-                f"more would be lost with it. Mend this, and start it again"
+                f"more would be lost with it. Mend this, and start it again",
             )
         if self.parts.config.checkpoint.on_failure == "fail":
-            raise CheckpointError(f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
+            raise CheckpointError("MW-RUN-025", f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
 
     def _has_saved(self) -> bool:
@@ -349,7 +352,9 @@ def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) ->
     try:
         for name, weight in named_weights(blueprint):
             if weight.dtype not in DTYPES:
-                raise CheckpointError(f"tensor {name!r}: dtype {weight.dtype} has no place in a checkpoint")
+                raise CheckpointError(
+                    "MW-RUN-026", f"tensor {name!r}: dtype {weight.dtype} has no place in a checkpoint"
+                )
             key, offset = TensorKind.WEIGHTS.of(name), (0,) * len(weight.shape)
             parts = (
                 (PieceEntry(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
@@ -359,9 +364,13 @@ def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) ->
         manifest = merge(head_of(config, state, data_fingerprint), [report])
         is_same = parse(render(manifest), "manifest.json") == manifest
     except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
-        raise ConfigError(f"no checkpoint of this run could be written and read again:\n  {error}") from error
+        raise ConfigError(
+            "MW-RUN-027", f"no checkpoint of this run could be written and read again:\n  {error}"
+        ) from error
     if not is_same:
-        raise ConfigError("no checkpoint of this run could be read again: its manifest reads back as something else")
+        raise ConfigError(
+            "MW-RUN-028", "no checkpoint of this run could be read again: its manifest reads back as something else"
+        )
 
 
 def shard_name(pp_rank: int, tp_rank: int) -> str:

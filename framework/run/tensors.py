@@ -120,8 +120,9 @@ def _read(checkpoint: CheckpointReader, kind: TensorKind, member: StageParameter
     found = checkpoint.read(kind, member.info, dtype)
     if found is None:
         raise CheckpointError(
+            "MW-RUN-029",
             f"{checkpoint.path} has no {kind} of the parameter {member.info.name}: it was saved by another "
-            f"model, or without its optimizer. Choose another run.name to start anew"
+            f"model, or without its optimizer. Choose another run.name to start anew",
         )
     return found
 

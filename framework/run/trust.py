@@ -51,12 +51,16 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
                 tell(f"--trust-code: {section}.{key} = {path!r} imports {function} {where}")
             continue
         problems.append(
-            f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it runs "
-            f"that code. If you trust it, add --trust-code, or name it yourself: --{section}.{key}={path}. Without "
-            f"that a run or checkpoint may name only meshwright's own models ({', '.join(OWN_BUILDERS)}, hf:DIRECTORY)"
+            ConfigError(
+                "MW-RUN-030",
+                f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it "
+                f"runs that code. If you trust it, add --trust-code, or name it yourself: --{section}.{key}={path}. "
+                f"Without that a run or checkpoint may name only meshwright's own models "
+                f"({', '.join(OWN_BUILDERS)}, hf:DIRECTORY)",
+            )
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError.join(problems)
 
 
 def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:

@@ -251,7 +251,7 @@ def read_schedule(path: str | Path) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ScheduleError(
-            f"{path}: cannot be read ({reason}); pipeline.schedule_file names a schedule as text"
+            "MW-SCHEDULE-001", f"{path}: cannot be read ({reason}); pipeline.schedule_file names a schedule as text"
         ) from None
     return parse_schedule(text, f"{path}, ")
 
@@ -269,8 +269,9 @@ def parse_schedule(text: str, source: str = "") -> Schedule:
         number = headers[-1][0] if headers else lines[0][0] if lines else 1
         what = f"{len(headers)} headers" if len(headers) > 1 else "no header above the first row"
         raise ScheduleError(
+            "MW-SCHEDULE-002",
             f"{source}line {number}: {what}: write one line "
-            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}' above the rows"
+            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}' above the rows",
         )
     ((number, found),) = headers
     assert found is not None
@@ -278,7 +279,7 @@ def parse_schedule(text: str, source: str = "") -> Schedule:
     num_words = sum(len(line.split()) for _, line in rows)
     problem = _header_problem(pp, num_stages, chunks, found["placement"], len(rows), num_words)
     if problem:
-        raise ScheduleError(f"{source}line {number}: {problem}")
+        raise ScheduleError("MW-SCHEDULE-003", f"{source}line {number}: {problem}")
     return Schedule(
         name=found["name"],
         pp=pp,
@@ -318,7 +319,10 @@ def _parse_item(word: str, where: str) -> Item:
         return _parse_action(word, where)
     group = tuple(_parse_action(part, where) for part in word[1:].removesuffix("}").split("+"))
     if not word.endswith("}") or not {action.kind for action in group} <= COMMUNICATION:
-        raise ScheduleError(f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only")
+        raise ScheduleError(
+            "MW-SCHEDULE-004",
+            f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only",
+        )
     return group
 
 
@@ -330,6 +334,7 @@ def _parse_action(word: str, where: str) -> Action:
         if (stage is not None) == (kind in _HAS_STAGE) and (microbatch is not None) == (kind in _HAS_MICROBATCH):
             return Action(kind, stage, microbatch)
     raise ScheduleError(
+        "MW-SCHEDULE-005",
         f"{where} is no action: write <stage><kind><micro-batch> like 2F0 or 1RECV_F1, 2REDUCE, STEP; kinds: "
-        f"{', '.join(Kind)}"
+        f"{', '.join(Kind)}",
     )

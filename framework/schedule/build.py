@@ -131,23 +131,28 @@ def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
     Raises :class:`ScheduleError` for an unknown name, a degree below one, or an interleave that the schedule has not.
     """
     if name not in BUILDERS:
-        raise ScheduleError(f"pipeline.schedule={name!r} is not known: choose one of {', '.join(BUILDERS)}")
+        raise ScheduleError(
+            "MW-SCHEDULE-009", f"pipeline.schedule={name!r} is not known: choose one of {', '.join(BUILDERS)}"
+        )
     if pp < 1 or chunks < 1 or interleave < 1:
         raise ScheduleError(
+            "MW-SCHEDULE-010",
             f"pp={pp}, chunks={chunks}, interleave={interleave}: a step needs at least one pipeline rank, one "
-            f"micro-batch and one stage per rank"
+            f"micro-batch and one stage per rank",
         )
     if pp * chunks * interleave > MAX_FORWARDS:
         raise ScheduleError(
+            "MW-SCHEDULE-011",
             f"pp={pp} x chunks={chunks} x interleave={interleave} = {pp * chunks * interleave:,} forwards in a step, "
-            f"and at most {MAX_FORWARDS:,} are scheduled: lower batch.chunks, parallel.pp or pipeline.interleave"
+            f"and at most {MAX_FORWARDS:,} are scheduled: lower batch.chunks, parallel.pp or pipeline.interleave",
         )
     possible = {each: INTERLEAVES.get(each, range(1, 2)) for each in BUILDERS}
     if interleave not in possible[name]:
         first, has_one = possible[name][0], len(possible[name]) == 1
         raise ScheduleError(
+            "MW-SCHEDULE-012",
             f"pipeline.interleave={interleave}: {name} has {first}{'' if has_one else ' or more'} stages on each rank: "
             f"set pipeline.interleave={first}, or choose a schedule that can have {interleave}: "
-            f"{', '.join(each for each in BUILDERS if interleave in possible[each])}"
+            f"{', '.join(each for each in BUILDERS if interleave in possible[each])}",
         )
     return BUILDERS[name](pp, chunks, interleave)

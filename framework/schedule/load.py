@@ -26,13 +26,14 @@ def draw_schedule(config: RunConfig) -> Schedule:
         schedule = _from_file(Path(pipeline.schedule_file), pp, chunks)
     if schedule.splits_backward and config.train.compile:
         raise ConfigError(
+            "MW-SCHEDULE-013",
             f"the schedule {schedule.name} with train.compile: a compiled backward comes as one piece, and this "
-            f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or leave compile off"
+            f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or leave compile off",
         )
     problems = check(schedule)
     if problems:
         where = f"{pipeline.schedule_file}, with its messages placed: " if pipeline.schedule_file is not None else ""
-        raise ScheduleError(f"{where}{report(schedule, problems)}")
+        raise ScheduleError("MW-SCHEDULE-014", f"{where}{report(schedule, problems)}")
     return schedule
 
 
@@ -40,7 +41,8 @@ def _from_file(path: Path, pp: int, chunks: int) -> Schedule:
     schedule = read_schedule(path)
     if (schedule.pp, schedule.chunks) != (pp, chunks):
         raise ScheduleError(
+            "MW-SCHEDULE-015",
             f"{path} is for pp={schedule.pp} and chunks={schedule.chunks}, but parallel.pp = {pp} and batch.chunks = "
-            f"{chunks}: change the one or the other"
+            f"{chunks}: change the one or the other",
         )
     return schedule if schedule.is_lowered else lower(schedule)

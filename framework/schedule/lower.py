@@ -44,8 +44,9 @@ def lower(schedule: Schedule) -> Schedule:
         for position, action in schedule.actions(pp_rank):
             if action.kind not in COMPUTE:
                 raise ScheduleError(
+                    "MW-SCHEDULE-016",
                     f"{schedule.name}: row {pp_rank}, position {position} holds {action}: this schedule has been "
-                    f"lowered already; lower the one that build() gives"
+                    f"lowered already; lower the one that build() gives",
                 )
     rows = _with_messages(schedule, _in_time(schedule))
     return replace(

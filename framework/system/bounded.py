@@ -161,9 +161,11 @@ def read_json(path: Path, kind: type[UserError], limit_bytes: int = MAX_FILE_BYT
     try:
         return parse_json(read_bytes(path, limit_bytes))
     except OSError as error:
-        raise kind(f"{path}: cannot be read ({error.strerror or error}){advice and f'; {advice}'}") from None
+        raise kind(
+            "MW-SYSTEM-001", f"{path}: cannot be read ({error.strerror or error}){advice and f'; {advice}'}"
+        ) from None
     except ValueError as error:
-        raise kind(f"{path}: not valid JSON: {error}{advice and f'; {advice}'}") from None
+        raise kind("MW-SYSTEM-002", f"{path}: not valid JSON: {error}{advice and f'; {advice}'}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

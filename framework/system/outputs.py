@@ -23,12 +23,16 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
     if out.exists() and out.is_dir() != folder:
         there, wanted = ("a file", "folder") if folder else ("a folder", "file")
         near = out.with_name(f"{out.stem}-{example}") if folder else out / example
-        raise ConfigError(f"--out {out}: there is {there} of that name; name a {wanted}, such as {near}")
+        raise ConfigError(
+            "MW-SYSTEM-003", f"--out {out}: there is {there} of that name; name a {wanted}, such as {near}"
+        )
     below = next((each for each in (out, *out.absolute().parents) if each.exists()), Path("/"))
     if below != out and not below.is_dir():
-        raise ConfigError(f"--out {out}: {below} is a file, and nothing can lie below it: choose another place")
+        raise ConfigError(
+            "MW-SYSTEM-004", f"--out {out}: {below} is a file, and nothing can lie below it: choose another place"
+        )
     if not os.access(below, os.W_OK):
-        raise ConfigError(f"--out {out}: {below} is not ours to write: choose another place")
+        raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} is not ours to write: choose another place")
 
 
 @contextmanager
@@ -53,7 +57,9 @@ def writing(out: Path) -> Iterator[Path]:
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+        raise ConfigError(
+            "MW-SYSTEM-006", f"--out {out}: cannot be written ({error.strerror}): choose another place"
+        ) from error
 
 
 def write_out(out: Path, text: str) -> None:

@@ -71,8 +71,9 @@ def check_sequence_length(length: int, tp: int, name: str | None = None) -> None
     if name is not None:
         what, use = f"the length of {name}, {length},", f"make it {nearest}, use another parallel.tp"
     raise ModelError(
+        "MW-TP-001",
         f"parallel.sequence cuts the sequence into parallel.tp = {tp} equal parts, and {what} is not divisible by "
-        f"{tp}: {use}, or parallel.sequence = false"
+        f"{tp}: {use}, or parallel.sequence = false",
     )
 
 
@@ -97,7 +98,7 @@ def check_plan(
         problems += _missing(placements, tp, sequence)
         problems += _uneven_ties(placements, tied)
     if problems:
-        raise ModelError("\n".join(problems))
+        raise ModelError("MW-TP-002", "\n".join(problems))
     return placements
 
 

@@ -194,13 +194,18 @@ def _check_place(source: Path, out: Path) -> None:
     run, target = real_path(source).parent.parent, real_path(out)
     if target == run:
         raise CheckpointError(
+            "MW-RESHARD-001",
             f"--out {out} is the run that the checkpoint is of: a published checkpoint is never written into; name "
-            f"another directory"
+            f"another directory",
         )
     if target.is_relative_to(real_path(source).parent):
-        raise CheckpointError(f"--out {out} lies among the checkpoints of {run}: name a directory of its own")
+        raise CheckpointError(
+            "MW-RESHARD-002", f"--out {out} lies among the checkpoints of {run}: name a directory of its own"
+        )
     if out.exists() and not out.is_dir():
-        raise CheckpointError(f"--out {out} is a file: name a directory, new or of a run of the same configuration")
+        raise CheckpointError(
+            "MW-RESHARD-003", f"--out {out} is a file: name a directory, new or of a run of the same configuration"
+        )
 
 
 def _sound(source: Path) -> CheckpointReader:
@@ -210,7 +215,8 @@ def _sound(source: Path) -> CheckpointReader:
         checkpoint.verify()
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}\nnothing is written; choose another checkpoint (--step), or restore the file from a copy"
+            "MW-RESHARD-004",
+            f"{error.message}\nnothing is written; choose another checkpoint (--step), or restore the file from a copy",
         ) from None
     return checkpoint
 
@@ -223,8 +229,9 @@ def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place:
     refused = sorted(".".join(path) for path in changed if path[0] not in MAY_CHANGE or path == ("run", "seed"))
     if refused:
         raise ConfigError(
+            "MW-RESHARD-005",
             f"{', '.join(refused)}: a checkpoint is rewritten on another layout, and the run stays what it is; only "
-            f"parallel.*, pipeline.*, run.name and run.directory may be changed. `meshwright train` takes the others"
+            f"parallel.*, pipeline.*, run.name and run.directory may be changed. `meshwright train` takes the others",
         )
     check_trusted(before, place, overrides, trust_code=trust_code)
     tree = before.model_dump(mode="json")
@@ -244,7 +251,8 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
         except CheckpointError:
             continue  # `begin` moves a damaged one aside, with a message
         raise CheckpointError(
-            f"{candidate.path} exists and is sound: a checkpoint is never written into; name another --out"
+            "MW-RESHARD-006",
+            f"{candidate.path} exists and is sound: a checkpoint is never written into; name another --out",
         )
     resolved = out / "resolved.json"
     if not resolved.is_file():
@@ -252,7 +260,8 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
     other = read_resolved(resolved)
     if other.model_copy(update={"run": config.run.model_copy(update={"seed": other.run.seed})}) != config:
         raise CheckpointError(
-            f"--out {out} is the directory of a run of another configuration ({resolved}): name another"
+            "MW-RESHARD-007",
+            f"--out {out} is the directory of a run of another configuration ({resolved}): name another",
         )
 
 
@@ -269,7 +278,8 @@ def _check_names(checkpoint: CheckpointReader, blueprint: Blueprint, is_fresh: b
     problems = [f"{name} is in the model and not in the checkpoint" for name in sorted(found - there)]
     problems += [f"{name} is in the checkpoint and not in the model" for name in sorted(there - found)]
     raise CheckpointError(
+        "MW-RESHARD-008",
         f"{checkpoint.path} is not of the model that {blueprint.config.model.builder} builds: {problems[0]}"
         + (f", and {len(problems) - 1} more" if problems[1:] else "")
-        + "; use the code that it was trained with"
+        + "; use the code that it was trained with",
     )

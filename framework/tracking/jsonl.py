@@ -41,11 +41,13 @@ def read_records(path: Path) -> Iterator[StepRecord]:
     try:
         file = open_regular(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Name the metrics.jsonl of a run.") from error
+        raise DataError(
+            "MW-TRACKING-001", f"{path}: cannot be read ({error.strerror}). Name the metrics.jsonl of a run."
+        ) from error
     with file:
         for number, line in _lines(path, file):
             if torn is not None:
-                raise DataError(f"{path}:{torn[0]}: {torn[1]}. Remove this line to read the others.")
+                raise DataError("MW-TRACKING-002", f"{path}:{torn[0]}: {torn[1]}. Remove this line to read the others.")
             try:
                 record = from_json(line.decode(errors="replace"))
             except ValueError as error:
@@ -58,7 +60,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     try:
         yield from lines(file, MIB)
     except ValueError as error:
-        raise DataError(f"{path}: {error}. Remove this line to read the others.") from None
+        raise DataError("MW-TRACKING-003", f"{path}: {error}. Remove this line to read the others.") from None
 
 
 def drop_records_after(path: Path, step: int) -> None:

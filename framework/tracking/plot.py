@@ -43,10 +43,12 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter
     except ImportError as error:
-        raise UserError("matplotlib is not installed, so no loss curve is drawn: pip install matplotlib") from error
+        raise UserError(
+            "MW-TRACKING-004", "matplotlib is not installed, so no loss curve is drawn: pip install matplotlib"
+        ) from error
     records = list(read_records(metrics_jsonl))
     if not records:
-        raise DataError(f"{metrics_jsonl}: no records yet. Draw it when the run has made a step.")
+        raise DataError("MW-TRACKING-005", f"{metrics_jsonl}: no records yet. Draw it when the run has made a step.")
 
     figure = Figure(figsize=(12, 8), dpi=100, facecolor="white", layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]

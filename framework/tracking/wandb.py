@@ -175,7 +175,9 @@ class WandbSink:
             self.mode = WandbMode.OFFLINE
             failure = self._start(self.mode)
         if failure:
-            raise UserError(f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.')
+            raise UserError(
+                "MW-TRACKING-006", f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.'
+            )
 
     def write(self, record: StepRecord) -> None:
         """Send the record to the child; blocks while the pipe is full. Raises UserError if the child has died."""
@@ -185,7 +187,7 @@ class WandbSink:
             self._send({"step": record.step, "metrics": metrics(record)})
         except BrokenPipeError as error:
             raise UserError(
-                f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb"
+                "MW-TRACKING-007", f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb"
             ) from error
 
     def close(self, failed: bool = False) -> None:

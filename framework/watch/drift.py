@@ -143,7 +143,7 @@ def check_drift(parts: Parts) -> None:
     apart = differs.any().long()
     mesh.world.all_reduce(apart, "max").wait()
     if apart.item():
-        raise DriftError(_message(parts, differs.tolist()))
+        raise DriftError("MW-WATCH-001", _message(parts, differs.tolist()))
 
 
 def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:

@@ -35,7 +35,7 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
     ahead = {node: clock_s for node, (_, clock_s) in zip(mesh.nodes, everyone, strict=True)}
     problems += [wrong.text for wrong in wrong_clocks(ahead, MOST_CLOCK_S)]
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("MW-WATCH-007", "; ".join(problems))
 
 
 def sees_directory(mesh: Mesh, directory: Path) -> bool:

@@ -131,8 +131,9 @@ def newest(run_directory: Path) -> Path:
     found = [path for path in traces.glob("*.json") if FILE_NAME.fullmatch(path.name) and path.is_file()]
     if not found:
         raise DataError(
+            "MW-WATCH-009",
             f"{run_directory} has no trace (traces/step-*.json): give the directory of a run that has taken the step "
-            f"that tracking.trace_step says (0 traces none), or the configuration of one to draw its schedule"
+            f"that tracking.trace_step says (0 traces none), or the configuration of one to draw its schedule",
         )
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
@@ -147,16 +148,18 @@ def read(path: Path) -> Measured:
         trace = Trace.model_validate_json(read_bytes(path))
         schedule = parse_schedule(trace.schedule)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError("MW-WATCH-010", f"{path}: cannot be read ({error.strerror})") from error
     except (ValidationError, ScheduleError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         where = ".".join(map(str, first["loc"])) if first else "schedule"
         why = f"{where or 'the file'}: {first['msg'] if first else error}"
-        raise DataError(f"{path} is no trace of a step: {why}. Train again, or draw another trace") from None
+        raise DataError(
+            "MW-WATCH-011", f"{path} is no trace of a step: {why}. Train again, or draw another trace"
+        ) from None
     known = {(rank, str(action)): action for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
     problem = _contradiction(trace, schedule, known)
     if problem is not None:
-        raise DataError(f"{path} is no trace of a step: {problem}. Train again, or draw another trace")
+        raise DataError("MW-WATCH-012", f"{path} is no trace of a step: {problem}. Train again, or draw another trace")
     spans = tuple(Span(rank, known[rank, action], start, end) for rank, action, start, end in trace.spans)
     readings = tuple(Reading(*each) for each in trace.data)
     return Measured(trace, schedule, Timeline(name_of(schedule), spans), readings)

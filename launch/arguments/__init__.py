@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from meshwright.launch.arguments import files, inspection, planning, training
+from meshwright.launch.arguments.common import CommandParser
 from meshwright.system.versions import own_version
 
 COMMANDS = (
@@ -34,7 +35,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all commands, each with an example."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="meshwright",
         description="3D-parallel training of transformers: one model, any layout, the same numbers.",
         epilog="`meshwright COMMAND --help` tells more of each, with an example; docs/tasks has a page for each task.",

@@ -7,7 +7,9 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
+
+from meshwright.errors import UserError
 
 WIDTH = 100
 Number = TypeVar("Number", int, float)
@@ -15,6 +17,14 @@ Number = TypeVar("Number", int, float)
 Command = Callable[[argparse.Namespace, list[str]], int]
 Added: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Group of subparsers to which a command is added."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser whose errors carry a code, as every error that a user can cause."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and leave with 2."""
+        super().error(str(UserError("MW-LAUNCH-054", message)))
 
 
 def command(

@@ -79,12 +79,12 @@ def raise_in_last(run: RunConfig, give_up: GiveUp) -> None:
 
 def refuse_in_one(run: RunConfig, give_up: GiveUp) -> None:
     if join() == 1:
-        raise DataError("corpus.idx: damaged")
+        raise DataError("MW-TEST-001", "corpus.idx: damaged")
     dist.barrier()
 
 
 def refuse_in_all(run: RunConfig, give_up: GiveUp) -> None:
-    raise DataError("corpus.idx: damaged")
+    raise DataError("MW-TEST-001", "corpus.idx: damaged")
 
 
 def vanish_in_one(run: RunConfig, give_up: GiveUp) -> None:

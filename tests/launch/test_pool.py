@@ -51,7 +51,7 @@ def train(rank: int, world_size: int) -> float:
 def fail_one_after_another(rank: int, world_size: int) -> None:
     """Rank 2 fails; rank 0 fails later, of its own; the others wait for both."""
     if rank == 2:
-        raise MeshError("the cause")
+        raise MeshError("MW-TEST-001", "the cause")
     if rank == 0:
         time.sleep(0.05)
         raise ValueError("an echo")

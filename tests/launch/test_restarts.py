@@ -17,10 +17,10 @@ from meshwright.launch.restarts import GIVEN_UP, LastCheckpoint, find_stop_reaso
     [
         (ArithmeticError("a cosmic ray"), True),
         (SystemExit(2), True),
-        (CommunicationError("rank 0: barrier failed"), True),
-        (DataError("corpus.idx: damaged"), False),
-        (NonFiniteError("the loss is NaN"), False),
-        (Preempted("stopped by SIGTERM"), False),
+        (CommunicationError("MW-TEST-001", "rank 0: barrier failed"), True),
+        (DataError("MW-TEST-001", "corpus.idx: damaged"), False),
+        (NonFiniteError("MW-TEST-001", "the loss is NaN"), False),
+        (Preempted("MW-TEST-001", "stopped by SIGTERM"), False),
         (KeyboardInterrupt(), False),
     ],
 )

@@ -81,8 +81,9 @@ class Encoder:
             tokens, counting = self._document(read.pieces, ids)
             if len(tokens) > _MOST_TOKENS:
                 raise DataError(
+                    "MW-DATA-038",
                     f"{self.files[block.first.file].path}: a document of {len(tokens):,} tokens is more than the index "
-                    f"of a corpus can count ({_MOST_TOKENS:,}): cut it"
+                    f"of a corpus can count ({_MOST_TOKENS:,}): cut it",
                 )
             lengths[number] = len(tokens)
             arrays.append(tokens)
@@ -143,7 +144,7 @@ class Encoder:
                 else lines_of_range(file.path, block.first.position, block.after.position)
             )
         except OSError as error:
-            raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error
+            raise DataError("MW-DATA-039", f"cannot read {file.path}: {error.strerror or error}") from error
         if lines and block.first.position == 0:
             lines[0] = lines[0].removeprefix(_BOM)
         for line in lines:

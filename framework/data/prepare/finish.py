@@ -29,7 +29,9 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: Known, re
     if not state.splits["train"].documents:
         what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
         where = f"{files[0].path}" + (f" and {len(files) - 1:,} other files" if files[1:] else "")
-        raise DataError(f"nothing is left to train on in {where}: {what}. Give more text, or lower the other shares")
+        raise DataError(
+            "MW-DATA-040", f"nothing is left to train on in {where}: {what}. Give more text, or lower the other shares"
+        )
     splits, hashes = {}, {}
     for name in SPLITS:
         prefix = work.corpus / name
@@ -113,28 +115,33 @@ def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | Non
     if not out.exists():
         return None
     if not out.is_dir():
-        raise DataError(f"{out} is a file: name a folder for the corpus")
+        raise DataError("MW-DATA-041", f"{out} is a file: name a folder for the corpus")
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return None
     found = fingerprints.read(out) if (out / fingerprints.FILE_NAME).is_file() else None
     foreign = [name for name in names if found is None or name not in {*found.files, fingerprints.FILE_NAME}]
     if foreign:
-        raise DataError(f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus")
+        raise DataError(
+            "MW-DATA-042",
+            f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus",
+        )
     assert found is not None
     if replace and (found.prepared is None or _request(found.prepared).differences(request)):
         return None
     if found.prepared is None:
         raise DataError(
-            f"{out} holds another corpus ({found.source.description}): name another folder, or --replace it"
+            "MW-DATA-043",
+            f"{out} holds another corpus ({found.source.description}): name another folder, or --replace it",
         )
     changes = _request(found.prepared).differences(request)
     if changes:
         raise DataError(
+            "MW-DATA-044",
             f"{out} was prepared from something else:\n"
             + "\n".join(f"  {change}" for change in changes[:10])
             + ("\n  ..." if len(changes) > 10 else "")
-            + "\nname another folder, or build it anew with --replace"
+            + "\nname another folder, or build it anew with --replace",
         )
     return None if fingerprints.damaged_files(out, found) else found
 

@@ -26,14 +26,15 @@ def files_below(folder: Path) -> list[Path]:
                 found.append(path)
             elif path.is_symlink():
                 raise DataError(
+                    "MW-DATA-045",
                     f"{path} is a link to {path.readlink()}, where no file is: what it was to hold would be missing. "
-                    f"Mend the link or remove it"
+                    f"Mend the link or remove it",
                 )
     return sorted(found)
 
 
 def _refuse(error: OSError) -> None:
-    raise DataError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+    raise DataError("MW-DATA-046", f"cannot read the folder {error.filename}: {error.strerror or error}") from error
 
 
 def _leads_back(folder: Path) -> bool:

@@ -152,7 +152,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             work.close()
     except OSError as error:
         raise DataError(
-            f"cannot write the corpus {out}: {error}. What is done is kept: the same command goes on"
+            "MW-DATA-047", f"cannot write the corpus {out}: {error}. What is done is kept: the same command goes on"
         ) from error
     return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made))
 
@@ -161,8 +161,9 @@ def _check_shares(options: Options) -> None:
     validation, test = options.validation_share, options.test_share
     if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise DataError(
+            "MW-DATA-048",
             f"--validation-share {validation} and --test-share {test} leave nothing to train on: choose shares of at "
-            f"least 0 that add up to less than 1, such as 0.01 and 0.01"
+            f"least 0 that add up to less than 1, such as 0.01 and 0.01",
         )
 
 
@@ -171,8 +172,9 @@ def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str])
     for file in files:
         if file.kind is FileForm.TEXT and form is not Form.TEXT:
             raise DataError(
+                "MW-DATA-049",
                 f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet, with the keys "
-                f"{' and '.join(columns)}"
+                f"{' and '.join(columns)}",
             )
         if file.kind is FileForm.ROWS:
             readers.open_parquet(file.path, columns).close()
@@ -200,8 +202,9 @@ def _read_all(
             said = _broken(block, found, files, state.line)
             if said and not options.skip_broken:
                 raise DataError(
+                    "MW-DATA-050",
                     f"{said[0]}. Mend it, or leave such records out with --skip-broken, which lists them"
-                    + (f" ({len(said)} in this block)" if len(said) > 1 else "")
+                    + (f" ({len(said)} in this block)" if len(said) > 1 else ""),
                 )
             is_whole = False
             _accept(block, found, said, work, options)
@@ -217,7 +220,9 @@ def _read_all(
             work.commit(place)
     changed = next((file for file in files if readers.changed(file)), None)
     if changed is not None:
-        raise DataError(f"{changed.path} was written to while it was being read: begin anew with --replace")
+        raise DataError(
+            "MW-DATA-051", f"{changed.path} was written to while it was being read: begin anew with --replace"
+        )
 
 
 def _progress(work: WorkFolder, total_bytes: int) -> Progress:

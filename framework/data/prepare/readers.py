@@ -92,16 +92,18 @@ def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | N
             fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
             if not fitting:
                 what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
-                raise DataError(f"{source}: {what}: name another folder or pattern")
+                raise DataError("MW-DATA-052", f"{source}: {what}: name another folder or pattern")
             found += [_input_file(path, in_folder=True) for path in fitting]
         elif source.is_file():
             found.append(_input_file(source))
         else:
-            raise DataError(f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders")
+            raise DataError(
+                "MW-DATA-053", f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders"
+            )
     seen = Counter(real_path(file.path) for file in found)
     twice, times = next(iter(seen.most_common(1)))
     if times > 1:
-        raise DataError(f"{twice} is given {times} times: its documents would be there as often. Once")
+        raise DataError("MW-DATA-054", f"{twice} is given {times} times: its documents would be there as often. Once")
     return found
 
 
@@ -118,14 +120,15 @@ def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
         kind = "text"
     if kind == "json":
         raise DataError(
-            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]' a.json > a.jsonl`)"
+            "MW-DATA-055",
+            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]' a.json > a.jsonl`)",
         )
     if kind == "rows" and path != inner:
-        raise DataError(f"{path}: parquet has its own compression, and is not read from .gz: gunzip it")
+        raise DataError("MW-DATA-056", f"{path}: parquet has its own compression, and is not read from .gz: gunzip it")
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError("MW-DATA-057", f"cannot read {path}: {error.strerror or error}") from error
     return InputFile(path, FileForm(kind), stat.st_size, stat.st_mtime_ns)
 
 
@@ -190,17 +193,20 @@ def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int)
                 at, told = at + len(content), now
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): copy it again from where it is whole"
+            "MW-DATA-058",
+            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): copy it again from where it is whole",
         ) from error
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error
+        raise DataError("MW-DATA-059", f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
     """Read up to the next line feed, and no more than a line may have. Raises DataError."""
     rest = stream.readline(MAX_LINE_BYTES + 1)
     if len(rest) > MAX_LINE_BYTES:
-        raise DataError(f"{place} is longer than the {MAX_LINE_BYTES:,} bytes that a line may have: split it")
+        raise DataError(
+            "MW-DATA-060", f"{place} is longer than the {MAX_LINE_BYTES:,} bytes that a line may have: split it"
+        )
     return rest
 
 
@@ -232,7 +238,7 @@ def _row_blocks(
                     told = now
                     row += len(part)
     except (OSError, ValueError, _arrow_error()) as error:
-        raise DataError(f"{file.path} is damaged after row {row:,}: {error}. Copy it again") from error
+        raise DataError("MW-DATA-061", f"{file.path} is damaged after row {row:,}: {error}. Copy it again") from error
     finally:
         table.close()
 
@@ -256,18 +262,24 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading parquet needs pyarrow: pip install 'meshwright[parquet]'") from error
+        raise DataError(
+            "MW-DATA-062", f"{path}: reading parquet needs pyarrow: pip install 'meshwright[parquet]'"
+        ) from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError, _arrow_error()) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        raise DataError("MW-DATA-063", f"{path} cannot be read as parquet: {error}") from error
     there = table.schema_arrow.names
     wrong = next((name for name in columns if there.count(name) != 1), None)
     if wrong is not None:
         table.close()
         if wrong in there:
-            raise DataError(f"{path} has {there.count(wrong)} columns {wrong!r}: write it again with one")
-        raise DataError(f"{path} has no column {wrong!r}, only {', '.join(there)}: say which with --text-key")
+            raise DataError(
+                "MW-DATA-064", f"{path} has {there.count(wrong)} columns {wrong!r}: write it again with one"
+            )
+        raise DataError(
+            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(there)}: say which with --text-key"
+        )
     return table
 
 
@@ -310,9 +322,14 @@ def text_of(file: InputFile) -> bytes:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
             content = stream.read(MAX_DOCUMENT_BYTES + 1)
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DataError(f"{file.path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, the most of one document")
+            raise DataError(
+                "MW-DATA-066",
+                f"{file.path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, the most of one document",
+            )
         return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{file.path} is damaged ({error}): copy it again from where it is whole") from error
+        raise DataError(
+            "MW-DATA-067", f"{file.path} is damaged ({error}): copy it again from where it is whole"
+        ) from error
     except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror or error}") from error
+        raise DataError("MW-DATA-068", f"cannot read {file.path}: {error.strerror or error}") from error

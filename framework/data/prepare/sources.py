@@ -31,7 +31,8 @@ class Document(NamedTuple):
         raw = _read_bytes(self.path)
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
-                f"{self.path} changed while the corpus was being prepared: run it again when nobody writes there"
+                "MW-DATA-069",
+                f"{self.path} changed while the corpus was being prepared: run it again when nobody writes there",
             )
         return raw.decode("utf-8")
 
@@ -74,8 +75,9 @@ def stdlib() -> DocumentSource:
     documents = _documents(found, root, skip_other_encodings=True)
     if not documents:
         raise DataError(
+            "MW-DATA-070",
             f"no Python source of the standard library under {root}: this Python was installed without it; "
-            f"prepare a corpus from text files of your own instead"
+            f"prepare a corpus from text files of your own instead",
         )
     return DocumentSource(documents, f"Python {platform.python_version()} standard library, .py files without tests")
 
@@ -93,21 +95,25 @@ def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
         elif path.is_file():
             found.add(path)
         else:
-            raise DataError(f"there is no file or folder {path} to prepare a corpus from")
+            raise DataError("MW-DATA-071", f"there is no file or folder {path} to prepare a corpus from")
     resolved = {real_path(path) for path in found}
     if not resolved:
         raise DataError(
-            f"no files to prepare a corpus from in {', '.join(map(str, paths)) or 'an empty list of paths'}"
+            "MW-DATA-072",
+            f"no files to prepare a corpus from in {', '.join(map(str, paths)) or 'an empty list of paths'}",
         )
     base = real_path(root) if root else Path(os.path.commonpath([str(path.parent) for path in resolved]))
     outside = [path for path in resolved if not path.is_relative_to(base)]
     if outside:
         raise DataError(
-            f"{outside[0]} is not below the root {base}: names are relative to it, choose a folder above both"
+            "MW-DATA-073",
+            f"{outside[0]} is not below the root {base}: names are relative to it, choose a folder above both",
         )
     documents = _documents(resolved, base, skip_other_encodings=False)
     if not documents:
-        raise DataError(f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})")
+        raise DataError(
+            "MW-DATA-074", f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})"
+        )
     return DocumentSource(documents, f"{len(documents)} text files")
 
 
@@ -115,14 +121,16 @@ def split(source: DocumentSource, validation_share: float) -> Splits:
     """Split the documents by the hash of their names. A share above 0 gives at least one to validation."""
     if not 0.0 <= validation_share < 1.0:
         raise DataError(
-            f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05"
+            "MW-DATA-075",
+            f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05",
         )
     if validation_share == 0.0:
         return Splits(source.documents, ())
     if len(source.documents) < 2:
         raise DataError(
+            "MW-DATA-076",
             f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
-            f"more files, or validation_share=0 for no validation corpus"
+            f"more files, or validation_share=0 for no validation corpus",
         )
     by_place = sorted(source.documents, key=lambda document: (document.place(), document.name))
     num_validation = sum(document.place() < validation_share for document in by_place)
@@ -151,7 +159,8 @@ def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool)
             if skip_other_encodings:
                 continue
             raise DataError(
-                f"{path} is not utf-8 (byte {error.object[error.start]:#04x} at {error.start}): convert or omit it"
+                "MW-DATA-077",
+                f"{path} is not utf-8 (byte {error.object[error.start]:#04x} at {error.start}): convert or omit it",
             ) from error
         documents.append(Document(path.relative_to(root).as_posix(), path, sha256(raw).hexdigest(), len(raw)))
     return tuple(sorted(documents))
@@ -161,4 +170,4 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return read_bytes(path, MAX_DOCUMENT_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        raise DataError("MW-DATA-078", f"cannot read {path}: {error.strerror or error}") from error

@@ -125,7 +125,7 @@ def prepare(
     except OSError as error:
         meanwhile = _matching(out, wanted, replace=False)  # another process may have published the same corpus first
         if meanwhile is None:
-            raise DataError(f"cannot write the corpus {out}: {error}") from error
+            raise DataError("MW-DATA-079", f"cannot write the corpus {out}: {error}") from error
         return Summary(out, built=False, fingerprint=meanwhile)
     return Summary(out, built=True, fingerprint=built)
 
@@ -181,11 +181,14 @@ def _matching(out: Path, wanted: fingerprints.PreparationRequest, *, replace: bo
     if not out.exists():
         return None
     if not out.is_dir():
-        raise DataError(f"{out} is a file: name a folder for the corpus")
+        raise DataError("MW-DATA-080", f"{out} is a file: name a folder for the corpus")
     names = {path.name for path in out.iterdir()}
     foreign = sorted(names - _own_names())
     if foreign:
-        raise DataError(f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus")
+        raise DataError(
+            "MW-DATA-081",
+            f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus",
+        )
     if not names:
         return None
     try:
@@ -196,8 +199,9 @@ def _matching(out: Path, wanted: fingerprints.PreparationRequest, *, replace: bo
         if replace:
             return None
         raise DataError(
+            "MW-DATA-082",
             f"{out} holds {', '.join(sorted(names)[:3])} without {fingerprints.FILE_NAME}, so it is not ours: "
-            f"name another folder, or allow to replace it (replace=True)"
+            f"name another folder, or allow to replace it (replace=True)",
         )
     if fingerprints.damaged_files(out, found):
         return None
@@ -206,10 +210,11 @@ def _matching(out: Path, wanted: fingerprints.PreparationRequest, *, replace: bo
     if replace:
         return None
     raise DataError(
+        "MW-DATA-083",
         f"{out} holds another corpus: {found.source.description}, vocab_size={found.source.vocab_size}, "
         f"validation_share={found.source.validation_share}, {found.source.documents:,} documents; asked for: "
         f"{wanted.description}, vocab_size={wanted.vocab_size}, validation_share={wanted.validation_share}, "
-        f"{wanted.documents:,} documents. Name another folder, delete this one, or allow to replace it (replace=True)"
+        f"{wanted.documents:,} documents. Name another folder, delete this one, or allow to replace it (replace=True)",
     )
 
 

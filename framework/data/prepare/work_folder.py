@@ -147,7 +147,7 @@ class WorkFolder:
         if begun is not None and known is not None:
             obstacle = self._obstacle(out, begun, request, known, may_skip)
             if obstacle and not replace:
-                raise DataError(obstacle)
+                raise DataError("MW-DATA-084", obstacle)
             known = None if obstacle else known
         if known is None:
             state.unlink(missing_ok=True)
@@ -265,7 +265,7 @@ def _take_lock(path: Path) -> IO[bytes]:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
     except OSError as error:
         lock.close()
-        raise DataError(f"another process is preparing here ({path}): wait for it, or end it") from error
+        raise DataError("MW-DATA-085", f"another process is preparing here ({path}): wait for it, or end it") from error
     return lock
 
 

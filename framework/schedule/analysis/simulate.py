@@ -97,11 +97,13 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
         ScheduleError: the schedule is not lowered (no rank would wait for another), or it hangs.
     """
     if any(not row or row[-1] != Action(Kind.STEP) for row in schedule.rows):
-        raise ScheduleError(f"{schedule.name}: a row does not end with STEP: lower() the schedule, then simulate it")
+        raise ScheduleError(
+            "MW-SCHEDULE-006", f"{schedule.name}: a row does not end with STEP: lower() the schedule, then simulate it"
+        )
     timeline, blocked = play(schedule, costs, channel)
     if blocked:
         where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in blocked)
-        raise ScheduleError(f"{schedule.name} hangs with {channel} sends: {where}. check() says why")
+        raise ScheduleError("MW-SCHEDULE-007", f"{schedule.name} hangs with {channel} sends: {where}. check() says why")
     return timeline
 
 
@@ -149,7 +151,9 @@ def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
             clock = end
         clocks[rank] = clock
     if waiting:
-        raise ScheduleError(f"{schedule.name} hangs: nobody computes what {len(waiting)} ranks wait for; see check()")
+        raise ScheduleError(
+            "MW-SCHEDULE-008", f"{schedule.name} hangs: nobody computes what {len(waiting)} ranks wait for; see check()"
+        )
     return Timeline(schedule.name, tuple(span for row in spans for span in row))
 
 

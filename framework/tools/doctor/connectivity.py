@@ -60,7 +60,7 @@ def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: 
                 return _put_together(store, rank, patience)
         return _put_together(store, rank, patience)
     except RuntimeError as error:
-        raise CommunicationError(f"rank {rank}: the nodes were trying their links: {error}") from None
+        raise CommunicationError("MW-DOCTOR-001", f"rank {rank}: the nodes were trying their links: {error}") from None
 
 
 def _try_others(store: Any, address: str, patience: timedelta) -> None:

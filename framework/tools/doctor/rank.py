@@ -47,7 +47,7 @@ def not_fit(findings: list[Finding]) -> UnfitMachineError:
     nodes = nodes_of(findings)
     exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
     many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
-    return UnfitMachineError(f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
+    return UnfitMachineError("MW-DOCTOR-002", f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
 
 
 def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
@@ -105,7 +105,7 @@ def _meet(grid: Grid, directory: Path) -> Any:
         if rank != 0:
             store.add("heard", 1)
     except MissingRanksError as error:
-        store, findings = None, [Finding(str(error), error.nodes)]
+        store, findings = None, [Finding(error.message, error.nodes)]
         if rank != 0:  # a running rank 0 would have reported before
             raise not_fit(findings) from None
     except CommunicationError:
@@ -144,4 +144,4 @@ def expected_of(cluster: Path) -> float | None:
         rate = found.get("bytes_per_s") if isinstance(found, dict) else None
         return float(rate) if rate is not None else None
     except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{cluster}: cannot be read: {error}") from None
+        raise ConfigError("MW-DOCTOR-003", f"{cluster}: cannot be read: {error}") from None

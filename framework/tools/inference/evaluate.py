@@ -214,8 +214,9 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     source = open_validation(config)
     if source is None:
         raise ConfigError(
+            "MW-INFERENCE-001",
             "the run has no validation set (data.validation): name a prepared corpus with --data, such as the folder "
-            "that `meshwright data` has written"
+            "that `meshwright data` has written",
         )
     _check_tokenizer(config, source)
     return config
@@ -234,8 +235,9 @@ def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
         is_same = beside.is_file() and fingerprint.file_sha256(beside) == made_by
         if not is_same or load(beside).to_str() != load(named).to_str():
             raise DataError(
+                "MW-INFERENCE-002",
                 f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
-                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one"
+                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one",
             )
 
 
@@ -249,16 +251,23 @@ def with_corpus(config: RunConfig, place: Path) -> RunConfig:
         DataError: there is no corpus, or several, or it was made with another tokenizer.
     """
     if config.data.builder is not None:
-        raise ConfigError(f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use")
+        raise ConfigError(
+            "MW-INFERENCE-003",
+            f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use",
+        )
     prefix = place
     if place.is_dir():
         names = sorted(path.stem for path in place.glob("*.idx"))
         if not names:
             raise DataError(
-                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data` makes one"
+                "MW-INFERENCE-004",
+                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data` makes one",
             )
         if "validation" not in names and names[1:]:
-            raise DataError(f"--data {place}: the folder holds {', '.join(names)}: name one, as in {place / names[0]}")
+            raise DataError(
+                "MW-INFERENCE-005",
+                f"--data {place}: the folder holds {', '.join(names)}: name one, as in {place / names[0]}",
+            )
         prefix = place / ("validation" if "validation" in names else names[0])
     tokenizer, own = config.data.tokenizer, prefix.parent / "tokenizer.json"
     if own.is_file() and idx_path(prefix).is_file():
@@ -266,8 +275,9 @@ def with_corpus(config: RunConfig, place: Path) -> RunConfig:
             tokenizer = str(own)
         elif Path(tokenizer).is_file() and load(own).to_str() != load(Path(tokenizer)).to_str():
             raise DataError(
+                "MW-INFERENCE-006",
                 f"--data {place}: its tokens were made with {own}, which is another tokenizer than the run's, "
-                f"{tokenizer}: prepare that text with the run's own"
+                f"{tokenizer}: prepare that text with the run's own",
             )
     data = config.data.model_copy(update={"validation": str(prefix), "tokenizer": tokenizer})
     return config.model_copy(update={"data": data})
@@ -295,8 +305,9 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
         if counted.size and int(counted.max()) >= len(table):
             names = ", ".join(str(each.prefix) for each in corpora)
             raise DataError(
+                "MW-INFERENCE-007",
                 f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
-                f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it"
+                f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it",
             )
         tokens += counted.size
         total += int(table[counted].sum())

@@ -66,12 +66,16 @@ def locate(place: Path, step: int | None) -> ModelLocation:
     if is_checkpoint(place):
         manifest = open_checkpoint(place).manifest
         if step is not None and step != manifest.step:
-            raise CheckpointError(f"{place} is the checkpoint of step {manifest.step}, and --step asks for {step}")
+            raise CheckpointError(
+                "MW-INFERENCE-008", f"{place} is the checkpoint of step {manifest.step}, and --step asks for {step}"
+            )
         return ModelLocation(place, (place,), dict(manifest.config), str(place / "manifest.json"))
     run = find_run(place)
     found = find(run)
     if not found:
-        raise CheckpointError(f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)")
+        raise CheckpointError(
+            "MW-INFERENCE-009", f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)"
+        )
     if step is None:
         saved = read_resolved(run / RESOLVED).model_dump(mode="json")
         return ModelLocation(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
@@ -79,7 +83,7 @@ def locate(place: Path, step: int | None) -> ModelLocation:
         if each.step == step:
             return locate(each.path, step)._replace(run=run)
     steps = ", ".join(str(each.step) for each in reversed(found))
-    raise CheckpointError(f"{run} has no checkpoint of step {step}; it has those of steps {steps}")
+    raise CheckpointError("MW-INFERENCE-010", f"{run} has no checkpoint of step {step}; it has those of steps {steps}")
 
 
 def config_for(
@@ -114,8 +118,9 @@ def config_for(
     if refused:
         others = ", ".join(sorted(".".join(path) for path in may_change))
         raise ConfigError(
+            "MW-INFERENCE-011",
             f"{', '.join(refused)}: {what} takes the run as it is; only parallel.*, pipeline.*, launch.* and {others} "
-            f"may be changed"
+            f"may be changed",
         )
     check_trusted(saved, place.source, overrides, trust_code=trust_code)
     tree = saved.model_dump(mode="json")
@@ -159,8 +164,9 @@ def open_trained(
             }
     except FileNotFoundError as error:
         raise CheckpointError(
+            "MW-INFERENCE-012",
             f"{path} has gone while it was read: the run goes on and keeps only its newest (checkpoint.keep_last); the "
-            f"same command again takes the newest"
+            f"same command again takes the newest",
         ) from error
     executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, on_microbatch=dropout_callback(blueprint))
     return ForwardParts(config, mesh, blueprint, executor), checkpoint

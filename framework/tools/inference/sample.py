@@ -98,11 +98,18 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
     """
     if config.data.builder is not None or config.data.task != "causal":
         what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
-        raise ConfigError(f"the run was trained on {what}: only a model of the next token can continue a text")
+        raise ConfigError(
+            "MW-INFERENCE-013", f"the run was trained on {what}: only a model of the next token can continue a text"
+        )
     if config.data.tokenizer is None:
-        raise ConfigError("data.tokenizer is not set: without it the tokens that the model writes are only numbers")
+        raise ConfigError(
+            "MW-INFERENCE-014",
+            "data.tokenizer is not set: without it the tokens that the model writes are only numbers",
+        )
     if config.parallel.dp != 1:
-        raise ConfigError("parallel.dp has no use here: all prompts go through one replica; leave it out")
+        raise ConfigError(
+            "MW-INFERENCE-015", "parallel.dp has no use here: all prompts go through one replica; leave it out"
+        )
     load(Path(config.data.tokenizer))
     batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
     config = resolve(config.model_copy(update={"batch": batch}), world_size)
@@ -213,7 +220,8 @@ class _LastLogits:
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
         if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
             raise ModelError(
-                "the last layer gives no logits of each token, (batch, sequence, vocabulary): nothing can be written"
+                "MW-INFERENCE-016",
+                "the last layer gives no logits of each token, (batch, sequence, vocabulary): nothing can be written",
             )
         assert self.last is not None
         mine = output[torch.arange(len(labels), device=output.device), self.last].contiguous()  # (B, V) or (B, V/tp)

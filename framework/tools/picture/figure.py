@@ -65,7 +65,9 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("matplotlib is not installed, so no picture is drawn: pip install matplotlib") from error
+        raise UserError(
+            "MW-PICTURE-001", "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
+        ) from error
     shown = [_boxes(panel.timeline) for panel in panels]
     everything = [span for spans in shown for span in spans]
     assert everything, "nothing to draw: no span has a length"

@@ -159,7 +159,7 @@ def choices(
                 sequence = False
                 workbench.split(tp, sequence)
             except UserError:
-                yield Rejection(str(error).splitlines()[0], f"tp {tp}", 1)
+                yield Rejection(error.message.splitlines()[0], f"tp {tp}", 1)
                 continue
         for pp in divisors(size // tp):
             dp = size // tp // pp

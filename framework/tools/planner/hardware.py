@@ -99,8 +99,9 @@ class Hardware(Section):
         if dtype not in self.flops_per_s:
             told = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
+                "MW-PLANNER-001",
                 f'hardware {self.name}: [flops_per_s] has no {dtype}, which train.dtype = "{dtype}" asks for; it has '
-                f"{told}: add the rate, or take --train.dtype={next(iter(self.flops_per_s), 'float32')}"
+                f"{told}: add the rate, or take --train.dtype={next(iter(self.flops_per_s), 'float32')}",
             )
 
 
@@ -137,14 +138,15 @@ def read_hardware(name: str) -> Hardware:
         hint = f"did you mean {close[0]}? " if close else ""
         there = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
         raise ConfigError(
+            "MW-PLANNER-002",
             f"--cluster {name or repr(name)}: {there}; {hint}known are {', '.join(known())}; or name a TOML file, "
-            f"such as `meshwright calibrate --out FILE.toml` writes"
+            f"such as `meshwright calibrate --out FILE.toml` writes",
         )
     try:
         return _parse(read_text(path, MAX_TOML_BYTES), name)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"--cluster {name}: cannot be read ({reason})") from None
+        raise ConfigError("MW-PLANNER-003", f"--cluster {name}: cannot be read ({reason})") from None
 
 
 def _parse(text: str, name: str) -> Hardware:
@@ -152,11 +154,14 @@ def _parse(text: str, name: str) -> Hardware:
         values = parse_toml(text)
         return Hardware.model_validate(values, strict=False)
     except ValidationError as error:
-        raise ConfigError(
-            [f"{name}: {_said(each['loc'], each['type'], each['msg'])}" for each in error.errors()]
+        raise ConfigError.join(
+            [
+                ConfigError("MW-PLANNER-004", f"{name}: {_said(each['loc'], each['type'], each['msg'])}")
+                for each in error.errors()
+            ]
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{name}: not TOML: {error}") from None
+        raise ConfigError("MW-PLANNER-005", f"{name}: not TOML: {error}") from None
 
 
 def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:

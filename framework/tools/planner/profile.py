@@ -250,8 +250,9 @@ def _profile(
         except Exception as error:
             what = f"layer {name} ({type(layer).__name__})" + (", or the loss of what it returns," if ending else "")
             raise ModelError(
+                "MW-PLANNER-006",
                 f"{what} cannot be run without values, on the meta device in the training dtype, to see what it "
-                f"holds: {type(error).__name__}: {error}"
+                f"holds: {type(error).__name__}: {error}",
             ) from error
         forward_peak = tape.peak - base
         after_forward = len(tape.ops)

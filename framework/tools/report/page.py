@@ -195,7 +195,7 @@ def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECO
         try:
             return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
         except UserError as error:
-            said = f"{said} {error}."
+            said = f"{said} {error.message}."
     return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline, TEXT_WIDTH) for panel in panels), said)
 
 

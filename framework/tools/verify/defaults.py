@@ -29,7 +29,7 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
         try:
             draw_blueprint(layout_config(config, layout, global_batch, "float64"))
         except UserError as error:
-            return str(error).splitlines()[0]
+            return error.message.splitlines()[0]
         return None
 
     return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal)

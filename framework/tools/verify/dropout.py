@@ -163,9 +163,10 @@ class KeyedDropout:
             name, call = self._call(module)
             if input.shape[0] != self._samples.shape[0]:
                 raise ModelError(
+                    "MW-VERIFY-001",
                     f"dropout {name} is handed a tensor of shape {tuple(input.shape)} for {self._samples.shape[0]} "
                     f"samples: masks are drawn by sample, so the first dim must be the micro-batch. Move the dropout "
-                    f"to where it is, or transpose around it"
+                    f"to where it is, or transpose around it",
                 )
             if p >= 1.0:
                 return input.mul_(0.0) if inplace else torch.zeros_like(input)

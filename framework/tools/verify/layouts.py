@@ -76,7 +76,7 @@ def parse_layout(text: str) -> Layout:
             key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
             value = int(found[2])
             if (value < 1 and key != "zero") or (key == "zero" and value > 3):
-                raise ConfigError(f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
+                raise ConfigError("MW-VERIFY-002", f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
             layout = layout._replace(recompute=word)
@@ -87,7 +87,7 @@ def parse_layout(text: str) -> Layout:
         elif word in ("sequence", "offload"):
             layout = Layout(**{**layout._asdict(), word: True})
         else:
-            raise ConfigError(f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
+            raise ConfigError("MW-VERIFY-003", f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
     return layout
 
 
@@ -101,12 +101,16 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     replicas = layout.dp * layout.micro_batch_size
     if global_batch % replicas:
         raise ConfigError(
+            "MW-VERIFY-004",
             f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
-            f"{layout.micro_batch_size} x dp {layout.dp}"
+            f"{layout.micro_batch_size} x dp {layout.dp}",
         )
     if layout.shard and layout.dp % layout.shard:
         divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
-        raise ConfigError(f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}")
+        raise ConfigError(
+            "MW-VERIFY-005",
+            f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}",
+        )
     balance = config.pipeline.balance
     pipeline = config.pipeline.model_copy(
         update={
@@ -118,7 +122,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     )
     if layout.schedule == OWN:
         if config.pipeline.schedule_file is None:
-            raise ConfigError(f"layout {layout}: the configuration has no pipeline.schedule_file")
+            raise ConfigError("MW-VERIFY-006", f"layout {layout}: the configuration has no pipeline.schedule_file")
         pipeline = config.pipeline.model_copy(update={"recompute": layout.recompute})
     elif isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
         balance = "time"  # an explicit balance fits one number of stages only; other layouts are cut by time
@@ -179,8 +183,9 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         micro = max(1, global_batch // (dp * chunks))
         if micro * dp * chunks != global_batch:
             raise ConfigError(
+                "MW-VERIFY-007",
                 f"{config.pipeline.schedule_file} is for chunks={chunks}, which with dp {dp} does not divide the "
-                f"{global_batch} samples of a step here: give verify its --layouts"
+                f"{global_batch} samples of a step here: give verify its --layouts",
             )
     return Layout(
         dp,

@@ -54,9 +54,10 @@ def find_coupling(config: RunConfig, source: Source) -> str:
     for first, second in zip(whole, again, strict=True):
         if any(map(_differ, first.leaves, second.leaves)):
             raise ModelError(
+                "MW-VERIFY-008",
                 f"{first.where} gives other numbers when it is given the same samples again: it draws random numbers, "
                 f"or counts or keeps something, outside of parameters and buffers. Use nn.Dropout for noise; keep what "
-                f"changes in a buffer (register_buffer)"
+                f"changes in a buffer (register_buffer)",
             )
     for size in PARTS:
         for start in range(0, SAMPLES, size):

@@ -239,9 +239,10 @@ def _explained(config: RunConfig) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
+            "MW-VERIFY-009",
             f"the plain run of {config.model.builder} failed{error_place(error)}: {type(error).__name__}: {error}. "
             f"verify holds layouts against the model in plain torch: call the builder and train its module in a loop "
-            f"of one sample at a time, until that works"
+            f"of one sample at a time, until that works",
         ) from error
 
 

@@ -90,7 +90,7 @@ def _why_not(config: RunConfig) -> str | None:
     try:
         draw_blueprint(layout_config(config, Layout(), 1, "float64"))
     except UserError as error:
-        return str(error).splitlines()[0]
+        return error.message.splitlines()[0]
     return None
 
 

@@ -71,7 +71,7 @@ def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Calla
     """Return a sampler as in :func:`random_sample` with span corruption, for encoder-decoder models."""
     shape = lengths(sequence_length)
     if vocab_size <= shape.sentinels + 1:
-        raise ConfigError(f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
+        raise ConfigError("MW-VERIFY-010", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
     window = random_sample(seed, vocab_size - shape.sentinels, shape.window)
 
     def sample(index: int) -> tuple[Any, Tensor]:

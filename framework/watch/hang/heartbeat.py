@@ -176,15 +176,17 @@ def read_status(run: Path) -> Status:
         return Status.model_validate_json(read_bytes(path))
     except OSError as error:
         if not run.is_dir():
-            raise DataError(f"{run} is no directory: give that of a run, such as runs/demo") from None
+            raise DataError("MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo") from None
         what = (
             "has no status.json: it has not begun to train" if isinstance(error, FileNotFoundError) else "has one that"
         )
         reason = "" if isinstance(error, FileNotFoundError) else f" cannot be read ({error.strerror})"
-        raise DataError(f"{run} {what}{reason}, or is no directory of a run, such as runs/demo") from None
+        raise DataError(
+            "MW-WATCH-003", f"{run} {what}{reason}, or is no directory of a run, such as runs/demo"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
-            f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
+            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
         ) from None

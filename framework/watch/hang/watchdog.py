@@ -293,7 +293,7 @@ class Watchdog:
         if self._board is not None and alone_for_s is None:
             with contextlib.suppress(Exception):
                 self._board.put(SAID, head)
-        self._give_up(HangError(message))
+        self._give_up(HangError("MW-WATCH-005", message))
 
     def _wait_for_the_report(self) -> None:
         """End this process once the claiming rank has reported; report from this rank if no report appears in time."""
@@ -306,7 +306,7 @@ class Watchdog:
         elif said is not None and not self._ended.is_set():
             if self._mesh.rank == 0:
                 self._write_status(Ended(how="failed", message=said))
-            self._give_up(HangEcho("ended with the run, which hangs; another rank has told why"))
+            self._give_up(HangEcho("MW-WATCH-006", "ended with the run, which hangs; another rank has told why"))
         elif time.monotonic() - self._claimed_s > 2 * self._watched_s + self._gap_s():
             self._report()
 

@@ -183,8 +183,9 @@ def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
     if state.skipped_in_a_row:
         skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
     raise NonFiniteError(
+        "MW-WATCH-008",
         f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, again=True)}\n"
         f"Nothing is saved of it: the same command goes on from the last checkpoint. Lower optimizer.learning_rate, "
         f"set optimizer.clip_norm, or look at these samples"
-        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps')
+        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps'),
     )

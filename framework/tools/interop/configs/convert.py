@@ -47,9 +47,10 @@ def detect_framework(path: Path) -> str:
     """
     if path.suffix == ".py":
         raise ConfigError(
+            "MW-INTEROP-001",
             f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code and cannot be read "
             f"without running it; give a TOML file from before, or write its values by hand into a copy of "
-            f"configs/llama3-8b.toml"
+            f"configs/llama3-8b.toml",
         )
     return SUFFIXES.get(path.suffix, "megatron")
 
@@ -71,7 +72,7 @@ def convert_file(
     framework = framework or detect_framework(path)
     items = _read(path, framework)
     if not items:
-        raise ConfigError(f"{path}: nothing in it that is a key of {NAMES[framework]}")
+        raise ConfigError("MW-INTEROP-002", f"{path}: nothing in it that is a key of {NAMES[framework]}")
     given = read_overrides(overrides).given
     own_model = any(each.path == ("model", "builder") for each in given)
     draft = Draft(items, NAMES[framework], own_model=own_model)
@@ -93,7 +94,9 @@ def _read(path: Path, framework: str) -> dict[str, SourceKey]:
         items = read_toml(path, text)
         sections = {split(key)[0] for key in items}
         if sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
-            raise ConfigError(f"{path}: this is a configuration of meshwright already: nothing to import")
+            raise ConfigError(
+                "MW-INTEROP-003", f"{path}: this is a configuration of meshwright already: nothing to import"
+            )
         return {MOVED.get(key, key): item for key, item in items.items()}
     if framework == "nanotron":
         items = read_yaml(path, text)
@@ -110,4 +113,6 @@ def _check(config: RunConfig, place: str) -> None:
     try:
         resolve(config, default_world_size(config, 0))
     except ConfigError as error:
-        raise ConfigError([f"{place}: {line}" for line in error.problems]) from None
+        raise ConfigError.join(
+            [ConfigError(each.code, f"{place}: {each.message}") for each in error.problems]
+        ) from None

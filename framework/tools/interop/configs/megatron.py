@@ -83,7 +83,9 @@ def _zero(draft: Draft, dp: int | None) -> None:
         fallback = "optim_grads_params" if fsdp == "use-torch-fsdp2" else "no_shard"
         zero = SHARDING.get(strategy or fallback)
         if zero is None:
-            raise ConfigError(f"{draft.place('data-parallel-sharding-strategy')}: one of {', '.join(SHARDING)}")
+            raise ConfigError(
+                "MW-INTEROP-004", f"{draft.place('data-parallel-sharding-strategy')}: one of {', '.join(SHARDING)}"
+            )
         draft.truth("use-distributed-optimizer")
         draft.put("parallel.zero", zero, f"--{fsdp}, {strategy or fallback}")
     elif draft.truth("use-distributed-optimizer"):
@@ -111,8 +113,9 @@ def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
         virtual, rest = divmod(num_layers, pp * per_stage)
         if rest or not virtual:
             raise ConfigError(
+                "MW-INTEROP-005",
                 f"{draft.place('num-layers-per-virtual-pipeline-stage')}: {num_layers} layers over {pp} pipeline ranks "
-                f"are no whole number of such stages"
+                f"are no whole number of such stages",
             )
     if pp > 1 and virtual is not None and virtual > 1:
         draft.put("pipeline.schedule", "interleaved_1f1b")
@@ -192,7 +195,8 @@ def _learning_rate(draft: Draft, samples: int | None) -> float:
         if found is None and by_samples is not None:
             if samples is None:
                 raise ConfigError(
-                    f"{draft.place(f'{name}-samples')}: steps follow from --global-batch-size, which is not given"
+                    "MW-INTEROP-006",
+                    f"{draft.place(f'{name}-samples')}: steps follow from --global-batch-size, which is not given",
                 )
             found = by_samples / samples
         return found
@@ -260,7 +264,10 @@ def _optimizer(draft: Draft, rate: float) -> None:
 def _data(draft: Draft) -> None:
     length = draft.maybe_count("seq-length") or draft.maybe_count("encoder-seq-length")
     if length is None:
-        raise ConfigError("--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it")
+        raise ConfigError(
+            "MW-INTEROP-007",
+            "--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it",
+        )
     draft.put("data.sequence_length", length)
     name = "data-path" if draft.given("data-path") else "train-data-path"
     train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))

@@ -45,7 +45,8 @@ def model(draft: Draft) -> int:
     missing = [f"--{name}" for name in ("num-layers", "hidden-size", "num-attention-heads") if not draft.given(name)]
     if missing:
         raise ConfigError(
-            f"{' and '.join(missing)}: nowhere in the file: it is no list of Megatron-LM's flags, or not all of it"
+            "MW-INTEROP-008",
+            f"{' and '.join(missing)}: nowhere in the file: it is no list of Megatron-LM's flags, or not all of it",
         )
     layers = draft.count("num-layers", 1, most=MOST_LAYERS)
     hidden, heads = draft.count("hidden-size", 1), draft.count("num-attention-heads", 1)
@@ -105,9 +106,10 @@ def _is_llama(draft: Draft) -> bool:
         has = [name for name, there in traits.items() if there]
         lacks = [name for name, there in traits.items() if not there]
         raise ConfigError(
+            "MW-INTEROP-009",
             f"the flags have {', '.join(has)}, but not {', '.join(lacks)}: meshwright.models.llama has all of these "
             f"and meshwright.models.gpt2 none; bring one of your own with --model.builder=module:function and its "
-            f"--model.options.*"
+            f"--model.options.*",
         )
     return rotary
 

@@ -181,7 +181,9 @@ def _layout(draft: Draft, ranks: int | None) -> None:
         draft.put(f"parallel.{axis}", degree)
     made_up = degrees["dp"] * degrees["pp"] * degrees["tp"]
     if ranks is not None and ranks != made_up:
-        raise ConfigError(f"--ranks {ranks}, but the file's dp x pp x tp is {made_up}: leave --ranks out")
+        raise ConfigError(
+            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x tp is {made_up}: leave --ranks out"
+        )
     mode = (draft.text("parallelism.tp_mode", "ALL_REDUCE") or "").upper()
     if degrees["tp"] > 1 and mode == "REDUCE_SCATTER":
         draft.put("parallel.sequence", True)

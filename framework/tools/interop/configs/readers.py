@@ -21,13 +21,15 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path, MIB).decode()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file: name the configuration to be read") from None
+        raise ConfigError(
+            "MW-INTEROP-011", f"{path}: there is no such file: name the configuration to be read"
+        ) from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: this is a folder; name one file in it") from None
+        raise ConfigError("MW-INTEROP-012", f"{path}: this is a folder; name one file in it") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+        raise ConfigError("MW-INTEROP-013", f"{path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError("MW-INTEROP-014", f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -49,7 +51,7 @@ def read_toml(path: Path, text: str) -> dict[str, SourceKey]:
     try:
         document = parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError("MW-INTEROP-015", f"{path}: not valid TOML: {error}") from None
     lines = toml_lines(text)
     return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
 
@@ -71,16 +73,16 @@ def read_yaml(path: Path, text: str) -> dict[str, SourceKey]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{_place(path, mark and mark.line + 1)}: not valid YAML: {said}") from None
+        raise ConfigError("MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {said}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError("MW-INTEROP-017", f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: not a mapping of sections, as nanotron's files are")
+        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, as nanotron's files are")
     try:
         lines = dict(_yaml_lines(root))
         return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
     except RecursionError:
-        raise ConfigError(f"{path}: an alias in it contains itself") from None
+        raise ConfigError("MW-INTEROP-019", f"{path}: an alias in it contains itself") from None
 
 
 def _yaml_lines(node: Any, above: str = "") -> Iterator[tuple[str, int]]:

@@ -157,7 +157,7 @@ class Script:
             token = self.rest.pop(0)
             words += self._expand(token) if token.parts else []
         if not self.rest:
-            raise ConfigError(f"{self.path}:{head.line}: {name}=( is never closed")
+            raise ConfigError("MW-INTEROP-020", f"{self.path}:{head.line}: {name}=( is never closed")
         self.rest.pop(0)
         if not live:
             self.skipped.append(words)
@@ -235,8 +235,9 @@ class Script:
         self._expanded += characters
         if self._expanded > MAX_EXPANDED:
             raise ConfigError(
+                "MW-INTEROP-021",
                 f"{self.path}: what its variables hold comes to more than {MAX_EXPANDED:,} characters: write the flags "
-                f"out, or read a script that is shorter"
+                f"out, or read a script that is shorter",
             )
 
     def _arithmetic(self, text: str, written: str) -> str:
@@ -289,12 +290,13 @@ def read_script(path: Path, text: str) -> dict[str, SourceKey]:
     """
     if len(text) > MAX_SCRIPT_CHARACTERS:
         raise ConfigError(
-            f"{path}: {len(text):,} characters, and at most {MAX_SCRIPT_CHARACTERS:,} are read of a script"
+            "MW-INTEROP-022",
+            f"{path}: {len(text):,} characters, and at most {MAX_SCRIPT_CHARACTERS:,} are read of a script",
         )
     try:
         script = Script(text, path)
     except RecursionError:
-        raise ConfigError(f"{path}: its blocks are nested too deeply to be followed") from None
+        raise ConfigError("MW-INTEROP-023", f"{path}: its blocks are nested too deeply to be followed") from None
     launcher, program, words = _launched(script)
     found: dict[str, SourceKey] = {}
     if program is not None:

@@ -112,7 +112,7 @@ def _closing(text: str, at: int, quote: str, place: str) -> int:
             return end
         else:
             end += 1
-    raise ConfigError(f"{place}: the quote {quote} is never closed")
+    raise ConfigError("MW-INTEROP-024", f"{place}: the quote {quote} is never closed")
 
 
 def _balanced(text: str, at: int, place: str) -> int:
@@ -127,7 +127,7 @@ def _balanced(text: str, at: int, place: str) -> int:
         end += 1
         if depth == 0:
             return end
-    raise ConfigError(f"{place}: ${opening} is never closed")
+    raise ConfigError("MW-INTEROP-025", f"{place}: ${opening} is never closed")
 
 
 def split_words(text: str) -> list[str]:

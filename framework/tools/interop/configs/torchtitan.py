@@ -75,7 +75,9 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     if shards == -1 and ranks is not None:
         shards, rest = divmod(ranks, one)
         if rest or not shards:
-            raise ConfigError(f"--ranks {ranks} is no multiple of {one}, what all other degrees of the file make up")
+            raise ConfigError(
+                "MW-INTEROP-026", f"--ranks {ranks} is no multiple of {one}, what all other degrees of the file make up"
+            )
     for axis, degree in (("tp", tp), ("pp", pp)):
         draft.put(f"parallel.{axis}", degree)
     if tp > 1:
@@ -150,8 +152,9 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
             micro = max(1, local // chunks)
         if local % (chunks or micro):
             raise ConfigError(
+                "MW-INTEROP-027",
                 f"{draft.place('training.local_batch_size')}: {local} samples are no whole number of micro-batches: "
-                f"{f'{chunks} of them' if chunks else f'of {micro} samples each'}"
+                f"{f'{chunks} of them' if chunks else f'of {micro} samples each'}",
             )
     else:
         draft.integer("parallelism.pipeline_parallel_microbatch_size")

@@ -167,8 +167,12 @@ class Draft:
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         if str(self.items[name].value).startswith("$"):
-            return ConfigError(f"{self.place(name)}: the file does not define it: put its value in its place")
-        return ConfigError(f"{self.place(name)}: {self.framework} has {wanted} here; mend it in the file")
+            return ConfigError(
+                "MW-INTEROP-028", f"{self.place(name)}: the file does not define it: put its value in its place"
+            )
+        return ConfigError(
+            "MW-INTEROP-029", f"{self.place(name)}: {self.framework} has {wanted} here; mend it in the file"
+        )
 
     def place(self, name: str) -> str:
         """Return ``file:line: key = value`` for an error message, or a note that a missing key has its default."""
@@ -180,8 +184,9 @@ class Draft:
     def no_such_model(self, name: str, what: str) -> ConfigError:
         """Build the error for a model that meshwright does not have."""
         return ConfigError(
+            "MW-INTEROP-030",
             f"{self.place(name)}: there is no model with {what} here; bring one of your own with "
-            f"--model.builder=module:function and its --model.options.*"
+            f"--model.builder=module:function and its --model.options.*",
         )
 
     @staticmethod

@@ -33,10 +33,13 @@ def check_output_directory(out: Path) -> Path:
     out = real_path(out) if out.name in ("", "..") or out.is_symlink() else out
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise CheckpointError(f"{out} cannot be: {above} is a file. Name a directory that is new, or an empty one")
+        raise CheckpointError(
+            "MW-INTEROP-041", f"{out} cannot be: {above} is a file. Name a directory that is new, or an empty one"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
-            f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new, or an empty one"
+            "MW-INTEROP-042",
+            f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new, or an empty one",
         )
     return out
 
@@ -61,8 +64,9 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent)
         if free.total > 0 and free.free < num_bytes:
             raise CheckpointError(
+                "MW-INTEROP-043",
                 f"{out.parent} has {free.free:,} bytes free, and {num_bytes:,} are to be written: free "
-                f"{num_bytes - free.free:,} bytes there, or name a directory on another disk"
+                f"{num_bytes - free.free:,} bytes there, or name a directory on another disk",
             )
         temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
         temporary.mkdir()

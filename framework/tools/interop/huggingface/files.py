@@ -49,15 +49,19 @@ def read_config(path: Path, said: str = "") -> dict[str, Any]:
     if not path.exists():
         name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
         raise ModelError(
+            "MW-INTEROP-044",
             f"{said}there is no directory {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright "
-            f"opens no network: download it first (hf download {name} --local-dir DIRECTORY), and give that directory"
+            f"opens no network: download it first (hf download {name} --local-dir DIRECTORY), and give that directory",
         )
     if not path.is_dir():
-        raise ModelError(f"{said}{path} is a file: give the directory that it lies in, with its {CONFIG}")
+        raise ModelError(
+            "MW-INTEROP-045", f"{said}{path} is a file: give the directory that it lies in, with its {CONFIG}"
+        )
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
         raise ModelError(
+            "MW-INTEROP-046",
             f"{said}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
-            f"merge_and_unload() and save_pretrained(), and take what that has written"
+            f"merge_and_unload() and save_pretrained(), and take what that has written",
         )
     return read_json(path / CONFIG, f"{said}a directory of a model in Hugging Face's form has one")
 
@@ -65,15 +69,15 @@ def read_config(path: Path, said: str = "") -> dict[str, Any]:
 def read_json(path: Path, why: str) -> dict[str, Any]:
     """Read one JSON object. ``why``: reason in the error message when the file is missing."""
     if not path.is_file():
-        raise ModelError(f"{path} is missing: {why}")
+        raise ModelError("MW-INTEROP-047", f"{path} is missing: {why}")
     try:
         found = parse_json(read_bytes(path))
     except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}; get the file again") from None
+        raise ModelError("MW-INTEROP-048", f"{path}: not valid JSON: {error}; get the file again") from None
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
+        raise ModelError("MW-INTEROP-049", f"{path}: {error.strerror} (errno {error.errno})") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: not a JSON object; get the file again")
+        raise ModelError("MW-INTEROP-050", f"{path}: not a JSON object; get the file again")
     return found
 
 

@@ -48,7 +48,7 @@ class SafetensorsDirectory:
             with safe_open(stored.file, framework="pt", device="cpu") as file:
                 found = file.get_tensor(stored.key)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
+            raise ModelError("MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
         assert isinstance(found, Tensor)
         return found
 
@@ -90,7 +90,9 @@ def open_source(path: Path) -> SafetensorsDirectory | None:
     index = read_json(path / INDEX, "")
     placed = index.get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
-        raise ModelError(f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again')
+        raise ModelError(
+            "MW-INTEROP-083", f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again'
+        )
     problems: list[str] = []
     tensors: dict[str, TensorLocation] = {}
     for file in sorted(set(placed.values())):
@@ -107,7 +109,7 @@ def open_source(path: Path) -> SafetensorsDirectory | None:
         try:
             found = _header(path / file)
         except ModelError as error:
-            problems.append(str(error))
+            problems.append(error.message)
             continue
         problems += [
             f"{path / file}: has no tensor {name}, which {INDEX} has there; get both files again"
@@ -118,7 +120,7 @@ def open_source(path: Path) -> SafetensorsDirectory | None:
             if placed.get(name, file) == file:
                 tensors[name] = stored
     if problems:
-        raise ModelError("\n".join(problems[:20]))
+        raise ModelError("MW-INTEROP-084", "\n".join(problems[:20]))
     return SafetensorsDirectory(path, tensors)
 
 
@@ -127,7 +129,7 @@ def _header(path: Path) -> dict[str, TensorLocation]:
     try:
         path.open("rb").close()  # safetensors reports a file without read permission as missing
     except OSError as error:
-        raise ModelError(f"{path}: {error.strerror} (errno {error.errno})") from None
+        raise ModelError("MW-INTEROP-085", f"{path}: {error.strerror} (errno {error.errno})") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {}
@@ -137,7 +139,8 @@ def _header(path: Path) -> dict[str, TensorLocation]:
             return found
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path}: not a whole safetensors file ({error}): it is cut short or damaged; get it again"
+            "MW-INTEROP-086",
+            f"{path}: not a whole safetensors file ({error}): it is cut short or damaged; get it again",
         ) from error
 
 

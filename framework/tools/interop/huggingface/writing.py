@@ -43,7 +43,7 @@ def dtype_of(word: str | None) -> torch.dtype | None:
     """
     named = {known: dtype for dtype, known in WORDS.items()}
     if word is not None and word not in named:
-        raise ModelError(f"dtype {word!r}: choose of {', '.join(named)}")
+        raise ModelError("MW-INTEROP-087", f"dtype {word!r}: choose of {', '.join(named)}")
     return None if word is None else named[word]
 
 
@@ -146,8 +146,9 @@ def _check_names(checkpoint: CheckpointReader, rules: Sequence[TensorMapping], p
     problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]
     if problems:
         raise CheckpointError(
+            "MW-INTEROP-088",
             f"{checkpoint.path} is not of the model that {place} names: {problems[0]}"
-            + (f", and {len(problems) - 1} more" if problems[1:] else "")
+            + (f", and {len(problems) - 1} more" if problems[1:] else ""),
         )
 
 

@@ -29,7 +29,7 @@ def family_of_type(model_type: Any, place: str) -> Family:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     said = f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
-    raise ModelError(f"{place}: {said}: {known} are")
+    raise ModelError("MW-INTEROP-031", f"{place}: {said}: {known} are")
 
 
 def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,8 +58,9 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
     if not candidates:
         known = ", ".join(dict.fromkeys(family.builder for family in FAMILIES))
         raise ModelError(
+            "MW-INTEROP-032",
             f"model.builder = {builder}: its tensors have no names in transformers; those of {known} have. The "
-            f"checkpoint itself is plain safetensors: docs/checkpoints.md tells how to read it"
+            f"checkpoint itself is plain safetensors: docs/checkpoints.md tells how to read it",
         )
     options = with_defaults(builder, config.model.options)
     candidates.sort(key=lambda family: family.model_type != preferred)
@@ -69,4 +70,6 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         if why is None:
             return family
         reasons.append(f"{family.model_type}: {why}")
-    raise ModelError(f"model.options fit no model of transformers that is known here: {'; '.join(reasons)}")
+    raise ModelError(
+        "MW-INTEROP-033", f"model.options fit no model of transformers that is known here: {'; '.join(reasons)}"
+    )

@@ -128,12 +128,15 @@ def _opened(path: Path) -> SafetensorsDirectory:
         return source
     found = pickled_files(path)
     if not found:
-        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}: the weights are missing; get them too")
+        raise CheckpointError(
+            "MW-INTEROP-034", f"{path} has neither {SINGLE} nor {INDEX}: the weights are missing; get them too"
+        )
     raise CheckpointError(
+        "MW-INTEROP-035",
         f"{path} has its weights in pickled files only ({', '.join(found[:3])}), which can run code when they are "
         f'opened: they are not read. Where you trust them, write them as safetensors first: python -c "from '
         f"transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safe')\" "
-        f"(AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and convert that directory"
+        f"(AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and convert that directory",
     )
 
 
@@ -182,7 +185,9 @@ def _config(
     }
     given = {given.path[:2] for given in read_overrides(overrides).given}
     if ("model", "builder") in given:
-        raise ConfigError(f"model.builder follows from {source.path / CONFIG}, it is {family.builder}: leave it out")
+        raise ConfigError(
+            "MW-INTEROP-036", f"model.builder follows from {source.path / CONFIG}, it is {family.builder}: leave it out"
+        )
     if ("data", "train") in given:
         tree["data"] = {}
     tree["data"] |= {"sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task}
@@ -246,9 +251,10 @@ def _check(
     if problems:
         more = f"\nand {len(problems) - 20} more" if problems[20:] else ""
         raise CheckpointError(
+            "MW-INTEROP-037",
             "\n".join(problems[:20])
             + more
-            + f"\nthe weights and {CONFIG} do not belong together, or a file is missing; nothing is written"
+            + f"\nthe weights and {CONFIG} do not belong together, or a file is missing; nothing is written",
         )
 
 

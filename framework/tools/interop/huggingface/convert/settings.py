@@ -172,7 +172,7 @@ class Settings:
                 "with transformers (model.dequantize(); model.save_pretrained(...))"
             )
         if self.problems:
-            raise ModelError("\n".join(f"{self.place}: {problem}" for problem in self.problems))
+            raise ModelError("MW-INTEROP-038", "\n".join(f"{self.place}: {problem}" for problem in self.problems))
         for name, value in self.fields.items():
             idle = value is None or value is False or value == [] or value == {}
             if name not in self.asked | SILENT and not idle:

@@ -55,15 +55,16 @@ def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
     """
     tokens = load(path).get_vocab(with_added_tokens=True)
     if not tokens:
-        raise DataError(f"{path} has no tokens at all: give the tokenizer of this model")
+        raise DataError("MW-INTEROP-039", f"{path} has no tokens at all: give the tokenizer of this model")
     token, last = max(tokens.items(), key=lambda item: item[1])
     if last >= vocab_size:
         beyond = sum(number >= vocab_size for number in tokens.values())
         raise DataError(
+            "MW-INTEROP-040",
             f"{path} does not fit the model: its token {token!r} is number {last}"
             + (f", one of {beyond} beyond the model" if beyond > 1 else "")
             + f", and {said} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the tokenizer that "
-            f"belongs to the model, or take what was added out of {path.name}"
+            f"belongs to the model, or take what was added out of {path.name}",
         )
     if last + 1 == vocab_size:
         return None

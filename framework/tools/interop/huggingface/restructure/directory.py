@@ -46,21 +46,24 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         own = f", and code of its own ({', '.join(map(str, code))}), which is not run" if code else ""
         close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1)
         raise ModelError(
+            "MW-INTEROP-051",
             f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "
             f"{transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}. Update transformers, "
-            f"or bring the model as code (docs/huggingface-models.md)"
+            f"or bring the model as code (docs/huggingface-models.md)",
         )
     if raw.get("is_encoder_decoder"):
         raise ModelError(
+            "MW-INTEROP-052",
             f"{path / CONFIG}: {kind} is an encoder-decoder; restructured are causal language models, whose plan has "
-            f"one chain of layers. For T5 there is meshwright.models.t5:build"
+            f"one chain of layers. For T5 there is meshwright.models.t5:build",
         )
     if raw.get("quantization_config"):
         quantized = raw["quantization_config"]
         method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
         raise ModelError(
+            "MW-INTEROP-053",
             f"{path / CONFIG}: the weights are quantized ({method}), and training starts from plain ones: take the "
-            f"directory that they were made from, or dequantize them with transformers and save_pretrained"
+            f"directory that they were made from, or dequantize them with transformers and save_pretrained",
         )
     kind_of_config = transformers.CONFIG_MAPPING[kind]
     known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
@@ -68,12 +71,15 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ModelError(f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}")
+        raise ModelError(
+            "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
+        )
     merged = _with_floats(raw) | dict(overrides)
     too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MOST_LAYERS]
     if too_many:
         raise ModelError(
-            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MOST_LAYERS} layers"
+            "MW-INTEROP-055",
+            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MOST_LAYERS} layers",
         )
     layers = merged.get("num_hidden_layers")
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
@@ -83,7 +89,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         config.get_text_config().base_model_pp_plan  # noqa: B018 - raises if a nested part is no configuration
     except Exception as error:
         said = " ".join(str(error).split())
-        raise ModelError(f"{path / CONFIG}: transformers does not take it: {said}") from error
+        raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers does not take it: {said}") from error
     return config
 
 
@@ -127,8 +133,9 @@ def open_weights(path: Path) -> SafetensorsDirectory | None:
     found = [] if source is not None else pickled_files(path)
     if found:
         raise ModelError(
+            "MW-INTEROP-057",
             f"{path}: its weights are pickled ({found[0]}), and a pickle can run code: load it with transformers and "
-            f"save_pretrained, which writes safetensors; or set model.options.weights = false for fresh ones"
+            f"save_pretrained, which writes safetensors; or set model.options.weights = false for fresh ones",
         )
     return source
 
@@ -151,25 +158,29 @@ def check_weights(
     missing = [name for name in shapes if name not in there]
     if missing:
         raise ModelError(
+            "MW-INTEROP-058",
             f"{source.path}: its files have no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); "
             f"they have {', '.join(list(there)[:3])}, ...: download them again, or set model.options.weights "
-            f"= false to begin with fresh ones"
+            f"= false to begin with fresh ones",
         )
     for name, shape in shapes.items():
         if there[name].shape != shape:
             raise ModelError(
+                "MW-INTEROP-059",
                 f"{there[name].file}: {name} has shape {list(there[name].shape)}, and the model "
-                f"{list(shape)}: leave model.options as they are in {CONFIG}, or set model.options.weights = false"
+                f"{list(shape)}: leave model.options as they are in {CONFIG}, or set model.options.weights = false",
             )
         if there[name].dtype not in TAKEN:
             raise ModelError(
+                "MW-INTEROP-060",
                 f"{there[name].file}: {name} is of {there[name].dtype}, and taken are {', '.join(TAKEN)}: load it with "
-                f"transformers in one of these and save_pretrained it, or set model.options.weights = false"
+                f"transformers in one of these and save_pretrained it, or set model.options.weights = false",
             )
     extra = [name for name in there if name not in shapes and name not in set(ignored)]
     if extra and not overridden:
         raise ModelError(
+            "MW-INTEROP-061",
             f"{there[extra[0]].file}: the model has no parameter for {extra[0]} ({len(extra)} such "
             f"tensors): the files are of another model than {CONFIG}, or transformers reads them in a way that is "
-            f"not known here. Load and save_pretrained it with transformers, and take that directory"
+            f"not known here. Load and save_pretrained it with transformers, and take that directory",
         )

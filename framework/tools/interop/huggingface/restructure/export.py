@@ -74,8 +74,9 @@ def export(
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         if not is_of_transformers(config):
             raise ModelError(
+                "MW-INTEROP-062",
                 f"{checkpoint.path} is of {config.model.builder}, and written back here are models that "
-                f'model.builder = "hf:DIRECTORY" built: only they have names in transformers'
+                f'model.builder = "hf:DIRECTORY" built: only they have names in transformers',
             )
         model = build_model(config.model.builder, config.model.options | {"weights": False}, config.run.seed)
         source = Path(config.model.builder.removeprefix(SCHEME)).expanduser()
@@ -99,7 +100,7 @@ def _opened(path: Path) -> CheckpointReader:
         return checkpoint
     found = newest_valid(path)
     if found is None:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory that has one")
+        raise CheckpointError("MW-INTEROP-063", f"{path} is neither a checkpoint nor a run directory that has one")
     return found
 
 

@@ -299,8 +299,9 @@ class PipelineLayer(nn.Module):
             hidden = module(*args, **kwargs)
             if not isinstance(hidden, Tensor):
                 raise ModelError(
+                    "MW-INTEROP-064",
                     f"{name} ({type(module).__name__}) hands on a {type(hidden).__name__}, and what goes on to the "
-                    f"next stage must be one tensor of hidden states"
+                    f"next stage must be one tensor of hidden states",
                 )
         if self.first + len(self.names) == self.frame.num_marks:
             return self.frame.end(hidden, positions, documents)

@@ -77,7 +77,7 @@ def build(
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
     found = open_weights(directory) if weights is not False else None
     if weights and found is None:
-        raise ModelError(f"model.options.weights = true, but {directory} holds no *.safetensors")
+        raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
     rename, layers = _cut(model, place)
     _check_parts(layers, model, place)
@@ -97,7 +97,7 @@ def build(
         groups = [[parameters[name] for name in names] for names in tied]
         apart = [problem for first, *others in groups for problem in found.apart(first, others)]
         if apart:
-            raise ModelError("\n".join(apart))
+            raise ModelError("MW-INTEROP-067", "\n".join(apart))
     every = {_theirs(name, rename): name for name, _ in layers.named_modules() if _is_inside(name, rename)}
     every |= {theirs: name for name, theirs in parameters.items()}
     kinds, problems = kinds_of(model._tp_plan, every)
@@ -127,23 +127,28 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
+            "MW-INTEROP-068",
             f"{place}: transformers has no causal language model of this architecture (AutoModelForCausalLM): only "
-            f"such are restructured; bring another as code, see docs/huggingface-models.md"
+            f"such are restructured; bring another as code, see docs/huggingface-models.md",
         )
     kinds = {str(value.get("rope_type")) for value in _tables(getattr(config, "rope_parameters", None) or {})}
     if kinds & set(CHANGING_ROTARY):
         raise ModelError(
+            "MW-INTEROP-069",
             f"{place}: rope_type = {(kinds & set(CHANGING_ROTARY)).pop()!r} changes the rotary frequencies by the "
             f"longest sequence seen so far, which is another one in each process: train with a rope_parameters of "
-            f"another type (linear, llama3, yarn) in model.options"
+            f"another type (linear, llama3, yarn) in model.options",
         )
     if attention not in (None, "sdpa", "eager"):
-        raise ModelError(f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out')
+        raise ModelError(
+            "MW-INTEROP-070", f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out'
+        )
     if not config.get_text_config().base_model_pp_plan:
         name = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
         raise ModelError(
+            "MW-INTEROP-071",
             f"{place}: {name} declares no plan for a pipeline (base_model_pp_plan), so nothing says where it may be "
-            f"cut: bring it as code, see docs/huggingface-models.md"
+            f"cut: bring it as code, see docs/huggingface-models.md",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -152,7 +157,9 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
                 config, dtype=torch.float32, trust_remote_code=False, **chosen
             )
     except Exception as error:
-        raise ModelError(f"{place}: transformers cannot build it: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            "MW-INTEROP-072", f"{place}: transformers cannot build it: {type(error).__name__}: {error}"
+        ) from error
     model.config.use_cache = False
     return model.train()
 
@@ -181,7 +188,9 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
         try:
             module = model.get_submodule(name)
         except AttributeError as error:
-            raise ModelError(f"{place}: its pipeline plan names {name}, and the model has none") from error
+            raise ModelError(
+                "MW-INTEROP-073", f"{place}: its pipeline plan names {name}, and the model has none"
+            ) from error
         if isinstance(module, nn.ModuleList):
             in_lists |= {f"{name}.{index}" for index in range(len(module))}
             planned |= {f"{name}.{index}": each for index, each in enumerate(module)}
@@ -194,8 +203,9 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
     left = [name for name, _ in model.named_parameters()]
     if left:
         raise ModelError(
+            "MW-INTEROP-074",
             f"{place}: {left[0]} belongs to no module of the pipeline plan ({', '.join(model._pp_plan)}), so nothing "
-            f"says which stage holds it"
+            f"says which stage holds it",
         )
     text = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
     frame = ModelSkeleton(model, play, f"{type(model).__name__} {text}")
@@ -203,12 +213,16 @@ def _cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
         order = frame.find_order()
     except Exception as error:
         raise ModelError(
+            "MW-INTEROP-075",
             f"{place}: what {type(model).__name__} does between its planned modules needs more of them than to be "
-            f"called: {type(error).__name__}: {error}"
+            f"called: {type(error).__name__}: {error}",
         ) from error
     if sorted(order) != sorted(planned):
         again = [name for name in planned if order.count(name) != 1]
-        raise ModelError(f"{place}: its forward calls {again[0]} {order.count(again[0])} times, not once: no pipeline")
+        raise ModelError(
+            "MW-INTEROP-076",
+            f"{place}: its forward calls {again[0]} {order.count(again[0])} times, not once: no pipeline",
+        )
     rename: dict[str, str] = {}
     layers = OrderedDict[str, nn.Module]()
     position = 0
@@ -259,20 +273,24 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ModelError(f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0")
+            raise ModelError(
+                "MW-INTEROP-077", f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0"
+            )
     for name, parameter in layers.named_parameters():
         owner = layers.get_submodule(name.rpartition(".")[0])
         if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd):
             raise ModelError(
+                "MW-INTEROP-078",
                 f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
-                f"experts, which sends each token where its numbers say, is not restructured"
+                f"experts, which sends each token where its numbers say, is not restructured",
             )
     own = {name for name, _ in [*layers.named_parameters(), *model.named_parameters()]}
     kept = [name for part in (layers, model) for name in part.state_dict() if name not in own]
     kept = [name for name in kept if name not in {n for n, _ in layers.named_parameters(remove_duplicate=False)}]
     if kept:
         raise ModelError(
-            f"{place}: {kept[0]} is part of what is saved, and no parameter: such a state is not carried over"
+            "MW-INTEROP-079",
+            f"{place}: {kept[0]} is part of what is saved, and no parameter: such a state is not carried over",
         )
 
 

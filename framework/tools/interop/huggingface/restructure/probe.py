@@ -210,8 +210,9 @@ def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
     keys = [name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0]
     options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
     raise ModelError(
+        "MW-INTEROP-081",
         f"{place}: its code drops {found[0]} by a function, which draws from a generator of the process: no layout "
-        f"could draw the same masks again. Set {options or 'it to 0 in config.json'}"
+        f"could draw the same masks again. Set {options or 'it to 0 in config.json'}",
     )
 
 
