@@ -176,8 +176,8 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     )
 
 
-def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
-    """Return the lines of the error: the layout closest to fitting, and what would work."""
+def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
+    """Return the text of the error: the layout closest to fitting, and what would work."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
@@ -191,7 +191,7 @@ def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: 
             f"{choice}, needs {memory(needed)} of a device or more, and {memory(usable_bytes(hardware))} may be used"
         )
     works = nearest(workbench, hardware, nodes, found)
-    return [said, f"what works: {', or '.join(works)}" if works else "take a smaller model"]
+    return f"{said}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")
 
 
 def calibrate(out: Path, ranks: int) -> None:

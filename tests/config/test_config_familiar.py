@@ -74,8 +74,8 @@ def test_a_familiar_name_says_what_it_is_here(tmp_path: Path, name: str, here: s
     with pytest.raises(ConfigError) as caught:
         load(path, [f"--{name}=1"])
     assert len(caught.value.problems) == 1
-    assert caught.value.problems[0].startswith(f"command line: {name} = 1: there is no ")
-    assert f"; here this is {here}" in caught.value.problems[0]
+    assert caught.value.problems[0].message.startswith(f"command line: {name} = 1: there is no ")
+    assert f"; here this is {here}" in caught.value.problems[0].message
 
     path.write_text(f'{name} = 1\n[data]\ntrain = "x"\n[batch]\nmicro_batch_size = 1\nchunks = 1\n')
     if name.partition(".")[0] not in SECTIONS or "." not in name:

@@ -35,8 +35,8 @@ def problems(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
     assert caught.value.exit_code == 2
-    assert str(caught.value).splitlines() == caught.value.problems
-    return [problem.replace(str(path), "run.toml") for problem in caught.value.problems]
+    assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+    return [problem.message.replace(str(path), "run.toml") for problem in caught.value.problems]
 
 
 def the_problem(path: Path, *overrides: str) -> str:
@@ -384,10 +384,12 @@ def test_a_missing_file_names_the_close_ones(tmp_path: Path) -> None:
     meant = f"{tmp_path}/dmeo.toml: there is no such file; did you mean {tmp_path}/demo.toml?"
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "dmeo.toml")
-    assert caught.value.problems == [meant]
+    assert [problem.message for problem in caught.value.problems] == [meant]
     with pytest.raises(ConfigError, match=r"did you mean .*/demo\.toml\?"):
         load(tmp_path / "demo")
-    with pytest.raises(ConfigError, match=r"xyz: there is no such file; in .* there is demo\.toml, gpt2-124m\.toml$"):
+    with pytest.raises(
+        ConfigError, match=r"xyz: there is no such file; in .* there is demo\.toml, gpt2-124m\.toml \[MW-CONFIG-028\]$"
+    ):
         load(tmp_path / "xyz")
     with pytest.raises(ConfigError, match="there is no such file, nor the folder"):
         load(tmp_path / "nowhere" / "demo.toml")
@@ -396,7 +398,7 @@ def test_a_missing_file_names_the_close_ones(tmp_path: Path) -> None:
 def test_without_a_file_the_command_line_is_still_judged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "x.toml", ["--parallel.tp=many", "--parallel.ttp=1"])
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+    assert [problem.message.partition(":")[0] for problem in caught.value.problems] == [
         f"{tmp_path}/x.toml",
         "command line",
         "command line",

@@ -116,7 +116,7 @@ def test_words_that_cannot_be_used(path: Path, words: list[str], line: str) -> N
     with pytest.raises(ConfigError) as caught:
         load(path, words)
     assert len(caught.value.problems) == 1
-    assert caught.value.problems[0].replace(str(path), "run.toml").startswith(line)
+    assert caught.value.problems[0].message.replace(str(path), "run.toml").startswith(line)
 
 
 KEYS = st.sampled_from(
@@ -137,4 +137,4 @@ def test_any_words_give_a_configuration_or_one_clear_error(path: Path, words: li
     try:
         assert isinstance(load(path, words), RunConfig)
     except ConfigError as error:
-        assert error.problems and all(error.problems)
+        assert error.problems and all(problem.message for problem in error.problems)

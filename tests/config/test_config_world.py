@@ -183,13 +183,16 @@ def test_resolve_touches_nothing_else() -> None:
 def test_a_product_that_is_not_the_world(parallel: dict[str, Any], world_size: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(make(TWO, **parallel), world_size)
-    assert caught.value.problems == [said]
+    assert [problem.message for problem in caught.value.problems] == [said]
 
 
 def test_resolve_tells_of_world_and_batch_together() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(make({"micro_batch_size": 4, "global_batch": 20}, dp=2, pp=2), 6)
-    assert [line.split(" = ")[0] for line in caught.value.problems] == ["dp 2 x pp 2 x tp 1", "batch.global_batch"]
+    assert [problem.message.split(" = ")[0] for problem in caught.value.problems] == [
+        "dp 2 x pp 2 x tp 1",
+        "batch.global_batch",
+    ]
 
 
 def test_resolve_finds_a_batch_that_does_not_fit_the_inferred_dp() -> None:
