@@ -41,8 +41,8 @@ from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import describe_value
-from meshwright.schedule.action import Kind, Schedule
-from meshwright.schedule.analysis.simulate import Costs, Span, Timeline, bubble_share, simulate
+from meshwright.schedule.action import Kind, Schedule, Span
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.schedule.action import Action, Kind, Schedule
-from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, own_bubble_share, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
+from meshwright.schedule.analysis.timeline import own_bubble_share
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 

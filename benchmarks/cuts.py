@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from meshwright.pipeline.partition import partition
 from meshwright.schedule.action import Schedule
-from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.analysis import Costs, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 

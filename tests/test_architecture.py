@@ -73,7 +73,6 @@ DOORS = 4
 MOST_DOORS = {
     "config": 9,
     "mesh": 10,
-    "schedule": 8,
     "tensor_parallel": 5,
     "pipeline": 10,
     "checkpoint": 7,
@@ -99,9 +98,6 @@ LARGE_FILES = {
     "framework/pipeline/standalone.py": 304,
     "framework/pipeline/values.py": 355,
     "framework/run/saving.py": 378,
-    "framework/schedule/action.py": 340,
-    "framework/schedule/analysis/simulate.py": 320,
-    "framework/schedule/check.py": 308,
     "framework/tools/dryrun/agreement.py": 421,
     "framework/tools/dryrun/replay.py": 427,
     "framework/tools/inference/evaluate.py": 349,

@@ -31,8 +31,7 @@ from meshwright.mesh.comm import Group, Handle, Transfer
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import Clock, CudaClock, clock_of
 from meshwright.pipeline.values import TensorSpec
-from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
-from meshwright.schedule.analysis.simulate import Span
+from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, Span, actions_of
 
 
 class Microbatch(NamedTuple):

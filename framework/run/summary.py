@@ -13,8 +13,8 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
 from meshwright.mesh.view import draw
 from meshwright.optimizer.flat import state_bytes
-from meshwright.schedule.analysis.draw import text as schedule_text
-from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, peak_activations, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
+from meshwright.schedule.analysis import text as schedule_text
 
 WIDTH = 100
 

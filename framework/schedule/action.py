@@ -4,23 +4,18 @@
     0F0 0SEND_F0 0F1 {0SEND_F1+0RECV_B0} 0B0 ...       a row per pp_rank; the number before the kind is the stage,
     1RECV_F0 1F0 1B0 {1SEND_B0+1RECV_F1} 1F1 ...       the one after it the micro-batch; braces: posted together
 
-There is no time, buffer, rank or idle in an action. Time is added by the simulator or by a measurement, idle is
-derived, buffers belong to the stage, and the rank is the index of the row.
+An action has no time, buffer or rank. The simulator or a measurement adds time (:class:`Span`), buffers belong to the
+stage, and the rank is the index of the row. :mod:`load` parses the text form.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
-
-from meshwright.errors import ScheduleError
-from meshwright.system.bounded import read_text
 
 
 class Kind(StrEnum):
@@ -64,6 +59,9 @@ _PARTNERS = {
 _RECEIVED_FOR = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}
 _SENT_AFTER = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)}
 
+_Messages: TypeAlias = dict[tuple[Kind, int | None], Kind]
+"""(kind, stage) of a computation -> kind of its message."""
+
 
 class Action(NamedTuple):
     """One operation of a pipeline rank. REDUCE has no micro-batch; STEP has neither micro-batch nor stage."""
@@ -82,6 +80,15 @@ class Action(NamedTuple):
         assert self.stage is not None, self
         kind, offset = _PARTNERS[self.kind]
         return Action(kind, self.stage + offset, self.microbatch)
+
+
+class Span(NamedTuple):
+    """An action of the pipeline rank ``rank`` with its start and end, in seconds or ticks of one clock."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
 
 
 Item: TypeAlias = Action | tuple[Action, ...]
@@ -174,33 +181,25 @@ class Schedule:
 
     def receive_for(self, action: Action) -> Action | None:
         """Return the receive that a computation needs; None where its input comes from this rank."""
-        return self._at_border(action, self._received_for)
+        kind = self._messages[0].get(action[:2])
+        return None if kind is None else Action(kind, action.stage, action.microbatch)
 
     def send_after(self, action: Action) -> Action | None:
         """Return the send that follows a computation; None where no other rank needs its output."""
-        return self._at_border(action, self._sent_after)
-
-    def _at_border(self, action: Action, kinds: dict[tuple[Kind, int | None], Kind]) -> Action | None:
-        kind = kinds.get(action[:2])
+        kind = self._messages[1].get(action[:2])
         return None if kind is None else Action(kind, action.stage, action.microbatch)
 
     @cached_property
-    def _received_for(self) -> dict[tuple[Kind, int | None], Kind]:
-        return self._border(_RECEIVED_FOR)
-
-    @cached_property
-    def _sent_after(self) -> dict[tuple[Kind, int | None], Kind]:
-        return self._border(_SENT_AFTER)
-
-    def _border(self, table: dict[Kind, tuple[Kind, int]]) -> dict[tuple[Kind, int | None], Kind]:
-        """Return, for each computation, its message to or from another rank, where there is one."""
-        found: dict[tuple[Kind, int | None], Kind] = {}
-        for kind, (message, offset) in table.items():
-            for stage in range(self.num_stages):
-                neighbour = stage + offset
-                if 0 <= neighbour < self.num_stages and self.rank_of(neighbour) != self.rank_of(stage):
-                    found[kind, stage] = message
-        return found
+    def _messages(self) -> tuple[_Messages, _Messages]:
+        """Receives before, and sends after, each computation whose neighbour is on another rank."""
+        received: _Messages = {}
+        sent: _Messages = {}
+        for found, table in ((received, _RECEIVED_FOR), (sent, _SENT_AFTER)):
+            for kind, (message, offset) in table.items():
+                for stage in range(max(0, -offset), min(self.num_stages, self.num_stages - offset)):
+                    if self.rank_of(stage + offset) != self.rank_of(stage):
+                        found[kind, stage] = message
+        return received, sent
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """Return the B or W of each stage of the rank after which its weight gradient is complete: the reduction may
@@ -213,128 +212,15 @@ class Schedule:
         return hashlib.sha256(format_schedule(self).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------- text form
-
-_HEADER = re.compile(
-    r"# (?P<name>\S+) pp=(?P<pp>\d+) num_stages=(?P<num_stages>\d+) chunks=(?P<chunks>\d+) placement=(?P<placement>\w+)"
-)
-_ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?", re.ASCII)
-_HAS_STAGE = frozenset(Kind) - {Kind.STEP}
-_HAS_MICROBATCH = COMPUTE | COMMUNICATION
-
-
 def format_item(item: Item) -> str:
     """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
     return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Format a schedule: a header and a row per pipeline rank. Inverse of :func:`parse_schedule`."""
+    """Format a schedule: a header and a row per pipeline rank. Inverse of ``load.parse_schedule``."""
     header = (
         f"# {schedule.name} pp={schedule.pp} num_stages={schedule.num_stages} chunks={schedule.chunks}"
         f" placement={schedule.placement}"
     )
     return "\n".join([header, *(" ".join(format_item(item) for item in row) for row in schedule.rows), ""])
-
-
-def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from a text file. Its order is not checked.
-
-    Rows of computations only (``is_lowered`` is false) are for :func:`lower`. Its result, or a lowered file, is for
-    :func:`check`.
-
-    Raises:
-        ScheduleError: with file, line and word.
-    """
-    try:
-        text = read_text(path, encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ScheduleError(
-            "MW-SCHEDULE-001", f"{path}: cannot be read ({reason}); pipeline.schedule_file names a schedule as text"
-        ) from None
-    return parse_schedule(text, f"{path}, ")
-
-
-def parse_schedule(text: str, source: str = "") -> Schedule:
-    """Parse the text form of a schedule. Blank lines and comments, lines that begin with ``#``, may stand anywhere.
-
-    Raises:
-        ScheduleError: with the line and the word that cannot be parsed, after ``source``.
-    """
-    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    headers = [(number, _HEADER.fullmatch(line)) for number, line in lines if _HEADER.fullmatch(line)]
-    rows = [(number, line) for number, line in lines if not line.startswith("#")]
-    if len(headers) != 1 or (rows and rows[0][0] < headers[0][0]):
-        number = headers[-1][0] if headers else lines[0][0] if lines else 1
-        what = f"{len(headers)} headers" if len(headers) > 1 else "no header above the first row"
-        raise ScheduleError(
-            "MW-SCHEDULE-002",
-            f"{source}line {number}: {what}: write one line "
-            f"'# NAME pp=P num_stages=S chunks=M placement={'|'.join(Placement)}' above the rows",
-        )
-    ((number, found),) = headers
-    assert found is not None
-    pp, num_stages, chunks = (int(found[name]) for name in ("pp", "num_stages", "chunks"))
-    num_words = sum(len(line.split()) for _, line in rows)
-    problem = _header_problem(pp, num_stages, chunks, found["placement"], len(rows), num_words)
-    if problem:
-        raise ScheduleError("MW-SCHEDULE-003", f"{source}line {number}: {problem}")
-    return Schedule(
-        name=found["name"],
-        pp=pp,
-        num_stages=num_stages,
-        chunks=chunks,
-        rows=tuple(
-            tuple(
-                _parse_item(word, f"{source}line {number}, word {index}: {word!r}")
-                for index, word in enumerate(line.split(), start=1)
-            )
-            for number, line in rows
-        ),
-        placement=Placement(found["placement"]),
-    )
-
-
-def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_rows: int, num_words: int) -> str | None:
-    if placement not in list(Placement):
-        return f"placement={placement} is not known: choose one of {', '.join(Placement)}"
-    if pp < 1 or chunks < 1:
-        return f"pp={pp} chunks={chunks}: a step needs at least one pipeline rank and one micro-batch"
-    if num_stages < 1 or num_stages % pp:
-        return f"num_stages={num_stages} with pp={pp}: every rank holds equally many: write {pp}, {2 * pp}, {3 * pp} .."
-    if num_rows != pp:
-        there = "is 1 row" if num_rows == 1 else f"are {num_rows} rows"
-        return f"pp={pp}, but there {there}: write one row per pipeline rank"
-    if num_stages * chunks > num_words:
-        return (
-            f"num_stages={num_stages} chunks={chunks} is {num_stages * chunks} forwards, but the rows hold {num_words} "
-            f"words in all: correct the header, or write the rows whole"
-        )
-    return None
-
-
-def _parse_item(word: str, where: str) -> Item:
-    if not word.startswith("{"):
-        return _parse_action(word, where)
-    group = tuple(_parse_action(part, where) for part in word[1:].removesuffix("}").split("+"))
-    if not word.endswith("}") or not {action.kind for action in group} <= COMMUNICATION:
-        raise ScheduleError(
-            "MW-SCHEDULE-004",
-            f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only",
-        )
-    return group
-
-
-def _parse_action(word: str, where: str) -> Action:
-    found = _ACTION.fullmatch(word)
-    if found is not None and found["kind"] in list(Kind):
-        kind = Kind(found["kind"])
-        stage, microbatch = (None if found[part] is None else int(found[part]) for part in ("stage", "microbatch"))
-        if (stage is not None) == (kind in _HAS_STAGE) and (microbatch is not None) == (kind in _HAS_MICROBATCH):
-            return Action(kind, stage, microbatch)
-    raise ScheduleError(
-        "MW-SCHEDULE-005",
-        f"{where} is no action: write <stage><kind><micro-batch> like 2F0 or 1RECV_F1, 2REDUCE, STEP; kinds: "
-        f"{', '.join(Kind)}",
-    )

@@ -10,8 +10,7 @@ import torch
 
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
-from meshwright.schedule.action import Action, Kind, format_schedule
-from meshwright.schedule.analysis.simulate import Span
+from meshwright.schedule.action import Action, Kind, Span, format_schedule
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.drift import check_drift
 from meshwright.watch.stragglers import Stragglers

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import RowResult
-from meshwright.schedule.analysis.account import on_their_way
-from meshwright.schedule.analysis.simulate import Timeline
+from meshwright.schedule.analysis import Timeline, on_their_way
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.trace import RankSpans, on_one_clock
 

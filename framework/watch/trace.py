@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from meshwright.errors import DataError, ScheduleError
-from meshwright.schedule.action import Action, Schedule, parse_schedule
-from meshwright.schedule.analysis.draw import Reading, name_of
-from meshwright.schedule.analysis.simulate import Span, Timeline
+from meshwright.schedule.action import Action, Schedule, Span
+from meshwright.schedule.analysis import Reading, Timeline, name_of
+from meshwright.schedule.load import parse_schedule
 from meshwright.system.bounded import read_bytes
 
 FILE_NAME = re.compile(r"step-(\d{8,})\.json")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshwright.parts import FLAGS, STOP, Observer, Parts, StepEvent
 from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.analysis import check
 from meshwright.schedule.build import build
-from meshwright.schedule.check import check
 from meshwright.schedule.lower import lower
 from meshwright.tracking.record import StepRecord
 from tests.support.layouts import samples

@@ -12,7 +12,7 @@ from meshwright.config import RunConfig
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
-from meshwright.schedule.analysis.account import account
+from meshwright.tools.report.account import account
 from meshwright.watch.trace import read
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 

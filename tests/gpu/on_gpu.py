@@ -18,8 +18,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
 from meshwright.parts import Parts
-from meshwright.schedule.action import Action, actions_of
-from meshwright.schedule.analysis.simulate import Span
+from meshwright.schedule.action import Action, Span, actions_of
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import StepFeed, take_step
 from meshwright.tensor_parallel import megatron

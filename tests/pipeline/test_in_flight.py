@@ -15,7 +15,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import Parts
 from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Kind
-from meshwright.schedule.analysis.simulate import peak_activations
+from meshwright.schedule.analysis import peak_activations
 from meshwright.step import take_step
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.run import open_verify_source

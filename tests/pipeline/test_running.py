@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.pipeline.running_stats import cast_running, check_running, couples_samples, running_buffers
 from meshwright.pipeline.stage import Stage
-from meshwright.schedule.action import Schedule, parse_schedule
+from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 
 INPUTS = torch.empty((4, 6), device="meta")

@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import (
-    Action,
-    Kind,
-    Placement,
-    Schedule,
-    actions_of,
-    format_item,
-    format_schedule,
-    parse_schedule,
-    read_schedule,
-)
+from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of, format_item, format_schedule
 from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.load import parse_schedule, read_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built
 
@@ -33,13 +24,13 @@ HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # whoever imports them fails
-from meshwright.schedule import action, build, check, lower
-from meshwright.schedule.analysis import draw, simulate
+from meshwright.schedule import action, build, load, lower
+from meshwright.schedule.analysis import Costs, check, simulate, text
 for name in build.BUILDERS:
     built = build.build(name, 2, 3, build.INTERLEAVES.get(name, [1])[0])
-    lowered = lower.lower(action.parse_schedule(action.format_schedule(built)))
-    assert check.check(lowered) == []
-    print(draw.text(simulate.simulate(lowered, simulate.Costs())))
+    lowered = lower.lower(load.parse_schedule(action.format_schedule(built)))
+    assert check(lowered) == []
+    print(text(simulate(lowered, Costs())))
 """
 
 

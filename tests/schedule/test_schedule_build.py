@@ -9,30 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    Action,
-    Item,
-    Kind,
-    Schedule,
-    actions_of,
-    parse_schedule,
-)
-from meshwright.schedule.analysis.simulate import (
-    Channel,
-    Costs,
-    Span,
-    Timeline,
-    bubble_share,
-    own_bubble_share,
-    peak_activations,
-    play,
-    simulate,
-)
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Item, Kind, Schedule, Span, actions_of
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, check, peak_activations, simulate
+from meshwright.schedule.analysis.faults import Fault
+from meshwright.schedule.analysis.simulator import Channel, play
+from meshwright.schedule.analysis.timeline import own_bubble_share
 from meshwright.schedule.build import BUILDERS, build
-from meshwright.schedule.check import Fault, check
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built, smallest
 

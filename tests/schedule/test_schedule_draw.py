@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.action import parse_schedule
-from meshwright.schedule.analysis.draw import text, timeline_of
-from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.analysis import Costs, simulate, text, timeline_of
 from meshwright.schedule.build import build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright.schedule.action import COMPUTE, SENDS, Kind
-from meshwright.schedule.analysis.draw import Panel, Reading, Unit, timeline_of
-from meshwright.schedule.analysis.simulate import Costs
+from meshwright.schedule.analysis import Costs, Reading, timeline_of
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.perfetto import chrome_trace
 from tests.tools.picture.test_figure import INTERLEAVED
 

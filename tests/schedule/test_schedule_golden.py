@@ -44,7 +44,7 @@ def golden_path(name: str, pp: int, chunks: int, interleave: int) -> Path:
 
 def golden_text(name: str, pp: int, chunks: int, interleave: int) -> str:
     from meshwright.schedule.action import format_schedule
-    from meshwright.schedule.analysis.draw import text
+    from meshwright.schedule.analysis import text
     from meshwright.schedule.build import build
     from meshwright.schedule.lower import lower
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule.action import Action, Kind, Schedule, read_schedule
-from meshwright.schedule.analysis.simulate import Channel, Costs, play
-from meshwright.schedule.check import Fault, check, report
+from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.analysis import Costs, check, report
+from meshwright.schedule.analysis.faults import Fault
+from meshwright.schedule.analysis.simulator import Channel, play
+from meshwright.schedule.load import read_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built
 

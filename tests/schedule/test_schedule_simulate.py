@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Kind, Schedule, parse_schedule
-from meshwright.schedule.analysis.simulate import Channel, Costs, Span, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Kind, Schedule, Span
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built
 

@@ -11,8 +11,7 @@ import pytest
 
 from meshwright.errors import DataError
 from meshwright.schedule.action import format_schedule
-from meshwright.schedule.analysis.draw import Reading
-from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.analysis import Costs, Reading, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 from meshwright.watch.trace import RankSpans, Trace, clock_offsets, newest, read, traced_step, write

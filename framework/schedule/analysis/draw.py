@@ -4,49 +4,24 @@
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
 
-Communication is not drawn: what it costs is seen as dots. :mod:`figure` makes SVG and PNG, :mod:`perfetto` a trace.
+Communication is not drawn: what it costs is seen as dots. ``tools/picture`` makes SVG, PNG and traces.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from statistics import median
-from typing import NamedTuple
 
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis.simulate import Costs, Span, Timeline, bubble_share, peak_activations, simulate
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Schedule, Span
+from meshwright.schedule.analysis.simulator import Costs, simulate
+from meshwright.schedule.analysis.timeline import Timeline, bubble_share, peak_activations
 from meshwright.schedule.lower import lower
 
 TICKS = Costs(f=1, b=1, i=1, w=1)
 """F as long as B: every computation is a cell."""
 _MAX_ROWS = 16
 _MARGIN = " … "
-
-
-class Unit(StrEnum):
-    """Unit of the times of a timeline."""
-
-    TICKS = "ticks"
-    SECONDS = "seconds"
-
-
-class Reading(NamedTuple):
-    """The time in which the pipeline rank ``rank`` read samples, on the clock of a timeline."""
-
-    rank: int
-    start: float
-    end: float
-
-
-class Panel(NamedTuple):
-    """A timeline of a figure or trace that may have several."""
-
-    timeline: Timeline
-    caption: str = ""
-    """Above it; empty: its name, bubble share and peak activations."""
-    readings: tuple[Reading, ...] = ()
 
 
 def text(drawn: Schedule | Timeline, width: int = 100) -> str:
@@ -66,15 +41,13 @@ def text(drawn: Schedule | Timeline, width: int = 100) -> str:
 
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
     """Simulate a schedule, lowered or not, under a name with its size."""
-    is_lowered = any(action.kind not in COMPUTE for rank in range(schedule.pp) for _, action in schedule.actions(rank))
-    return simulate(schedule if is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
+    return simulate(schedule if schedule.is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
 
 
 def name_of(schedule: Schedule) -> str:
     """Return a name such as ``1f1b pp=4 chunks=8``."""
-    interleave = schedule.num_stages // schedule.pp
-    size = f"pp={schedule.pp} chunks={schedule.chunks}" + (f" interleave={interleave}" if interleave > 1 else "")
-    return f"{schedule.name} {size}"
+    interleave = f" interleave={schedule.interleave}" if schedule.interleave > 1 else ""
+    return f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}{interleave}"
 
 
 def caption(timeline: Timeline) -> str:

@@ -3,7 +3,7 @@
     members       every rank of a group counts every other one as a member
     collectives   all members of a group issue the same sequence: operation, bytes, dtype
     messages      each send matches its receive: bytes and dtype, in the order of the channel; and the rows themselves
-                  pass meshwright.schedule.check
+                  pass meshwright.schedule.analysis.check
     hang          played to the end; each operation blocks until all its ranks have reached it (the strictest
                   semantics)
 
@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from meshwright.mesh.grid import Axis, Coordinates, Grid
-from meshwright.schedule.check import check
+from meshwright.schedule.analysis import check
 from meshwright.tools.dryrun.account import CommunicationRecord, Rehearsal
 from meshwright.tools.dryrun.job import Job
 

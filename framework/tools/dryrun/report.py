@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.blueprint import batch_numbers
 from meshwright.run.summary import columns, memory
 from meshwright.schedule.action import COMPUTE
-from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.tools.dryrun.account import Category, Rehearsal
 from meshwright.tools.dryrun.agreement import Disagreement, axis_of
 from meshwright.tools.dryrun.job import Job

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.schedule.action import Kind
-from meshwright.schedule.analysis.draw import typical_shortest
-from meshwright.schedule.analysis.simulate import Span
+from meshwright.schedule.action import Kind, Span
+from meshwright.schedule.analysis import typical_shortest
 from meshwright.tools.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
 
 MOST_COLUMNS = 240

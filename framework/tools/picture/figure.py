@@ -20,9 +20,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.schedule.action import COMPUTE, Kind
-from meshwright.schedule.analysis.draw import Panel, Unit, caption, typical_shortest
-from meshwright.schedule.analysis.simulate import Span, Timeline
+from meshwright.schedule.action import COMPUTE, Kind, Span
+from meshwright.schedule.analysis import Timeline, caption, typical_shortest
 from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
 from meshwright.tools.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
 from meshwright.tools.picture.palette import (
@@ -42,6 +41,7 @@ from meshwright.tools.picture.palette import (
     label,
     shade,
 )
+from meshwright.tools.picture.panel import Panel, Unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from meshwright.schedule.analysis.draw import Panel, Unit
-from meshwright.schedule.analysis.simulate import Span
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Span
+from meshwright.tools.picture.panel import Panel, Unit
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}
 LEAST_US = 1.0

@@ -16,7 +16,7 @@ from meshwright.model.meter import reference
 from meshwright.pipeline.costs import LayerCost, layer_weights
 from meshwright.pipeline.partition import partition
 from meshwright.run.summary import columns, memory
-from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.analysis import Costs, simulate
 from meshwright.tracking.console import count
 
 BALANCES = ("layers", "parameters", "time")

@@ -2,7 +2,7 @@
 
 Work, messages -> seconds by meshwright.tools.planner.rates
 stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
-schedule -> Timeline  meshwright.schedule.analysis.simulate
+schedule -> Timeline  meshwright.schedule.analysis
 step     =  Timeline + exposed gradient reduction and weight all-gather + optimizer
 """
 
@@ -18,7 +18,7 @@ from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, 
 from meshwright.run.summary import Elements
 from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
-from meshwright.schedule.analysis.simulate import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.operations import Work, WorkKind

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 from meshwright.run.summary import held_at_rest
 from meshwright.schedule.action import Placement, Schedule
-from meshwright.schedule.analysis.simulate import peak_activations
+from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
-from meshwright.schedule.lower import lower
+from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import stages_by_rank, step_time
 from meshwright.tools.planner.hardware import Hardware
@@ -83,9 +83,10 @@ def compute_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
 
 def lowered_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's lowered schedule, or an equivalent one with fewer micro-batches."""
-    key = ("schedule", id(compute_schedule(workbench, choice)))
+    chunks = _in_full_swing(choice)
+    key = ("schedule", choice.schedule, choice.pp, chunks, choice.interleave)
     if key not in workbench.seen:
-        workbench.seen[key] = lower(compute_schedule(workbench, choice))
+        workbench.seen[key] = build_lowered(choice.schedule, choice.pp, chunks, choice.interleave)
     schedule: Schedule = workbench.seen[key]
     return schedule
 

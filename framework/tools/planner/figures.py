@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.schedule.analysis.draw import Panel, Unit
-from meshwright.schedule.analysis.simulate import Timeline
+from meshwright.schedule.analysis import Timeline
 from meshwright.tools.picture.figure import figure
+from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.planner.explanation import duration
 from meshwright.tools.planner.memory import RankMemory
 from meshwright.tools.planner.search import Plan, usable_bytes

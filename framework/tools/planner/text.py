@@ -9,7 +9,7 @@ from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.mesh.view import draw
 from meshwright.run.summary import columns, memory
-from meshwright.schedule.analysis.draw import text as schedule_text
+from meshwright.schedule.analysis import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
 from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.search import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes

@@ -13,14 +13,14 @@ from markupsafe import Markup
 from meshwright.config import RunConfig, default_world_size, resolve, to_toml
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Axis, Grid
-from meshwright.schedule.analysis.account import Account, account, measured_costs, without_early_steps
-from meshwright.schedule.analysis.draw import Panel, Unit, text, timeline_of
-from meshwright.schedule.analysis.simulate import Costs, bubble_share, simulate
+from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.figure import figure
+from meshwright.tools.picture.panel import Panel, Unit
+from meshwright.tools.report.account import Account, account, measured_costs, without_early_steps
 from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
 from meshwright.tools.report.run import Attempt, RunContents, clock
 from meshwright.tracking.console import duration, memory

@@ -8,10 +8,11 @@ import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
 
-from meshwright.schedule.analysis.draw import Panel, timeline_of
+from meshwright.schedule.analysis import timeline_of
 from meshwright.schedule.build import build
 from meshwright.tools.page.render import svg_of
 from meshwright.tools.picture.figure import figure
+from meshwright.tools.picture.panel import Panel
 
 
 def test_a_schedule_keeps_its_boxes_and_loses_half_its_bytes() -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.schedule.action import COMPUTE, Kind, parse_schedule
-from meshwright.schedule.analysis.draw import Panel, Reading, Unit, timeline_of
-from meshwright.schedule.analysis.simulate import Costs, Timeline
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.analysis import Costs, Reading, Timeline, timeline_of
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.load import parse_schedule
 from meshwright.tools.picture.axis import time_axis, unit_of_seconds
 from meshwright.tools.picture.figure import PNG_DPI, figure, save
 from meshwright.tools.picture.legend import entries_of
 from meshwright.tools.picture.palette import PAINTS, lightness, shade
+from meshwright.tools.picture.panel import Panel, Unit
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(comm=0.25, reduce=1, step=1)

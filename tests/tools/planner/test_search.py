@@ -10,7 +10,7 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
-from meshwright.schedule.analysis.simulate import peak_activations
+from meshwright.schedule.analysis import peak_activations
 from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
 from meshwright.tools.planner.estimates import compute_schedule, in_flight, lowered_schedule
 from meshwright.tools.planner.hardware import Hardware

@@ -14,7 +14,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.run.peaks import PEAKS, Peaks
 from meshwright.run.starts import note_start
 from meshwright.schedule.action import format_schedule
-from meshwright.schedule.analysis.simulate import Costs, simulate
+from meshwright.schedule.analysis import Costs, simulate
 from meshwright.schedule.load import draw_schedule
 from meshwright.tracking.record import StepRecord, to_json
 from meshwright.watch.trace import Trace

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.action import Action, Kind
-from meshwright.schedule.analysis.account import Account, account, measured_costs, table, without_early_steps
-from meshwright.schedule.analysis.draw import Reading
-from meshwright.schedule.analysis.simulate import Costs, Span, Timeline, simulate
+from meshwright.schedule.action import Action, Kind, Span
+from meshwright.schedule.analysis import Costs, Reading, Timeline, simulate
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.lower import lower
+from meshwright.tools.report.account import Account, account, measured_costs, table, without_early_steps
 from tests.schedule.sizes import smallest
 
 

@@ -14,22 +14,14 @@ in which they are sent; and played to its end, nobody waits for ever.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.schedule.action import (
-    COMPUTE,
-    LAST_HALVES,
-    RECEIVES,
-    SENDS,
-    Action,
-    Kind,
-    Schedule,
-    format_item,
-)
-from meshwright.schedule.analysis.simulate import Blocked, Channel, Costs, peak_activations, play
+from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, format_item
+from meshwright.schedule.analysis.simulator import Blocked, Channel, Costs, play
+from meshwright.schedule.analysis.timeline import peak_activations
 
 
 class Fault(StrEnum):
@@ -273,36 +265,3 @@ def _within(schedule: Schedule, max_activations: int) -> Iterator[Problem]:
                     text = f"{action} is micro-batch {held} in flight, with room for {bound}; the row's peak is {peak}"
                     yield Problem(Fault.TOO_MANY_ACTIVATIONS, rank, position, action, text)
                     break
-
-
-def report(schedule: Schedule, problems: list[Problem], limit: int = 8, around: int = 3) -> str:
-    """Format the problems, each with the rows around it and an arrow under its place; ``limit`` of them."""
-    counts = ", ".join(f"{number} x {fault}" for fault, number in Counter(p.fault for p in problems).items())
-    lines = [f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}: {counts or 'no problem found'}"]
-    for problem in problems[:limit]:
-        lines += ["", f"{problem.fault}: rank {problem.rank}, position {problem.position}: {problem.text}"]
-        lines += _excerpt(schedule, problem, around)
-    if len(problems) > limit:
-        lines += ["", f"... and {len(problems) - limit} more"]
-    return "\n".join(lines)
-
-
-def _excerpt(schedule: Schedule, problem: Problem, around: int) -> list[str]:
-    """Return the row of the problem and its neighbours' rows, by position: columns do not stand for time."""
-    first, end = max(0, problem.position - around), problem.position + around + 1
-    ranks = range(max(0, problem.rank - 1), min(schedule.pp, problem.rank + 2))
-    cells = {rank: [format_item(item) for item in schedule.rows[rank][first:end]] for rank in ranks}
-    widths = [max(len(row[i]) if i < len(row) else 0 for row in cells.values()) for i in range(end - first)]
-    lines = []
-    for rank, row in cells.items():
-        if not row and rank != problem.rank:
-            continue  # it has come to its end
-        padded = [f"{cell:<{width}}" for cell, width in zip(row, widths[: len(row)], strict=True)]
-        elided = "… " if first else ""
-        more = " …" if end < len(schedule.rows[rank]) else ""
-        prefix = f"  {rank:>3} | {elided}"
-        lines.append((prefix + " ".join(padded) + more).rstrip())
-        if rank == problem.rank:
-            before = sum(width + 1 for width in widths[: problem.position - first])
-            lines.append(" " * (len(prefix) + before) + f"^ {problem.fault}")
-    return lines

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from meshwright.schedule.analysis.draw import Reading
-from meshwright.schedule.analysis.simulate import Costs, Span, Timeline
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Kind, Schedule
+from meshwright.schedule.analysis import Costs, Reading, Timeline, bubbles
 
 
 class Account(NamedTuple):
@@ -51,7 +50,7 @@ def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Accou
     total = max(span.end for span in timeline.spans) - begin
     sums: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in timeline.ranks}
     posted: dict[int, set[tuple[float, float]]] = defaultdict(set)
-    for span, bubble in _bubbles(timeline):
+    for span, bubble in bubbles(timeline):
         sums[span.rank]["waiting"] += bubble
         if span.action.kind in SENDS:  # those posted together have one span each, of the same time
             posted[span.rank].add((span.start, span.end))
@@ -74,38 +73,12 @@ _COLUMNS = {
 }
 
 
-def _bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
-    """Yield each span with the part of it in which another rank was not ready."""
-    started = {(span.rank, span.action): span.start for span in timeline.spans}
-    sent = {action: start for (_, action), start in started.items() if action.kind in SENDS}  # (1)
-    all_here = max((start for (_, action), start in started.items() if action.kind is Kind.STEP), default=0.0)  # (2)
-
-    def ready(action: Action) -> float:
-        if action.kind in RECEIVES:
-            return sent.get(action.partner(), 0.0)
-        return all_here if action.kind is Kind.STEP else 0.0
-
-    return [(span, min(max(ready(span.action) - span.start, 0.0), span.end - span.start)) for span in timeline.spans]
-
-
-def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, int], float]:
-    """Return (sender, receiver) -> time that the receiver waited for messages already sent, beyond ``at_least`` per
-    wait."""
-    sent = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
-    found: dict[tuple[int, int], float] = defaultdict(float)
-    for span, bubble in _bubbles(timeline):
-        if span.action.kind in RECEIVES:
-            waited = span.end - span.start - bubble
-            found[sent[span.action.partner()].rank, span.rank] += max(waited - at_least, 0.0)
-    return dict(found)
-
-
 def without_early_steps(timeline: Timeline) -> Timeline:
     """Shorten STEP spans to begin when the last rank arrives, for a picture: the time before is idle."""
     return timeline._replace(
         spans=tuple(
             span._replace(start=span.start + bubble) if span.action.kind is Kind.STEP else span
-            for span, bubble in _bubbles(timeline)
+            for span, bubble in bubbles(timeline)
         )
     )
 
@@ -120,7 +93,7 @@ def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
     messages: dict[int | None, list[float]] = defaultdict(list)
     steps: dict[int, float] = {}
     sends = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
-    for span, bubble in _bubbles(timeline):
+    for span, bubble in bubbles(timeline):
         length = span.end - span.start - bubble
         durations[span.action.stage, span.action.kind].append(length)
         if span.action.kind is Kind.STEP:

@@ -1,25 +1,25 @@
-"""Timelines of schedules: simulated or measured times of their actions, in one type.
+"""Simulator of schedules: the time of each action, from the cost of each kind.
 
-The simulator is a row of ranks that each run one item after the other. A computation takes its cost. Message k of a
+Each rank runs the items of its row one after the other. A computation takes its cost. Message k of a
 channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever their actions are.
 The channel decides what a communication blocks:
 
     row                      1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
     rendezvous        waits here                  waits here for both             the harshest
     buffered                            waits for 1RECV_F0              waits for 1RECV_B0      as the executor
-
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, LAST_HALVES, SENDS, Action, Kind, Schedule, actions_of
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind, Schedule, Span, actions_of
+from meshwright.schedule.analysis.timeline import Timeline
 
 
 class Channel(StrEnum):
@@ -54,28 +54,6 @@ class Costs(NamedTuple):
             Kind.REDUCE: self.reduce,
             Kind.STEP: self.step,
         }[kind]
-
-
-class Span(NamedTuple):
-    """An action of the pipeline rank ``rank`` with its begin and end, in seconds or ticks of one clock."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-class Timeline(NamedTuple):
-    """One step in time, simulated or measured: of all ranks, or of those that are there."""
-
-    name: str
-    spans: tuple[Span, ...]
-    """Each rank's in the order in which it did them."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks that have spans."""
-        return tuple(sorted({span.rank for span in self.spans}))
 
 
 class Blocked(NamedTuple):
@@ -267,54 +245,3 @@ def _per_stage(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Mapping[in
         return defaultdict(lambda: costs)
     assert len(costs) == schedule.num_stages, (len(costs), schedule.num_stages)
     return dict(enumerate(costs))
-
-
-def bubble_share(timeline: Timeline) -> float:
-    """Return the share of the ranks' total time without computation, 0..1: (pp-1) / (chunks+pp-1) for 1F1B, GPipe.
-
-    Total time (not the ideal time, the literature's other denominator) is from the first forward's start to the last
-    backward's end, times the ranks that are there: waiting and communication are idle in it, REDUCE and STEP neither
-    lengthen nor fill it.
-    """
-    computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
-    assert computed, f"{timeline.name}: nothing computed in {len(timeline.spans)} spans"
-    total = (max(span.end for span in computed) - min(span.start for span in computed)) * len(timeline.ranks)
-    busy = sum(span.end - span.start for span in computed)
-    return (total - busy) / total if total > 0 else 0.0
-
-
-def own_bubble_share(timeline: Timeline) -> float:
-    """Return the largest share of a rank's own time without computation, 0..1: 0 for zb_h2 and zb_v in ticks.
-
-    A rank's own time is from the start of its first forward to the end of its last backward. It counts where ranks do
-    not begin and end their steps together; where they do, as here with one gradient norm over all ranks,
-    :func:`bubble_share` is what is lost.
-    """
-    shares = []
-    for rank in timeline.ranks:
-        spans = tuple(span for span in timeline.spans if span.rank == rank)
-        shares.append(bubble_share(Timeline(timeline.name, spans)))
-    return max(shares)
-
-
-def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
-    """Return the most micro-batches per rank whose activations it holds at once: from F to B or, split, to W.
-
-    A micro-batch counts once per stage of the rank. ``min(pp - rank, chunks)`` for 1F1B, ``chunks`` for GPipe.
-    """
-    if isinstance(of, Schedule):
-        rows = [[action for _, action in of.actions(rank)] for rank in range(of.pp)]
-    else:
-        by_rank: dict[int, list[Action]] = {rank: [] for rank in of.ranks}
-        for span in of.spans:
-            by_rank[span.rank].append(span.action)
-        rows = list(by_rank.values())
-    return tuple(_peak(row) for row in rows)
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    held = peak = 0
-    for action in actions:
-        held += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
-        peak = max(peak, held)
-    return peak

@@ -1,0 +1,107 @@
+"""Timelines of one step, simulated or measured, and their summaries: bubble, peak activations, waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, Span
+
+
+class Timeline(NamedTuple):
+    """One step in time, simulated or measured: of all ranks, or of those that are there."""
+
+    name: str
+    spans: tuple[Span, ...]
+    """Each rank's in the order in which it did them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks that have spans."""
+        return tuple(sorted({span.rank for span in self.spans}))
+
+
+class Reading(NamedTuple):
+    """The time in which the pipeline rank ``rank`` read samples, on the clock of a timeline."""
+
+    rank: int
+    start: float
+    end: float
+
+
+def bubble_share(timeline: Timeline) -> float:
+    """Return the share of the ranks' total time without computation, 0..1: (pp-1) / (chunks+pp-1) for 1F1B, GPipe.
+
+    Total time (not the ideal time, the literature's other denominator) is from the first forward's start to the last
+    backward's end, times the ranks that are there: waiting and communication are idle in it, REDUCE and STEP neither
+    lengthen nor fill it.
+    """
+    computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
+    assert computed, f"{timeline.name}: nothing computed in {len(timeline.spans)} spans"
+    total = (max(span.end for span in computed) - min(span.start for span in computed)) * len(timeline.ranks)
+    busy = sum(span.end - span.start for span in computed)
+    return (total - busy) / total if total > 0 else 0.0
+
+
+def own_bubble_share(timeline: Timeline) -> float:
+    """Return the largest share of a rank's own time without computation, 0..1: 0 for zb_h2 and zb_v in ticks.
+
+    A rank's own time is from the start of its first forward to the end of its last backward. It counts where ranks do
+    not begin and end their steps together; where they do, as here with one gradient norm over all ranks,
+    :func:`bubble_share` is what is lost.
+    """
+    shares = []
+    for rank in timeline.ranks:
+        spans = tuple(span for span in timeline.spans if span.rank == rank)
+        shares.append(bubble_share(Timeline(timeline.name, spans)))
+    return max(shares)
+
+
+def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
+    """Return the most micro-batches per rank whose activations it holds at once: from F to B or, split, to W.
+
+    A micro-batch counts once per stage of the rank. ``min(pp - rank, chunks)`` for 1F1B, ``chunks`` for GPipe.
+    """
+    if isinstance(of, Schedule):
+        rows = [[action for _, action in of.actions(rank)] for rank in range(of.pp)]
+    else:
+        by_rank: dict[int, list[Action]] = {rank: [] for rank in of.ranks}
+        for span in of.spans:
+            by_rank[span.rank].append(span.action)
+        rows = list(by_rank.values())
+    return tuple(_peak(row) for row in rows)
+
+
+def _peak(actions: Iterable[Action]) -> int:
+    held = peak = 0
+    for action in actions:
+        held += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
+        peak = max(peak, held)
+    return peak
+
+
+def bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
+    """Yield each span with the part of it in which another rank was not ready."""
+    started = {(span.rank, span.action): span.start for span in timeline.spans}
+    sent = {action: start for (_, action), start in started.items() if action.kind in SENDS}  # (1)
+    all_here = max((start for (_, action), start in started.items() if action.kind is Kind.STEP), default=0.0)  # (2)
+
+    def ready(action: Action) -> float:
+        if action.kind in RECEIVES:
+            return sent.get(action.partner(), 0.0)
+        return all_here if action.kind is Kind.STEP else 0.0
+
+    return [(span, min(max(ready(span.action) - span.start, 0.0), span.end - span.start)) for span in timeline.spans]
+
+
+def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, int], float]:
+    """Return (sender, receiver) -> time that the receiver waited for messages already sent, beyond ``at_least`` per
+    wait."""
+    sent = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    for span, bubble in bubbles(timeline):
+        if span.action.kind in RECEIVES:
+            waited = span.end - span.start - bubble
+            found[sent[span.action.partner()].rank, span.rank] += max(waited - at_least, 0.0)
+    return dict(found)
