@@ -48,7 +48,7 @@ from meshwright.models.blocks import Block
 
 
 class SplitAttention(nn.Module):
-    """Attention of meshwright.models.blocks with separate q, k and v; tensor shapes give the number of local heads."""
+    """Attention of models/attention.py with separate q, k and v; tensor shapes give the number of local heads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,10 @@
-"""Building blocks of the models: embedding, attention over fused projections, residual block, initial weights.
+"""Building blocks of the models: embedding, residual block, last norm, initial weights, assembly.
 
 Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True where a document
 begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its beginning.
 The last norm returns x alone.
 
-Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
-Under tensor parallelism a module may hold a contiguous part of its rows. H and G are then local counts (H/tp, G/tp) and
-follow from tensor shapes alone.
+Shapes: B samples, S tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,11 +13,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange, repeat
 from torch import Tensor, nn
+
+from meshwright.models.attention import positions_of
 
 RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
 """Projections that end a residual branch, 2 per block."""
@@ -66,21 +65,26 @@ def assemble(
     return model
 
 
-def check_positive(**options: float) -> None:
-    """Raise ValueError for sizes that are not positive, all in one message."""
-    wrong = [f"{name}={value}" for name, value in options.items() if value <= 0]
+def check_positive(**options: float | None) -> None:
+    """Raise ValueError for sizes that are not positive, all in one message. None is an option that is not in use."""
+    wrong = [f"{name}={value}" for name, value in options.items() if value is not None and value <= 0]
     if wrong:
         raise ValueError(f"model options must be positive: {', '.join(wrong)}")
 
 
-def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
-    """Raise ValueError with the nearest valid counts when hidden size, heads and key-value heads are not divisible."""
+def head_dim_of(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> int:
+    """Return ``head_dim``, or hidden_size / num_heads for None.
+
+    Raises:
+        ValueError: Heads do not divide the hidden size, or groups the heads. Contains the nearest valid counts.
+    """
     if head_dim is None and hidden_size % num_heads:
         near = _nearest_divisors(hidden_size, num_heads)
         raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} heads: use num_heads = {near}")
     if num_heads % num_kv_heads:
         near = _nearest_divisors(num_heads, num_kv_heads)
         raise ValueError(f"num_heads={num_heads} over num_kv_heads={num_kv_heads} groups: use num_kv_heads = {near}")
+    return hidden_size // num_heads if head_dim is None else head_dim
 
 
 def _nearest_divisors(number: int, near: int) -> str:
@@ -92,17 +96,6 @@ def _nearest_divisors(number: int, near: int) -> str:
 
 Value = Tensor | tuple[Tensor, Tensor]
 """Activations x (B, S, D), or (x, starts) with the document starts (B, S) bool."""
-
-
-def documents_of(starts: Tensor) -> Tensor:
-    """Return each token's document number in its sample, (B, S) int64. starts: (B, S) bool, True at document starts."""
-    return starts.cumsum(-1)
-
-
-def positions_of(starts: Tensor) -> Tensor:
-    """Return the position of each token in its document from 0, (B, S) int64. starts: (B, S) bool."""
-    places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
-    return places - places.masked_fill(~starts, 0).cummax(-1).values
 
 
 class Embedding(nn.Module):
@@ -141,113 +134,6 @@ class Embedding(nn.Module):
             x = x + self.positions(places)  # (1, S, D), or (B, S, D)
         x = self.dropout(x)
         return x if starts is None else (x, starts)
-
-
-class Attention(nn.Module):
-    """Causal self-attention, (B, S, D) -> (B, S, D), with R query heads to each key-value head.
-
-    The rows of ``qkv`` are ordered by group, so that any contiguous run of groups is a smaller attention of its own::
-
-        group 0                group 1
-        | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
-
-    With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
-    ``head_dim=None`` means hidden_size / num_heads, ``out_bias=None`` the value of ``bias``. With ``qk_norm_eps``
-    queries and keys first pass an RMSNorm over head_dim, one weight for all heads. ``window``: see
-    :class:`AttentionCore`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        *,
-        bias: bool,
-        dropout: float,
-        rotary: nn.Module | None = None,
-        head_dim: int | None = None,
-        out_bias: bool | None = None,
-        qk_norm_eps: float | None = None,
-        window: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.heads_per_group = num_heads // num_kv_heads
-        self.drops = dropout > 0
-        self.core = AttentionCore(window)
-        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
-        self.rotary = rotary
-        self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias if out_bias is None else out_bias)
-
-    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""
-        groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
-        q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
-            of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has one more dim than k
-            q, k = rotate(q, *of_q), rotate(k, cos, sin)
-        dropout = self.dropout if self.training and self.drops else None
-        mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout, starts)  # (B, H, S, d)
-        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
-
-
-class AttentionCore(nn.Module):
-    """Attention scores, probabilities and weighted sum: cheap to recompute and expensive to store.
-
-    A separate module, so that ``selective_recompute`` can name it. It has no parameters. The parent passes in the
-    dropout of the probabilities, whose masks are seeded by its module name in the parent. ``window``: number of tokens
-    that each token attends to, itself and those just before it. None: all before it.
-    """
-
-    def __init__(self, window: int | None = None) -> None:
-        super().__init__()
-        self.window = window
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None, starts: Tensor | None = None
-    ) -> Tensor:
-        """Attend: q (B, H, S, d), k and v (B, G, S, d), starts (B, S) bool or None -> (B, H, S, d). H, G: local heads.
-
-        Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
-        """
-        heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
-        sees_all = starts is None and (self.window is None or self.window >= length)
-        if dropout is None and sees_all:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
-        k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
-        if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
-        scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
-        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        return dropout(probabilities) @ v  # type: ignore[no-any-return]
-
-    def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
-        """Return the attention mask, True where query i sees key j: (S, S) bool, or (B, 1, S, S) with starts (B, S)."""
-        before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        if self.window is not None:
-            before = before.triu(1 - self.window)
-        if starts is None:
-            return before
-        document = documents_of(starts)
-        return (before & (document[:, :, None] == document[:, None, :]))[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of x (..., S, d) by angles given as cos and sin (..., S, d/2). Keeps x's dtype.
-
-    The two elements of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's checkpoints pair
-    neighbours. That is the same model with the rows of q and k permuted.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -295,3 +181,30 @@ class LastRMSNorm(nn.RMSNorm):
     def forward(self, value: Value) -> Tensor:
         """Normalise x (B, S, D) and drop ``starts``."""
         return super().forward(value[0] if isinstance(value, tuple) else value)
+
+
+def assemble_decoder(
+    embedding: Embedding,
+    blocks: Sequence[nn.Module],
+    norm: nn.Module,
+    *,
+    tied: bool,
+    sharding_plan: dict[str, str],
+    attention_units: int,
+    mlp_units: int,
+) -> nn.Sequential:
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+
+    ``attention_units`` and ``mlp_units`` are the indivisible units of the split linears, see ``models/__init__.py``.
+    """
+    head = nn.Linear(embedding.tokens.embedding_dim, embedding.tokens.num_embeddings, bias=False)
+    numbered = {f"block{i}": block for i, block in enumerate(blocks)}
+    split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
+    return assemble(
+        {"embedding": embedding, **numbered, "norm": norm, "head": head},
+        initialise=partial(initialise, num_layers=len(blocks)),
+        sharding_plan=sharding_plan,
+        divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
+        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
+        selective_recompute=["block*.attention.core"],
+    )

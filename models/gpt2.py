@@ -9,20 +9,17 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Size
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
-    Attention,
     Block,
     Embedding,
     LastLayerNorm,
-    assemble,
-    check_heads,
+    assemble_decoder,
     check_positive,
-    initialise,
+    head_dim_of,
 )
 
 SHARDING_PLAN = {
@@ -37,7 +34,7 @@ SHARDING_PLAN = {
 }
 
 
-class Mlp(nn.Module):
+class GeluMlp(nn.Module):
     """Feed-forward down(gelu(up(x))), (B, S, D) -> (B, S, D), with the tanh approximation of GELU, as in GPT-2."""
 
     def __init__(self, hidden_size: int, ffn_size: int) -> None:
@@ -79,30 +76,20 @@ def build(
         max_sequence_length=max_sequence_length,
         ffn_size=ffn_size,
     )
-    check_heads(hidden_size, num_heads, num_heads)
-    layers: dict[str, nn.Module] = {
-        "embedding": Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout)
-    }
-    for i in range(num_layers):
-        layers[f"block{i}"] = Block(
-            nn.LayerNorm(hidden_size, eps=norm_eps),
-            Attention(hidden_size, num_heads, num_heads, bias=True, dropout=dropout),
-            nn.LayerNorm(hidden_size, eps=norm_eps),
-            Mlp(hidden_size, ffn_size),
-            dropout=dropout,
-        )
-    layers["norm"] = LastLayerNorm(hidden_size, eps=norm_eps)
-    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
-    return assemble(
-        layers,
-        initialise=partial(initialise, num_layers=num_layers),
+    shape = AttentionShape(hidden_size, num_heads, num_heads, head_dim_of(hidden_size, num_heads, num_heads))
+
+    def block() -> Block:
+        attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        attention = Attention(shape, bias=True, out_bias=True, dropout=dropout)
+        mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        return Block(attention_norm, attention, mlp_norm, GeluMlp(hidden_size, ffn_size), dropout=dropout)
+
+    return assemble_decoder(
+        Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout),
+        [block() for _ in range(num_layers)],
+        LastLayerNorm(hidden_size, eps=norm_eps),
+        tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
-        divisible={
-            "block*.attention.qkv": num_heads,
-            "block*.attention.out": num_heads,
-            "block*.mlp.up": ffn_size,
-            "block*.mlp.down": ffn_size,
-        },
-        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
-        selective_recompute=["block*.attention.core"],
+        attention_units=num_heads,
+        mlp_units=ffn_size,
     )

@@ -23,15 +23,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
-    Attention,
     Block,
     Embedding,
     LastRMSNorm,
-    assemble,
-    check_heads,
+    assemble_decoder,
     check_positive,
-    initialise,
+    head_dim_of,
 )
 
 SHARDING_PLAN = {
@@ -54,15 +53,26 @@ class RopeScaling(NamedTuple):
     original_length: int
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> list[float]:
+UNSCALED = RopeScaling(1.0, 1.0, 4.0, 8192)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> list[float]:
     """Return radians per token for the head_dim / 2 pairs: theta^(-2 i / head_dim), fastest first (Su et al. 2021).
 
     Llama 3.1's scaling depends on a pair's turns within the original length. Pairs with at least ``high_freq_factor``
     turns stay unchanged. Pairs with at most ``low_freq_factor`` turns are slowed by ``factor``. Between the two it
     interpolates linearly in the number of turns.
+
+    Raises:
+        ValueError: The two numbers of turns are not in this order.
     """
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError(
+            f"rope_low_freq_factor={scaling.low_freq_factor} must be below "
+            f"rope_high_freq_factor={scaling.high_freq_factor}"
+        )
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    if scaling is None:
+    if scaling.factor == 1:
         return frequencies
     scaled = []
     for frequency in frequencies:
@@ -132,6 +142,16 @@ class SwiGlu(nn.Module):
         return self.down(rearrange(F.silu(gate) * up, "b s n f -> b s (n f)"))
 
 
+def _attention_shape(
+    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, window: int | None
+) -> AttentionShape:
+    size = head_dim_of(hidden_size, num_heads, num_kv_heads, head_dim)
+    if size % 2:
+        text = f"{hidden_size} / {num_heads} = {size}" if head_dim is None else f"head_dim={head_dim}"
+        raise ValueError(f"rotary positions need an even head_dim, got {text}")
+    return AttentionShape(hidden_size, num_heads, num_kv_heads, size, window)
+
+
 def build(
     vocab_size: int,
     hidden_size: int,
@@ -142,38 +162,22 @@ def build(
     max_sequence_length: int = 8192,
     rope_theta: float = 500_000.0,
     norm_eps: float = 1e-5,
-    rope_scaling_factor: float = 1.0,
+    rope_scaling_factor: float = 1.0,  # 1: Llama 3, pre-trained on 8,192 tokens; 8: the long context of Llama 3.1
     rope_low_freq_factor: float = 1.0,
     rope_high_freq_factor: float = 4.0,
     rope_original_length: int = 8192,
-    tied: bool = False,
-    dropout: float = 0.0,
-    head_dim: int | None = None,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    sliding_window: int | None = None,
+    tied: bool = False,  # the head uses the token embedding's weight
+    dropout: float = 0.0,  # one probability for embedding, attention probabilities and end of a branch
+    head_dim: int | None = None,  # None: hidden_size / num_heads
+    qkv_bias: bool = False,  # of the query, key and value projection
+    out_bias: bool = False,  # of the attention's output projection
+    mlp_bias: bool = False,  # of both feed-forward projections
+    qk_norm: bool = False,  # an RMSNorm on the queries and keys of each head
+    sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all before it
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    Also takes {"tokens": ids, "starts": (B, S) bool}: attention within each document, see ``models/blocks.py``. tp must
-    divide ``num_kv_heads``.
-
-    Args:
-        rope_scaling_factor: 1 is Llama 3 as pre-trained on 8,192 tokens. 8, with the defaults of the other three
-            ``rope_`` options, is the long context of Llama 3.1.
-        tied: Use the token embedding's weight in the head.
-        dropout: One probability for embedding, attention probabilities and end of a branch.
-        head_dim: None means hidden_size / num_heads.
-        qkv_bias: Add a bias to the query, key and value projection.
-        out_bias: Add a bias to the attention's output projection.
-        mlp_bias: Add biases to the feed-forward projections.
-        qk_norm: Apply an RMSNorm to the queries and keys of each head.
-        sliding_window: Number of tokens that each token attends to, itself included; None: all before it.
-
-    Raises:
-        ValueError: The sizes do not fit each other.
+    tp must divide ``num_kv_heads``. Raises ValueError if the sizes do not fit each other.
     """
     check_positive(
         vocab_size=vocab_size,
@@ -185,57 +189,26 @@ def build(
         max_sequence_length=max_sequence_length,
         rope_theta=rope_theta,
         rope_scaling_factor=rope_scaling_factor,
-        **({} if head_dim is None else {"head_dim": head_dim}),
-        **({} if sliding_window is None else {"sliding_window": sliding_window}),
+        head_dim=head_dim,
+        sliding_window=sliding_window,
     )
-    check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
-    said = f"head_dim={head_dim}"
-    if head_dim is None:
-        head_dim = hidden_size // num_heads
-        said = f"{hidden_size} / {num_heads} = {head_dim}"
-    if head_dim % 2:
-        raise ValueError(f"rotary positions need an even head_dim, got {said}")
-    if rope_low_freq_factor >= rope_high_freq_factor:
-        raise ValueError(
-            f"rope_low_freq_factor={rope_low_freq_factor} must be below rope_high_freq_factor={rope_high_freq_factor}"
-        )
+    shape = _attention_shape(hidden_size, num_heads, num_kv_heads, head_dim, sliding_window)
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
-    frequencies = rope_frequencies(head_dim, rope_theta, scaling if rope_scaling_factor != 1 else None)
+    frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
     num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would have no use
-    layers: dict[str, nn.Module] = {
-        "embedding": Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout)
-    }
-    for i in range(num_layers):
-        layers[f"block{i}"] = Block(
-            nn.RMSNorm(hidden_size, eps=norm_eps),
-            Attention(
-                hidden_size,
-                num_heads,
-                num_kv_heads,
-                bias=qkv_bias,
-                dropout=dropout,
-                rotary=Rotary(frequencies),
-                head_dim=head_dim,
-                out_bias=out_bias,
-                qk_norm_eps=norm_eps if qk_norm else None,
-                window=sliding_window,
-            ),
-            nn.RMSNorm(hidden_size, eps=norm_eps),
-            SwiGlu(hidden_size, ffn_size, num_blocks, bias=mlp_bias),
-            dropout=dropout,
-        )
-    layers["norm"] = LastRMSNorm(hidden_size, eps=norm_eps)
-    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
-    return assemble(
-        layers,
-        initialise=partial(initialise, num_layers=num_layers),
+    norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
+    attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm_eps=norm_eps if qk_norm else None)
+    mlp = partial(SwiGlu, hidden_size, ffn_size, num_blocks, bias=mlp_bias)
+    blocks = [
+        Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlp(), dropout=dropout)
+        for _ in range(num_layers)
+    ]
+    return assemble_decoder(
+        Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout),
+        blocks,
+        LastRMSNorm(hidden_size, eps=norm_eps),
+        tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
-        divisible={
-            "block*.attention.qkv": num_kv_heads,
-            "block*.attention.out": num_kv_heads,
-            "block*.mlp.gate_up": num_blocks,
-            "block*.mlp.down": num_blocks,
-        },
-        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
-        selective_recompute=["block*.attention.core"],
+        attention_units=num_kv_heads,
+        mlp_units=num_blocks,
     )

@@ -33,17 +33,15 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshwright.models.blocks import assemble, check_heads, check_positive
+from meshwright.models.blocks import assemble, check_positive, head_dim_of
 from meshwright.models.t5_layers import (
-    CrossAttention,
     DecoderBlock,
     DecoderEmbedding,
     DecoderNorm,
     EncoderBlock,
     EncoderEmbedding,
     EncoderNorm,
-    Mlp,
-    SelfAttention,
+    T5Sizes,
 )
 
 SHARDING_PLAN = {
@@ -88,34 +86,22 @@ def build(
     hidden_size: int = 512,
     num_layers: int = 6,
     num_heads: int = 8,
-    head_dim: int | None = None,
-    ffn_size: int | None = None,
-    num_decoder_layers: int | None = None,
+    head_dim: int | None = None,  # None: hidden_size / num_heads
+    ffn_size: int | None = None,  # None: 4 x hidden_size
+    num_decoder_layers: int | None = None,  # None: num_layers
     gated: bool = False,
-    tied: bool = True,
-    dropout: float = 0.1,
+    tied: bool = True,  # the head uses the embeddings' weight
+    dropout: float = 0.1,  # one probability for embeddings, attention, feed-forward, ends of branches and final norms
     num_buckets: int = 32,
     max_distance: int = 128,
-    padding_id: int = 0,
+    padding_id: int = 0,  # encoder token that receives no attention; -1: none
     norm_eps: float = 1e-6,
-    scaled: bool | None = None,
+    scaled: bool | None = None,  # multiply the head's input by 1 / sqrt(hidden_size); None: the value of tied
 ) -> nn.Sequential:
     """Build the layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
 
     ``gated=False, tied=True`` is T5 v1.0, ``gated=True, tied=False`` v1.1. In both the two embeddings are one weight,
-    and so is the relative bias of a stack.
-
-    Args:
-        head_dim: None means hidden_size / num_heads.
-        ffn_size: None means 4 x hidden_size.
-        num_decoder_layers: None means num_layers.
-        tied: Tie the head to the embeddings too.
-        dropout: One probability for embeddings, attention probabilities, feed-forward, ends of branches, final norms.
-        padding_id: Encoder token that receives no attention; -1: none.
-        scaled: Multiply the head's input by 1 / sqrt(hidden_size); None: the value of ``tied``.
-
-    Raises:
-        ValueError: The sizes do not fit each other.
+    and so is the relative bias of a stack. Raises ValueError if the sizes do not fit each other.
     """
     ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
     num_decoder_layers = num_layers if num_decoder_layers is None else num_decoder_layers
@@ -126,63 +112,50 @@ def build(
         num_decoder_layers=num_decoder_layers,
         num_heads=num_heads,
         ffn_size=ffn_size,
-        **({} if head_dim is None else {"head_dim": head_dim}),
+        head_dim=head_dim,
     )
-    if head_dim is None:
-        check_heads(hidden_size, num_heads, num_heads)
-        head_dim = hidden_size // num_heads
+    _check_buckets(num_buckets, max_distance)
+    head_dim = head_dim_of(hidden_size, num_heads, num_heads) if head_dim is None else head_dim
+    num_blocks = math.gcd(ffn_size, num_heads) if gated else None  # tp divides num_heads
+    sizes = T5Sizes(
+        hidden_size, num_heads, head_dim, ffn_size, num_blocks, num_buckets, max_distance, dropout, norm_eps
+    )
+    scale = hidden_size**-0.5 if (tied if scaled is None else scaled) else 1.0
+    layers = {
+        "encoder_embedding": EncoderEmbedding(vocab_size, hidden_size, dropout, padding_id),
+        **{f"encoder{i}": EncoderBlock(sizes) for i in range(num_layers)},
+        "encoder_norm": EncoderNorm(sizes),
+        "decoder_embedding": DecoderEmbedding(vocab_size, hidden_size, dropout),
+        **{f"decoder{i}": DecoderBlock(sizes, last=i == num_decoder_layers - 1) for i in range(num_decoder_layers)},
+        "decoder_norm": DecoderNorm(sizes, scale),
+        "head": nn.Linear(hidden_size, vocab_size, bias=False),
+    }
+    return _assemble(layers, sizes, tied)
+
+
+def _check_buckets(num_buckets: int, max_distance: int) -> None:
     if num_buckets < 4 or num_buckets % 2 or max_distance <= num_buckets // 2:
         raise ValueError(
             f"num_buckets={num_buckets} must be even, for two directions, and at least 4, and "
             f"max_distance={max_distance} beyond the half of them that hold one distance each, {num_buckets // 2}"
         )
-    num_blocks = math.gcd(ffn_size, num_heads) if gated else None  # tp divides num_heads
 
-    def self_attention(causal: bool) -> SelfAttention:
-        return SelfAttention(
-            hidden_size,
-            num_heads,
-            head_dim,
-            dropout,
-            causal=causal,
-            num_buckets=num_buckets,
-            max_distance=max_distance,
-        )
 
-    layers: dict[str, nn.Module] = {"encoder_embedding": EncoderEmbedding(vocab_size, hidden_size, dropout, padding_id)}
-    for i in range(num_layers):
-        mlp = Mlp(hidden_size, ffn_size, num_blocks, dropout)
-        layers[f"encoder{i}"] = EncoderBlock(hidden_size, norm_eps, self_attention(causal=False), mlp, dropout)
-    layers["encoder_norm"] = EncoderNorm(hidden_size, norm_eps, dropout)
-    layers["decoder_embedding"] = DecoderEmbedding(vocab_size, hidden_size, dropout)
-    for i in range(num_decoder_layers):
-        layers[f"decoder{i}"] = DecoderBlock(
-            hidden_size,
-            norm_eps,
-            self_attention(causal=True),
-            CrossAttention(hidden_size, num_heads, head_dim, dropout),
-            Mlp(hidden_size, ffn_size, num_blocks, dropout),
-            dropout,
-            last=i == num_decoder_layers - 1,
-        )
-    scale = hidden_size**-0.5 if (tied if scaled is None else scaled) else 1.0
-    layers["decoder_norm"] = DecoderNorm(hidden_size, norm_eps, dropout, scale)
-    layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
-
+def _assemble(layers: dict[str, nn.Module], sizes: T5Sizes, tied: bool) -> nn.Sequential:
     ties = [("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight", *(["head.weight"] if tied else []))]
-    for stack, depth in (("encoder", num_layers), ("decoder", num_decoder_layers)):
-        if depth > 1:
-            ties.append(tuple(f"{stack}{i}.attention.relative_bias.weight" for i in range(depth)))
-    ffn_units = ffn_size if num_blocks is None else num_blocks
+    for stack in ("encoder", "decoder"):
+        biases = [f"{name}.attention.relative_bias.weight" for name in layers if name.removeprefix(stack).isdigit()]
+        ties += [tuple(biases)] if len(biases) > 1 else []
+    ffn_units = sizes.ffn_size if sizes.num_blocks is None else sizes.num_blocks
     return assemble(
         layers,
-        initialise=partial(initialise, hidden_size=hidden_size, head_dim=head_dim),
+        initialise=partial(initialise, hidden_size=sizes.hidden_size, head_dim=sizes.head_dim),
         sharding_plan=dict(SHARDING_PLAN),
         divisible={
-            "*.attention.qkv": num_heads,
-            "*.cross_attention.q": num_heads,
-            "*.cross_attention.kv": num_heads,
-            "*attention.out": num_heads,
+            "*.attention.qkv": sizes.num_heads,
+            "*.cross_attention.q": sizes.num_heads,
+            "*.cross_attention.kv": sizes.num_heads,
+            "*attention.out": sizes.num_heads,
             "*.mlp.up": ffn_units,
             "*.mlp.down": ffn_units,
         },

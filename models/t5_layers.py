@@ -7,12 +7,28 @@ parallelism H and F are local counts (H/tp, F/tp) and follow from tensor shapes 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 Value = dict[str, Tensor]
+
+
+class T5Sizes(NamedTuple):
+    """Sizes that all blocks of a T5 share."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    ffn_size: int
+    num_blocks: int | None  # blocks of gate and up rows of a gated feed-forward; None: not gated
+    num_buckets: int  # rows of the relative position bias
+    max_distance: int  # all tokens from this distance on share one bias
+    dropout: float
+    norm_eps: float
 
 
 def bucket_of_distance(num_buckets: int, max_distance: int) -> list[int]:
@@ -48,7 +64,7 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-class Embedding(nn.Module):
+class T5Embedding(nn.Module):
     """Token embedding and dropout: token ids (B, S) int64 -> (B, S, D). Positions enter in the attention."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dropout: float) -> None:
@@ -61,7 +77,7 @@ class Embedding(nn.Module):
         return self.dropout(self.tokens(ids))
 
 
-class EncoderEmbedding(Embedding):
+class EncoderEmbedding(T5Embedding):
     """Embedding of the encoder: samples -> the encoder's value. ``padding_id``: token without attention; -1: none."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dropout: float, padding_id: int) -> None:
@@ -71,35 +87,29 @@ class EncoderEmbedding(Embedding):
     def forward(self, samples: Value) -> Value:
         """Embed encoder_ids (B, Se) int64 as (B, Se, D) and mark padding. decoder_ids (B, Sd) pass unchanged."""
         ids = samples["encoder_ids"]
-        return {
-            "encoder": self.embed(ids),
-            "encoder_seen": ids != self.padding_id,
-            "decoder_ids": samples["decoder_ids"],
-        }
+        seen = ids != self.padding_id
+        return {"encoder": self.embed(ids), "encoder_seen": seen, "decoder_ids": samples["decoder_ids"]}
 
 
-class DecoderEmbedding(Embedding):
+class DecoderEmbedding(T5Embedding):
     """Embedding of the decoder: the encoder's value -> the decoder's. ``encoder`` is the memory and stays unchanged."""
 
     def forward(self, value: Value) -> Value:
         """Embed decoder_ids (B, Sd) int64 as (B, Sd, D)."""
-        return {
-            "decoder": self.embed(value["decoder_ids"]),
-            "encoder": value["encoder"],
-            "encoder_seen": value["encoder_seen"],
-        }
+        ids, memory, seen = value["decoder_ids"], value["encoder"], value["encoder_seen"]
+        return {"decoder": self.embed(ids), "encoder": memory, "encoder_seen": seen}
 
 
-class Attention(nn.Module):
+class T5Attention(nn.Module):
     """Base of self- and cross-attention: the core, its dropout (heads in dim 1), the output projection."""
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.drops = dropout > 0
-        self.core = AttentionCore()
-        self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.head_dim = sizes.head_dim
+        self.drops = sizes.dropout > 0
+        self.core = T5AttentionCore()
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.out = nn.Linear(sizes.num_heads * sizes.head_dim, sizes.hidden_size, bias=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, padding: Tensor | None) -> Tensor:
         """Attend and project. q: (B, H, Sq, d); k, v: (B, H, Sk, d); bias, padding: see the core. Return (B, Sq, D)."""
@@ -107,7 +117,7 @@ class Attention(nn.Module):
         return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
 
 
-class AttentionCore(nn.Module):
+class T5AttentionCore(nn.Module):
     """Attention scores without scaling, probabilities and weighted sum: cheap to recompute and expensive to store.
 
     A separate module, so that ``selective_recompute`` can name it. It has no parameters. The parent passes in the
@@ -115,13 +125,7 @@ class AttentionCore(nn.Module):
     """
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        padding: Tensor | None,
-        dropout: nn.Module | None,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, padding: Tensor | None, dropout: nn.Module | None
     ) -> Tensor:
         """Attend: q (B, H, Sq, d), k and v (B, H, Sk, d) -> (B, H, Sq, d).
 
@@ -138,7 +142,7 @@ class AttentionCore(nn.Module):
         return dropout(probabilities) @ v
 
 
-class SelfAttention(Attention):
+class T5SelfAttention(T5Attention):
     """Self-attention, (B, S, D) -> (B, S, D), with a learned relative position bias per head added to the scores.
 
     Rows of ``qkv``: q, k and v of head 0, then of head 1, ... Columns of ``relative_bias``: the heads. In the encoder
@@ -147,23 +151,13 @@ class SelfAttention(Attention):
 
     bucket_of_distance: Tensor
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        dropout: float,
-        *,
-        causal: bool,
-        num_buckets: int,
-        max_distance: int,
-    ) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, dropout)
+    def __init__(self, sizes: T5Sizes, *, causal: bool) -> None:
+        super().__init__(sizes)
         self.causal = causal
-        self.buckets_before = num_buckets if causal else num_buckets // 2
-        self.qkv = nn.Linear(hidden_size, 3 * num_heads * head_dim, bias=False)
-        self.relative_bias = nn.Embedding(num_buckets, num_heads)
-        table = torch.tensor(bucket_of_distance(self.buckets_before, max_distance), device="cpu")
+        self.buckets_before = sizes.num_buckets if causal else sizes.num_buckets // 2
+        self.qkv = nn.Linear(sizes.hidden_size, 3 * sizes.num_heads * sizes.head_dim, bias=False)
+        self.relative_bias = nn.Embedding(sizes.num_buckets, sizes.num_heads)
+        table = torch.tensor(bucket_of_distance(self.buckets_before, sizes.max_distance), device="cpu")
         self.register_buffer("bucket_of_distance", table, persistent=False)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -171,9 +165,8 @@ class SelfAttention(Attention):
         q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim)
         bias = self.bias(q.shape[2], q.device)[None]  # (1, H, S, S)
         if self.causal:
-            bias = bias + additive_mask(
-                torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril(), bias.dtype
-            )
+            seen_before = torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).tril()
+            bias = bias + additive_mask(seen_before, bias.dtype)
         return self.attend(q, k, v, bias, None if seen is None else additive_mask(seen[:, None, None], q.dtype))
 
     def bias(self, length: int, device: torch.device) -> Tensor:
@@ -195,16 +188,16 @@ class SelfAttention(Attention):
         return by_difference.t().unfold(1, length, 1).flip(1)
 
 
-class CrossAttention(Attention):
+class T5CrossAttention(T5Attention):
     """Cross-attention from the decoder to the memory: (B, Sd, D) and (B, Se, D) -> (B, Sd, D). No position bias.
 
     Rows of ``q``: head 0, head 1, ...; of ``kv``: k and v of head 0, then of head 1, ...
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, dropout: float) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, dropout)
-        self.q = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.kv = nn.Linear(hidden_size, 2 * num_heads * head_dim, bias=False)
+    def __init__(self, sizes: T5Sizes) -> None:
+        super().__init__(sizes)
+        self.q = nn.Linear(sizes.hidden_size, sizes.num_heads * sizes.head_dim, bias=False)
+        self.kv = nn.Linear(sizes.hidden_size, 2 * sizes.num_heads * sizes.head_dim, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
         """Attend from x (B, Sd, D) to memory (B, Se, D) -> (B, Sd, D). ``seen``: (B, Se) bool, False for padding."""
@@ -213,7 +206,7 @@ class CrossAttention(Attention):
         return self.attend(q, k, v, None, additive_mask(seen[:, None, None], q.dtype))
 
 
-class Mlp(nn.Module):
+class T5Mlp(nn.Module):
     """Feed-forward down(relu(up(x))), or gated down(gelu(gate(x)) * up(x)) (Shazeer 2020): (B, S, D) -> (B, S, D).
 
     With ``num_blocks`` it is gated, and gate and up are one projection. Its rows are ordered in blocks, so that a
@@ -222,12 +215,13 @@ class Mlp(nn.Module):
         | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = ffn_size / num_blocks
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int | None, dropout: float) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.block_size = None if num_blocks is None else ffn_size // num_blocks
-        self.up = nn.Linear(hidden_size, ffn_size if num_blocks is None else 2 * ffn_size, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+        gated = sizes.num_blocks is not None
+        self.block_size = sizes.ffn_size // sizes.num_blocks if sizes.num_blocks is not None else None
+        self.up = nn.Linear(sizes.hidden_size, 2 * sizes.ffn_size if gated else sizes.ffn_size, bias=False)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.down = nn.Linear(sizes.ffn_size, sizes.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.block_size is None:
@@ -238,20 +232,22 @@ class Mlp(nn.Module):
         return self.down(self.dropout(x))
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """Pre-norm residual block of either stack: self-attention, cross-attention in the decoder, feed-forward."""
 
-    def __init__(self, hidden_size: int, norm_eps: float, attention: SelfAttention, mlp: Mlp, dropout: float) -> None:
+    causal = False
+
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.attention = attention
-        self.after_attention = nn.Dropout(dropout)
-        self.mlp_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.mlp = mlp
-        self.after_mlp = nn.Dropout(dropout)
+        self.attention_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.attention = T5SelfAttention(sizes, causal=self.causal)
+        self.after_attention = nn.Dropout(sizes.dropout)
+        self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.mlp = T5Mlp(sizes)
+        self.after_mlp = nn.Dropout(sizes.dropout)
 
 
-class EncoderBlock(Block):
+class EncoderBlock(T5Block):
     """Encoder block: updates ``encoder`` (B, Se, D) of the encoder's value and passes the rest unchanged."""
 
     def forward(self, value: Value) -> Value:
@@ -261,24 +257,16 @@ class EncoderBlock(Block):
         return {**value, "encoder": x}
 
 
-class DecoderBlock(Block):
+class DecoderBlock(T5Block):
     """Decoder block: updates ``decoder`` (B, Sd, D) of the decoder's value. The last block returns only ``decoder``."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        norm_eps: float,
-        attention: SelfAttention,
-        cross_attention: CrossAttention,
-        mlp: Mlp,
-        dropout: float,
-        *,
-        last: bool,
-    ) -> None:
-        super().__init__(hidden_size, norm_eps, attention, mlp, dropout)
-        self.cross_attention_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.cross_attention = cross_attention
-        self.after_cross_attention = nn.Dropout(dropout)
+    causal = True
+
+    def __init__(self, sizes: T5Sizes, *, last: bool) -> None:
+        super().__init__(sizes)
+        self.cross_attention_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.cross_attention = T5CrossAttention(sizes)
+        self.after_cross_attention = nn.Dropout(sizes.dropout)
         self.last = last
 
     def forward(self, value: Value) -> Value:
@@ -292,23 +280,21 @@ class DecoderBlock(Block):
 class EncoderNorm(nn.Module):
     """End of the encoder: norm and dropout of ``encoder`` (B, Se, D); the rest of the value is unchanged."""
 
-    def __init__(self, hidden_size: int, norm_eps: float, dropout: float) -> None:
+    def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.dropout = nn.Dropout(sizes.dropout)
 
     def forward(self, value: Value) -> Value:
         return {**value, "encoder": self.dropout(self.norm(value["encoder"]))}
 
 
-class DecoderNorm(nn.Module):
+class DecoderNorm(EncoderNorm):
     """End of the decoder: norm, dropout, ``scale``. Maps the decoder's value to (B, Sd, D) for the head."""
 
-    def __init__(self, hidden_size: int, norm_eps: float, dropout: float, scale: float) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.dropout = nn.Dropout(dropout)
+    def __init__(self, sizes: T5Sizes, scale: float) -> None:
+        super().__init__(sizes)
         self.scale = scale
 
-    def forward(self, value: Value) -> Tensor:
+    def forward(self, value: Value) -> Tensor:  # type: ignore[override]
         return self.dropout(self.norm(value["decoder"])) * self.scale

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models import gpt2, llama
-from meshwright.models.blocks import positions_of
+from meshwright.models.attention import positions_of
 
 LENGTHS = [3, 1, 7, 5]
 VOCAB = 29

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models import t5
-from meshwright.models.t5_layers import Attention, SelfAttention
+from meshwright.models.t5_layers import T5Attention, T5SelfAttention, T5Sizes
 
 SAMPLES = {
     "encoder_ids": torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32], [38, 46, 26, 43, 38, 32, 0, 0, 0]]),
@@ -138,7 +138,8 @@ def test_t5_equals_the_plain_implementation(tied: bool, gated: bool) -> None:
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 64), (8, 7), (6, 40), (4, 3)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_buckets_are_those_of_mesh_tensorflow(num_buckets: int, max_distance: int, causal: bool) -> None:
-    attention = SelfAttention(4, 1, 4, 0.0, causal=causal, num_buckets=num_buckets, max_distance=max_distance)
+    sizes = T5Sizes(4, 1, 4, 8, None, num_buckets, max_distance, dropout=0.0, norm_eps=1e-6)
+    attention = T5SelfAttention(sizes, causal=causal)
     length = max_distance + 5
     with torch.no_grad():
         attention.relative_bias.weight.copy_(torch.arange(num_buckets)[:, None])
@@ -191,7 +192,7 @@ def test_the_kernel_and_the_explicit_softmax_agree(gated: bool) -> None:
     results = []
     for drops in (False, True):
         for module in model.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, T5Attention):
                 module.drops = drops
         model.zero_grad()
         loss = loss_of(model.train())

@@ -19,7 +19,7 @@ from meshwright.data.causal import IGNORE
 from meshwright.data.sources import open_sources
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.models.blocks import AttentionCore
+from meshwright.models.attention import AttentionCore
 from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model

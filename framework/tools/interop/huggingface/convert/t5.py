@@ -55,7 +55,7 @@ def rules(options: Options) -> list[TensorMapping]:
 
 
 def _up(options: Options, ours: str, theirs: str) -> TensorMapping:
-    """Return the rule of the up projection, in blocks of gate and up rows: see ``meshwright.models.t5_layers.Mlp``."""
+    """Return the rule of the up projection, in blocks of gate and up rows: see ``models.t5_layers.T5Mlp``."""
     if not options["gated"]:
         return TensorMapping(ours, (f"{theirs}.wi.weight",))
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]

@@ -1,0 +1,139 @@
+"""Causal self-attention over a fused projection, with grouped key-value heads, within samples or their documents.
+
+Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
+Under tensor parallelism a module may hold a contiguous part of its rows. H and G are then local counts (H/tp, G/tp) and
+follow from tensor shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+
+def documents_of(starts: Tensor) -> Tensor:
+    """Return each token's document number in its sample, (B, S) int64. starts: (B, S) bool, True at document starts."""
+    return starts.cumsum(-1)
+
+
+def positions_of(starts: Tensor) -> Tensor:
+    """Return the position of each token in its document from 0, (B, S) int64. starts: (B, S) bool."""
+    places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    return places - places.masked_fill(~starts, 0).cummax(-1).values
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of an attention, and how far it reaches."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Number of tokens that each token attends to: itself and those just before it. None: all before it."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, S, D) -> (B, S, D), with R query heads to each key-value head.
+
+    The rows of ``qkv`` are ordered by group, so that any contiguous run of groups is a smaller attention of its own::
+
+        group 0                group 1
+        | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
+
+    With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
+    ``bias`` is that of ``qkv``. With ``qk_norm_eps`` queries and keys pass an RMSNorm over head_dim, one weight for
+    all heads.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        bias: bool,
+        out_bias: bool,
+        dropout: float,
+        rotary: nn.Module | None = None,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        hidden_size, num_heads, num_kv_heads, self.head_dim, window = shape
+        self.heads_per_group = num_heads // num_kv_heads
+        self.drops = dropout > 0
+        self.core = AttentionCore(window)
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+        self.rotary = rotary
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""
+        groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
+        q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
+            of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has one more dim than k
+            q, k = rotate(q, *of_q), rotate(k, cos, sin)
+        dropout = self.dropout if self.training and self.drops else None
+        mixed = self.core(rearrange(q, "b g r s d -> b (g r) s d"), k, v, dropout, starts)  # (B, H, S, d)
+        return self.out(rearrange(mixed, "b h s d -> b s (h d)"))
+
+
+class AttentionCore(nn.Module):
+    """Attention scores, probabilities and weighted sum: cheap to recompute and expensive to store.
+
+    A separate module, so that ``selective_recompute`` can name it. It has no parameters. The parent passes in the
+    dropout of the probabilities, whose masks are seeded by its module name in the parent.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None, starts: Tensor | None = None
+    ) -> Tensor:
+        """Attend: q (B, H, S, d), k and v (B, G, S, d), starts (B, S) bool or None -> (B, H, S, d). H, G: local heads.
+
+        Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
+        """
+        heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
+        sees_all = starts is None and (self.window is None or self.window >= length)
+        if dropout is None and sees_all:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
+        k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
+        if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
+        scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
+        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return dropout(probabilities) @ v  # type: ignore[no-any-return]
+
+    def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
+        """Return the attention mask, True where query i sees key j: (S, S) bool, or (B, 1, S, S) with starts (B, S)."""
+        before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        if self.window is not None:
+            before = before.triu(1 - self.window)
+        if starts is None:
+            return before
+        document = documents_of(starts)
+        return (before & (document[:, :, None] == document[:, None, :]))[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of x (..., S, d) by angles given as cos and sin (..., S, d/2). Keeps x's dtype.
+
+    The two elements of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's checkpoints pair
+    neighbours. That is the same model with the rows of q and k permuted.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
