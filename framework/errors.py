@@ -51,6 +51,17 @@ class MeshError(UserError):
     """Mismatch between ranks, nodes and axes of the mesh."""
 
 
+class MissingRanksError(MeshError):
+    """Ranks that did not arrive at the rendezvous in time. A later start, on other nodes, may succeed."""
+
+    exit_code = 1
+
+    def __init__(self, code: str, message: str, nodes: tuple[str, ...] = ()) -> None:
+        self.nodes = nodes
+        """Nodes without any rank at the rendezvous, if the fault seems to be theirs."""
+        super().__init__(code, message, nodes)
+
+
 class ModelError(UserError):
     """Model that cannot be split into pipeline stages, or that its sharding plan does not fit."""
 

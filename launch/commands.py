@@ -13,8 +13,7 @@ from meshwright.terminal.output import put, tell
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.config import default_world_size, load
-    from meshwright.mesh.grid import Grid, check_placement, nodes_of
-    from meshwright.mesh.view import draw
+    from meshwright.mesh.grid import Grid, nodes_of
 
     config, per_node = load(options.config, overrides), options.devices_per_node
     num_ranks = default_world_size(config, 0)
@@ -33,13 +32,13 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
         nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
         num_replicas = num_ranks // (parallel.pp * parallel.tp)
     grid = Grid(parallel.pp, num_replicas, parallel.tp)
-    check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes)
+    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
     if isinstance(parallel.dp, int) and parallel.dp > 0 and parallel.dp != grid.dp:
         put(
             f"{options.config} says dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold dp = "
             f"{grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
         )
-    put(draw(grid, nodes))
+    put(grid.draw(nodes))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.config import RunConfig, default_world_size, load, resolve
 from meshwright.config.schema import Pipeline
 from meshwright.errors import ConfigError, UserError
-from meshwright.mesh.grid import Grid, check_placement, nodes_of
+from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.system.outputs import check_place, writing
 from meshwright.terminal.output import put
 
@@ -49,7 +49,7 @@ def dryrun(
         _check_size(config, num_nodes, per_node)
     config = resolve(config, num_nodes * per_node if num_nodes else default_world_size(config, 0))
     grid, nodes = _placed(config, per_node)
-    check_placement(grid, nodes, tp_across_nodes=config.parallel.tp_across_nodes)
+    grid.check_placement(nodes, tp_across_nodes=config.parallel.tp_across_nodes)
     time_model = _time_model(config, cluster, per_node)
     seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.terminal.output import tell

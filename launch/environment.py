@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
-from meshwright.mesh.network import NODES, interface_towards
+from meshwright.system.host import NODES, interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports for the rendezvous of Slurm jobs, below those that Linux assigns by itself (32768 and up)."""

@@ -28,8 +28,7 @@ import jinja2
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch.restarts import GIVEN_UP, IN_VAIN
-from meshwright.mesh.grid import Grid, check_placement, nodes_of
-from meshwright.mesh.view import draw
+from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.tracking.jsonl import read_records
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -93,8 +92,8 @@ def resolve_for_nodes(config: RunConfig, ask: JobOptions) -> tuple[RunConfig, st
     parallel = resolved.parallel
     assert isinstance(parallel.dp, int)
     grid, nodes = Grid(parallel.pp, parallel.dp, parallel.tp), nodes_of(ask.nodes, ask.devices_per_node)
-    check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes)
-    return resolved, draw(grid, nodes)
+    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
+    return resolved, grid.draw(nodes)
 
 
 def measure_lead(run: Path) -> tuple[int, str]:

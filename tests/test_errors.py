@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 
-from meshwright.errors import ConfigError, DataError, UserError
-from meshwright.mesh.rendezvous import MissingRanksError
+from meshwright.errors import ConfigError, DataError, MissingRanksError, UserError
 from tests.support import error_codes as codes
 
 MOVE = "`python -m tests.support.error_codes` writes docs/errors.md and the golden files anew: look at what changes"

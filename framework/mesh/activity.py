@@ -16,9 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-READING = "reading samples"
-BETWEEN = "going from one step to the next"
-
 
 class Waits(NamedTuple):
     """An operation that blocks a rank, and the ranks that it depends on."""
@@ -56,6 +53,9 @@ class Doing(NamedTuple):
 
 class Activity:
     """Recorder of one rank's activity. ``begin`` and ``waits`` are called often, by one thread; ``told`` by any."""
+
+    READING_SAMPLES = "reading samples"
+    BETWEEN_STEPS = "going from one step to the next"
 
     def __init__(self) -> None:
         self.phase = "starting"

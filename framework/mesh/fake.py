@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group, Handle, Traffic, tensor_bytes
-from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.mesh import Mesh
 
 
@@ -77,32 +77,46 @@ class PlaceholderGroup(Group):
 
 
 class FakeMesh(Mesh):
-    """A mesh whose groups are made as they are asked for."""
-
-    def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
-        return _group(name, ranks, self.rank, self.traffic, self.activity)
+    """Mesh whose groups are made on first use, those of this rank alone."""
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
         """Return the group of this rank, without making those of other ranks."""
         pp_ranks = sorted(set(pp_ranks))
-        if len(pp_ranks) > 1 and self.at.pp_rank not in pp_ranks:
-            return Group("tied", (), -1, None, self.traffic, self.activity)
-        at = self.at
-        ranks = tuple(self.grid.rank(Coordinates(pp_rank, at.dp_rank, at.tp_rank)) for pp_rank in pp_ranks)
-        return _group("tied", ranks if len(pp_ranks) > 1 else (self.rank,), self.rank, self.traffic, self.activity)
+        if len(pp_ranks) == 1:
+            return self._group("tied", (self.rank,))
+        if self.at.pp_rank not in pp_ranks:
+            return self._group("tied", ())
+        return self._subgroup("tied", tuple(self.grid.rank(self.at._replace(pp_rank=each)) for each in pp_ranks))
+
+    def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
+        rank = ranks.index(self.rank) if ranks else -1
+        return FakeGroup(name, ranks, rank, process_group, self.traffic, self.activity)
 
 
-def _group(name: str, ranks: tuple[int, ...], rank: int, traffic: Traffic, activity: Activity) -> Group:
-    made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-    return FakeGroup(name, ranks, ranks.index(rank), made, traffic, activity)
+class _ObservedActivity(Activity):
+    """Activity that calls ``on_begin`` at each start."""
+
+    def __init__(self, on_begin: Callable[[object], None]) -> None:
+        super().__init__()
+        self._on_begin = on_begin
+
+    def begin(self, what: object) -> None:
+        super().begin(what)
+        self._on_begin(what)
+
+
+def _ignore(what: object) -> None:
+    return None
 
 
 @contextmanager
-def fake_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterator[Mesh]:
-    """Open the mesh of ``rank`` on CPU within the block; nothing of it is left afterwards.
+def fake_mesh(grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignore) -> Iterator[Mesh]:
+    """Open the mesh of ``rank`` on CPU inside the context, over torch's fake backend.
+
+    ``on_begin``: called with each activity that the rank begins.
 
     Raises:
-        MeshError: this process is a rank of a real job: its groups would be lost.
+        MeshError: this process is a rank of a real job, whose process groups would be lost.
     """
     assert 0 <= rank < grid.size, (rank, grid.size)
     if dist.is_initialized():
@@ -112,14 +126,19 @@ def fake_mesh(grid: Grid, rank: int, activity: Activity | None = None) -> Iterat
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # which torch replaces, to put the rank before each line of a traceback
-    traffic, activity = Traffic(), Activity() if activity is None else activity
+    hook = sys.excepthook  # replaced by torch, to put the rank before each line of a traceback
+    traffic, activity = Traffic(), _ObservedActivity(on_begin)
     if grid.size > 1:
         dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
     try:
-        pp, dp, tp = (_group(axis, grid.group(axis, rank), rank, traffic, activity) for axis in Axis)
+        axes = {}
+        for axis in Axis:
+            ranks = grid.group(axis, rank)
+            made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+            axes[axis] = FakeGroup(axis, ranks, ranks.index(rank), made, traffic, activity)
         everybody = dist.group.WORLD if grid.size > 1 else None
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
+        pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
         nodes = ["node0"] * grid.size
         yield FakeMesh(grid, rank, torch.device("cpu"), pp, dp, tp, world, traffic, nodes, activity=activity)
     finally:

@@ -9,10 +9,14 @@ rank = (pp_rank x dp + dp_rank) x tp + tp_rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
+
+MAX_DEVICES = 2**20
+"""Maximum number of devices of a cluster that :func:`nodes_of` enumerates."""
 
 
 class Axis(StrEnum):
@@ -51,8 +55,7 @@ class Grid(NamedTuple):
         """Return the coordinates of a rank, the inverse of :meth:`rank`."""
         assert 0 <= rank < self.size, (rank, self.size)
         rest, tp_rank = divmod(rank, self.tp)
-        pp_rank, dp_rank = divmod(rest, self.dp)
-        return Coordinates(pp_rank, dp_rank, tp_rank)
+        return Coordinates(*divmod(rest, self.dp), tp_rank)
 
     def degree(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""
@@ -62,52 +65,32 @@ class Grid(NamedTuple):
         """Return the ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains
         ``rank``."""
         at = self.coordinates(rank)
-        field = f"{axis}_rank"
-        return tuple(self.rank(at._replace(**{field: i})) for i in range(self.degree(axis)))
+        return tuple(self.rank(at._replace(**{f"{axis}_rank": i})) for i in range(self.degree(axis)))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of an axis, by their first rank: a partition of the ranks."""
         return sorted({self.group(axis, rank) for rank in range(self.size)})
 
+    def check_placement(self, nodes: Sequence[str], *, tp_across_nodes: bool = False) -> None:
+        """Raise :class:`MeshError` if a tp group straddles nodes; ``nodes[rank]`` is the name of the rank's node."""
+        from meshwright.mesh.placement import check_placement
 
-def check_placement(grid: Grid, nodes: list[str], *, tp_across_nodes: bool = False) -> None:
-    """Check that no tp group straddles nodes; raise :class:`MeshError` with the drawn mesh otherwise.
-    ``nodes[rank]`` is the name of the rank's node."""
-    if len(nodes) != grid.size:
-        raise MeshError(
-            "MW-MESH-005",
-            f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
-            f"change a degree or the number of processes so that both agree",
-        )
-    if tp_across_nodes:
-        return
-    for ranks in grid.groups(Axis.TP):
-        found = list(dict.fromkeys(nodes[rank] for rank in ranks))
-        if len(found) > 1:
-            from meshwright.mesh.view import draw
+        check_placement(self, nodes, tp_across_nodes=tp_across_nodes)
 
-            raise MeshError(
-                "MW-MESH-006",
-                f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
-                f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
-                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}",
-            )
+    def draw(self, nodes: Sequence[str]) -> str:
+        """Draw the ranks on their nodes, as text of many lines; ``nodes[rank]`` is the name of the rank's node."""
+        from meshwright.mesh.placement import draw
 
-
-MOST_DEVICES = 2**20
-"""Most devices of a cluster that are enumerated."""
+        return draw(self, nodes)
 
 
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks.
-
-    Raises:
-        MeshError: more than MOST_DEVICES of them.
-    """
-    if num_nodes * devices_per_node > MOST_DEVICES:
+    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks."""
+    num_devices = num_nodes * devices_per_node
+    if num_devices > MAX_DEVICES:
         raise MeshError(
             "MW-MESH-007",
-            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_nodes * devices_per_node:,} devices, and at "
-            f"most {MOST_DEVICES:,} are laid out: give fewer nodes",
+            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_devices:,} devices, and at most "
+            f"{MAX_DEVICES:,} are laid out: give fewer nodes",
         )
-    return [f"node{rank // devices_per_node}" for rank in range(num_nodes * devices_per_node)]
+    return [f"node{rank // devices_per_node}" for rank in range(num_devices)]

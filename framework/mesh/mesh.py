@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group, Traffic
-from meshwright.mesh.grid import Axis, Coordinates, Grid, check_placement
-from meshwright.mesh.network import node_name
+from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
+from meshwright.system.host import node_name
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,22 @@ class Mesh:
         """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)
 
-    def board(self) -> NoteStore | None:
-        """Store for small notes between ranks, over a connection of its own. A mesh of one rank has none."""
+    def peak_memory_bytes(self) -> int:
+        """Return the peak memory of this rank's device, or on CPU of this process."""
+        return peak_memory_bytes(self.device.type)
+
+    def open_store(self) -> NoteStore | None:
+        """Open a store for small notes between ranks, over a connection of its own. None for a mesh of one rank."""
         return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
-        """Return (the replicas among whom a state is cut into ``shard_factor`` shards, those with copies of this rank's
+        """Return (replicas that cut a state into ``shard_factor`` shards, replicas that hold copies of this rank's
         shard).
 
         Replicas d .. d + shard_factor - 1 shard together: dp is laid out so that they share a node before they span
         two. With all of dp or with 1 it is (dp, this rank alone) or (this rank alone, dp). Collective over all ranks.
         """
-        alone = Group("dp", (self.rank,), 0, None, self.traffic, self.activity)
+        alone = self._group("dp", (self.rank,))
         if shard_factor == self.dp.size:
             return self.dp, alone
         if shard_factor == 1:
@@ -67,15 +72,6 @@ class Mesh:
         copies = self.dp.ranks[self.dp.rank % shard_factor :: shard_factor]
         return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
 
-    def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Make a subgroup. Called by its own ranks alone; all ranks make theirs in the same order."""
-        timeout = timedelta(seconds=self.timeout_s)
-        made = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
-        group = Group(name, ranks, ranks.index(self.rank), made, self.traffic, self.activity)
-        if self.device.type == "cuda":
-            group.barrier()
-        return group
-
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
         """Return the group of the ranks at these pipeline ranks with this rank's dp and tp coordinates (for tied
         weights).
@@ -85,15 +81,27 @@ class Mesh:
         """
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) == 1:
-            return Group("tied", (self.rank,), 0, None, self.traffic, self.activity)
-        mine = Group("tied", (), -1, None, self.traffic, self.activity)
+            return self._group("tied", (self.rank,))
+        mine = self._group("tied", ())
         for dp_rank in range(self.grid.dp):
             for tp_rank in range(self.grid.tp):
                 ranks = tuple(self.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank)) for pp_rank in pp_ranks)
                 made = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
                 if self.rank in ranks:
-                    mine = Group("tied", ranks, ranks.index(self.rank), made, self.traffic, self.activity)
+                    mine = self._group("tied", ranks, made)
         return mine
+
+    def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """Make a subgroup. Called by its own ranks alone; all ranks make theirs in the same order."""
+        timeout = timedelta(seconds=self.timeout_s)
+        group = self._group(name, ranks, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
+        if self.device.type == "cuda":
+            group.barrier()
+        return group
+
+    def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
+        rank = ranks.index(self.rank) if ranks else -1
+        return Group(name, ranks, rank, process_group, self.traffic, self.activity)
 
 
 def environment_rank() -> tuple[int, int, int]:
@@ -150,6 +158,22 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
+def open_store(grid: Grid, timeout_s: float) -> Any:
+    """Wait until all ranks have reached rank 0, and return the store that they share; blocks.
+
+    Return None without waiting for a grid of one rank, or where an elastic agent (torchrun) holds a store.
+
+    Raises:
+        MeshError: the number of started ranks is not the grid's, ranks are missing, or rank 0 cannot listen.
+        CommunicationError: rank 0 has left.
+    """
+    rank, world_size, _ = environment_rank()
+    check_size(grid, world_size)
+    if grid.size == 1 or not needs_rendezvous():
+        return None
+    return open_rendezvous(rank, world_size, timeout_s)
+
+
 def open_mesh(
     grid: Grid,
     device: str = "auto",
@@ -161,58 +185,49 @@ def open_mesh(
     """Join the process group that the environment describes and make the groups of the axes.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
-    ``store``: from :func:`meshwright.mesh.rendezvous.open_rendezvous`, where the ranks have met before.
+    ``store``: from :func:`open_store`; None opens one here where it is needed.
 
     Raises:
         MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
-    chosen = pick_device(device, local_rank)
+    chosen, timeout = pick_device(device, local_rank), timedelta(seconds=timeout_s)
+    process_groups: dict[Axis, dist.ProcessGroup] = {}
+    if grid.size > 1:
+        if not dist.is_initialized():
+            _init_process_group(rank, chosen, timeout, open_store(grid, timeout_s) if store is None else store)
+        process_groups = _axis_process_groups(grid, chosen, timeout)
     traffic, activity = Traffic(), Activity()
-    if grid.size == 1:
-        alone = {axis: Group(axis, (0,), 0, None, traffic, activity) for axis in Axis}
-        return Mesh(
-            grid,
-            0,
-            chosen,
-            alone[Axis.PP],
-            alone[Axis.DP],
-            alone[Axis.TP],
-            Group("world", (0,), 0, None, traffic, activity),
-            traffic,
-            [node_name()],
-            timeout_s,
-            activity,
-        )
-    timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        if store is None and needs_rendezvous():
-            store = open_rendezvous(rank, world_size, timeout_s)
-        dist.init_process_group(
-            "nccl" if chosen.type == "cuda" else "gloo",
-            timeout=timeout,
-            store=store,
-            rank=-1 if store is None else rank,
-            world_size=-1 if store is None else world_size,
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
-    torch_mesh = init_device_mesh(chosen.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))
     groups: dict[Axis, Group] = {}
     for axis in Axis:
         ranks = grid.group(axis, rank)
-        process_group = torch_mesh.get_group(str(axis)) if len(ranks) > 1 else None
-        if process_group is not None:  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
-            dist.distributed_c10d._set_pg_timeout(timeout, process_group)
-        groups[axis] = Group(axis, ranks, ranks.index(rank), process_group, traffic, activity)
-    world = Group("world", tuple(range(grid.size)), rank, dist.group.WORLD, traffic, activity)
-    if chosen.type == "cuda":  # NCCL wants every rank of a group in its first call, which an exchange is not
+        groups[axis] = Group(axis, ranks, ranks.index(rank), process_groups.get(axis), traffic, activity)
+    everybody = dist.group.WORLD if grid.size > 1 else None
+    world = Group("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
+    if chosen.type == "cuda":  # NCCL needs every rank of a group in its first call, which an exchange is not
         for group in groups.values():
             group.barrier()
     nodes = world.gather_objects(node_name())
-    check_placement(grid, nodes, tp_across_nodes=tp_across_nodes)
+    grid.check_placement(nodes, tp_across_nodes=tp_across_nodes)
     axes = groups[Axis.PP], groups[Axis.DP], groups[Axis.TP]
     return Mesh(grid, rank, chosen, *axes, world, traffic, nodes, timeout_s, activity)
+
+
+def _init_process_group(rank: int, device: torch.device, timeout: timedelta, store: Any) -> None:
+    """Join torch's default process group: by ``store``, or by the environment variables of an elastic agent."""
+    by_store = {} if store is None else {"store": store, "rank": rank, "world_size": environment_rank()[1]}
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id, **by_store)
+
+
+def _axis_process_groups(grid: Grid, device: torch.device, timeout: timedelta) -> dict[Axis, dist.ProcessGroup]:
+    """Make torch's process groups of this rank on the axes with more than one rank."""
+    torch_mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))
+    found = {axis: torch_mesh.get_group(str(axis)) for axis in Axis if grid.degree(axis) > 1}
+    for process_group in found.values():  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
+        dist.distributed_c10d._set_pg_timeout(timeout, process_group)
+    return found
 
 
 def close_mesh(mesh: Mesh) -> None:

@@ -1,34 +1,23 @@
 """Rendezvous of a run without an elastic agent: a store on rank 0. Ranks that do not arrive in time are named.
 
-torchrun, meshwright's own launcher     their agents hold a store, and start ranks only when all agents are there
-srun                                    rank 0 holds it here: nobody has looked whether all nodes can be reached
+torchrun, meshwright's own launcher     their agents hold a store, and start the ranks when all agents are present
+srun                                    rank 0 holds the store here; no earlier step checks that nodes are reachable
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.errors import CommunicationError, MeshError
-from meshwright.mesh.network import NODES, node_name, open_listener
+from meshwright.errors import CommunicationError, MeshError, MissingRanksError
+from meshwright.system.host import NODES, node_name, open_listener
+from meshwright.terminal.output import abridge
 
 LONGER_S = 30.0
-"""Seconds that other ranks wait longer than rank 0, which then prints first, and names the missing ranks."""
-
-
-class MissingRanksError(MeshError):
-    """Ranks did not come within the limit. It may pass: the job may start again, on other nodes."""
-
-    exit_code = 1
-
-    def __init__(self, code: str, message: str, nodes: tuple[str, ...] = ()) -> None:
-        self.nodes = nodes
-        """From which nobody has come, if it seems to be theirs."""
-        super().__init__(code, message, nodes)
+"""Extra seconds that other ranks wait, so that rank 0 prints first and names the missing ranks."""
 
 
 def needs_rendezvous() -> bool:
@@ -40,9 +29,9 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
     """Wait for all ranks; return the store that they share. Collective; blocks.
 
     Raises:
-        NotAllCame: on rank 0: some have not. On others: rank 0 cannot be reached from here.
-        CommunicationError: rank 0 has given up.
-        MeshError: MASTER_ADDR and MASTER_PORT are no place where rank 0 can listen.
+        MissingRanksError: on rank 0, ranks are missing after ``limit_s``; on another rank, rank 0 is unreachable.
+        CommunicationError: rank 0 has left the rendezvous.
+        MeshError: rank 0 cannot listen at MASTER_ADDR and MASTER_PORT.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
     if not port.isdecimal():
@@ -94,15 +83,10 @@ def _missing(store: Any, world_size: int, limit_s: float) -> MissingRanksError:
     missing = [rank for rank in range(world_size) if rank not in there]
     known = [node for node in os.environ.get(NODES, "").split(",") if node]
     nodes = tuple(node for node in known if node not in there.values())
-    silent = f": nobody from {in_short(nodes)}" if nodes else ""
+    silent = f": nobody from {abridge(nodes)}" if nodes else ""
     return MissingRanksError(
         "MW-MESH-017",
         f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
-        f"{in_short(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
+        f"{abridge(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
         nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault
     )
-
-
-def in_short(items: Sequence[object], most: int = 8) -> str:
-    """Format items as ``2, 3``, and of many the first."""
-    return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.mesh.activity import BETWEEN, READING
 from meshwright.mesh.comm import Group, Handle, Transfer
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import Clock, CudaClock, clock_of
@@ -207,7 +206,7 @@ class Executor:
         for do, what in self._row:
             do(what, feed, run)
         self._wait_for_sends(0)
-        self._activity.begin(BETWEEN)
+        self._activity.begin(self._activity.BETWEEN_STEPS)
         assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
         return run
 
@@ -231,7 +230,7 @@ class Executor:
         samples = None
         if stage.is_first or stage.is_last:
             start = run.clock.read()
-            self._activity.begin(READING)
+            self._activity.begin(self._activity.READING_SAMPLES)
             samples = feed.microbatch(microbatch)
             run.readings_of_data.append((start, run.clock.read()))
         inputs = samples.inputs if stage.is_first and samples else self._take(Kind.F, index - 1, microbatch, run)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import DataError
-from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.system.bounded import read_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def note_peaks(mesh: Mesh, directory: Path, step: int) -> None:
 
     Errors of writing are ignored, so they never stop the training.
     """
-    peaks = mesh.world.gather_objects(peak_memory_bytes(mesh.device.type))
+    peaks = mesh.world.gather_objects(mesh.peak_memory_bytes())
     if mesh.rank != 0:
         return
     grid = (mesh.grid.pp, mesh.grid.dp, mesh.grid.tp)

@@ -11,7 +11,6 @@ import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
-from meshwright.mesh.view import draw
 from meshwright.optimizer.flat import state_bytes
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.analysis import text as schedule_text
@@ -148,7 +147,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
     sequence = ", sequence parallel" if config.parallel.sequence else ""
     return "\n".join(
         [
-            draw(blueprint.grid, nodes),
+            blueprint.grid.draw(nodes),
             "",
             f"model      {config.model.builder}, {len(blueprint.model.layers)} layers, "
             f"{blueprint.num_parameters:,} parameters",

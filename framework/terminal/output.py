@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 _CONTROLS = re.compile(
@@ -54,3 +55,8 @@ def say(text: str) -> None:
             _write(sys.stdout, visible(text) + "\n")
     except OSError:
         sys.stdout = None  # for print and the console: nobody listens
+
+
+def abridge(items: Sequence[object], most: int = 8) -> str:
+    """Format items as ``2, 3``; of many only the first ``most``, and the number left out."""
+    return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"

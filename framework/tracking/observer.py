@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshwright.blueprint import batch_numbers
-from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.record import StepRecord
 from meshwright.tracking.throughput import peak_flops
@@ -41,7 +40,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         tflops_per_device=flops_per_s / 1e12,
         mfu=flops_per_s / peak if peak else None,
         bubble_share=stats.bubble_share,
-        memory_bytes=peak_memory_bytes(parts.mesh.device.type),
+        memory_bytes=parts.mesh.peak_memory_bytes(),
         validation_loss=event.validation_loss,
         skipped=stats.skipped,
         restarts=parts.restarts,

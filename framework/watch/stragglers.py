@@ -21,9 +21,9 @@ from statistics import mean
 from typing import NamedTuple
 
 from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.rendezvous import in_short
 from meshwright.pipeline.executor import RowResult
 from meshwright.schedule.analysis import Timeline, on_their_way
+from meshwright.terminal.output import abridge
 from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
 from meshwright.watch.trace import RankSpans, on_one_clock
 
@@ -222,6 +222,6 @@ def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
     if not shortest:
         return None
     ranks = max(shortest, key=shortest.__getitem__)
-    hosts = in_short(list(dict.fromkeys(nodes[rank] for rank in ranks)))
-    who = f"the sum of gradients over ranks {in_short(ranks)} on {hosts}"
+    hosts = abridge(list(dict.fromkeys(nodes[rank] for rank in ranks)))
+    who = f"the sum of gradients over ranks {abridge(ranks)} on {hosts}"
     return Straggler(who, ranks[0], shortest[ranks], step_s, "so long even the last to come to it waits")

@@ -53,7 +53,7 @@ def operations(mesh: Mesh) -> dict[str, Callable[[], object]]:
 def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, int]]:
     """Rank 1 comes to each only when rank 0 has been seen to wait, and has said so on the board."""
     mesh = open_mesh(Grid(2, 1, 1), "cpu")
-    board = mesh.board()
+    board = mesh.open_store()
     assert board is not None
     found: list[tuple[Waits | None, int]] = []
     for name, operation in operations(mesh).items():

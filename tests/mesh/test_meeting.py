@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import CommunicationError, MeshError
-from meshwright.mesh import network, rendezvous
-from meshwright.mesh.network import open_listener
+from meshwright.errors import CommunicationError, MeshError, MissingRanksError
+from meshwright.mesh import rendezvous
+from meshwright.system import host
+from meshwright.system.host import open_listener
 
 
 def free_port() -> int:
@@ -33,10 +34,10 @@ def come(rank: int, world_size: int, port: int, limit_s: float, said: Queue[tupl
         store.add("gone", 1)
         while rank == 0 and store.add("gone", 0) < world_size:  # it holds the store
             time.sleep(0.01)
-    except rendezvous.MissingRanksError as error:
-        said.put((rank, str(error), error.nodes))
+    except MissingRanksError as error:
+        said.put((rank, error.message, error.nodes))
     except CommunicationError as error:
-        said.put((rank, str(error), ()))
+        said.put((rank, error.message, ()))
 
 
 def told(ranks: list[int], world_size: int, limit_s: float) -> dict[int, tuple[str, tuple[str, ...]]]:
@@ -132,7 +133,7 @@ def test_rank_0_listens_at_the_address_of_the_job_alone(
 
 def own_addresses() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = [network._address_of(name, probe) for _, name in socket.if_nameindex()]
+        found = [host._address_of(name, probe) for _, name in socket.if_nameindex()]
     return [address for address in found if address is not None]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.mesh import network
 from meshwright.mesh.comm import WIRE_FACTORS, Traffic
 from meshwright.mesh.mesh import pick_device
-from meshwright.mesh.rendezvous import in_short
+from meshwright.system import host
+from meshwright.terminal.output import abridge
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -62,11 +62,11 @@ def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.M
 
 
 def test_lists_in_messages() -> None:
-    assert in_short([2, 3]) == "2, 3"
-    assert in_short(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert abridge([2, 3]) == "2, 3"
+    assert abridge(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
 def test_no_interface_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(network, "interface_towards", lambda host: None)
-    assert network.own_address("node1") is None
+    monkeypatch.setattr(host, "interface_towards", lambda host: None)
+    assert host.own_address("node1") is None

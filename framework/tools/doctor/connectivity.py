@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from meshwright.errors import CommunicationError
-from meshwright.mesh.network import node_name, own_address
-from meshwright.mesh.rendezvous import in_short
+from meshwright.system.host import node_name, own_address
+from meshwright.terminal.output import abridge
 from meshwright.tools.doctor.findings import Finding
 from meshwright.tools.doctor.links import MOST_ROUNDS, rounds
 
@@ -102,13 +102,13 @@ def judge_reach(found: Reachability) -> list[Finding]:
             said += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in left]
             break
         others = [a if b == node else b for a, b in left if node in (a, b)]
-        said.append(Finding(f"the link of {node} is dead: no connection with {in_short(others)}", (node,)))
+        said.append(Finding(f"the link of {node} is dead: no connection with {abridge(others)}", (node,)))
         left = [link for link in left if node not in link]
     said += [Finding(f"{node} has come, but does not answer", (node,)) for node in found.silent]
     num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in said)
     if (said and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
-        pairs = in_short([f"{a} - {b}" for a, b in links])
-        silent = f"; {in_short(found.silent)} did not answer" if found.silent else ""
+        pairs = abridge([f"{a} - {b}" for a, b in links])
+        silent = f"; {abridge(found.silent)} did not answer" if found.silent else ""
         text = f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be open"
         return [Finding(text)]
     return said

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, bucket_bytes, resolve
-from meshwright.errors import CommunicationError, ConfigError, UserError
+from meshwright.errors import CommunicationError, ConfigError, MissingRanksError, UserError
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.mesh import check_size, close_mesh, environment_rank, open_mesh
-from meshwright.mesh.rendezvous import MissingRanksError, needs_rendezvous, open_rendezvous
+from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import GiveUp, end_process
 from meshwright.system.signals import SIGNALS
@@ -54,7 +53,7 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     """Run the check on one rank; rank 0 prints the report. Every rank calls it; blocks.
 
     Raises:
-        NotFit: on rank 0, if there is any finding.
+        UnfitMachineError: on rank 0, if there is any finding.
     """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
@@ -62,11 +61,9 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
     directory = Path(config.run.directory) / config.run.name
-    store = None
-    if grid.size > 1 and needs_rendezvous():
-        store = _meet(grid, directory)
-        if store is None:
-            return
+    store, goes_on = _meet(grid, directory)
+    if not goes_on:
+        return
     mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True, store=store)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,22 +83,25 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
         raise not_fit(findings)
 
 
-def _meet(grid: Grid, directory: Path) -> Any:
-    """Return the rendezvous store once all ranks are there and all links between nodes accept connections; blocks.
+def _meet(grid: Grid, directory: Path) -> tuple[Any, bool]:
+    """Wait until all ranks are there, and check that all links between nodes accept connections; blocks.
 
-    Returns None on a rank other than 0 if there are findings, because rank 0 reports them.
+    Returns:
+        the rendezvous store (None: an elastic agent holds one, and no link is checked), and True if the check goes on.
+        It does not on a rank other than 0 if there are findings, because rank 0 reports them.
 
     Raises:
-        NotFit: on rank 0: a rank is absent or a link is dead, and nothing more can be measured. On another rank: rank 0
-            is unreachable and has reported nothing.
+        UnfitMachineError: on rank 0, a rank is absent or a link is dead, and nothing more can be measured. On another
+            rank, rank 0 is unreachable and has reported nothing.
     """
     rank, world_size, local_rank = environment_rank()
-    check_size(grid, world_size)
     try:
-        store = open_rendezvous(rank, world_size, LIMIT_S)
+        store = open_store(grid, LIMIT_S)
+        if store is None:
+            return None, True
         findings = judge_reach(try_links(store, rank, local_rank, world_size, LIMIT_S))
         if not findings:
-            return store
+            return store, True
         if rank != 0:
             store.add("heard", 1)
     except MissingRanksError as error:
@@ -113,7 +113,7 @@ def _meet(grid: Grid, directory: Path) -> Any:
             raise
     _ignore_signals()
     if rank != 0:
-        return None
+        return None, False
     directory.mkdir(parents=True, exist_ok=True)
     (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
     _wait_for_others(store, world_size)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.mesh.activity import Activity
 from meshwright.mesh.intercept import NAMESPACES, InterceptedOperation, OperationInterceptor, is_on_dtensor
 
 ALIVE = 2**62
@@ -57,20 +56,6 @@ class ActivityStart(NamedTuple):
 
     at: int
     what: object
-
-
-class RecordingActivity(Activity):
-    """Activity that also notes each start for a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def begin(self, what: object) -> None:
-        """Begin an activity and record its start."""
-        super().begin(what)
-        self._recorder.now += 1  # a release before the first operation of ``what`` belongs to ``what``
-        self._recorder.begun.append(ActivityStart(self._recorder.now, what))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,6 +98,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
                 self.said.append(RecordedCommunication(self.now, heard, tuple(self.number_of(leaf) for leaf in leaves)))
         return results
+
+    def begin(self, what: object) -> None:
+        """Record the start of an activity of the rank."""
+        self.now += 1  # a release before the first operation of ``what`` belongs to ``what``
+        self.begun.append(ActivityStart(self.now, what))
 
     def _look(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta":

@@ -37,7 +37,7 @@ from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, sum_numbers
 from meshwright.tools.dryrun.account import Category, Rehearsal, build_rehearsal
-from meshwright.tools.dryrun.recorder import Recorder, RecordingActivity
+from meshwright.tools.dryrun.recorder import Recorder
 
 
 @dataclass
@@ -166,7 +166,7 @@ def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = No
     """Run the dry run of :func:`rehearse` and return all notes."""
     recorder = Recorder()
     config = on_cpu(config)
-    with fake_mesh(grid_of(config), rank, RecordingActivity(recorder)) as mesh:
+    with fake_mesh(grid_of(config), rank, recorder.begin) as mesh:
         drawn = draw(config, mesh.at.tp_rank) if drawn is None else drawn
         drawn.tp.become(mesh.tp)
         blueprint = drawn.for_rank(mesh.at.pp_rank)

@@ -35,7 +35,6 @@ from meshwright.tools.dryrun.recorder import (
     ActivityStart,
     RecordedCommunication,
     Recorder,
-    RecordingActivity,
     StorageLife,
 )
 from meshwright.tools.dryrun.rehearsal import FakeSource, RehearsalNotes, SharedBlueprint, grid_of
@@ -390,7 +389,7 @@ def replay(templates: Templates, config: RunConfig, rank: int, drawn: SharedBlue
     """Play one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), drawn.blueprint
     recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
-    with fake_mesh(grid, rank, RecordingActivity(recorder)) as mesh, FakeTensorMode(), recorder:
+    with fake_mesh(grid, rank, recorder.begin) as mesh, FakeTensorMode(), recorder:
         player = Player(templates, recorder, grid, mesh.at.pp_rank, schedule)
         last = schedule.num_stages - 1
         stages: Mapping[int, Any] = {

@@ -6,7 +6,6 @@ import html
 from pathlib import Path
 
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.view import draw
 from meshwright.run.summary import memory
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.planner.explanation import duration, sanity, strategy, why
@@ -55,7 +54,7 @@ def page(workbench: ModelCache, plan: Plan) -> str:
         if first.choice.pp > 1 and spans <= MOST_DRAWN
         else "",
         shades=first.choice.interleave > 1,
-        placement=html.unescape(draw(grid, nodes_of(plan.nodes, plan.hardware.devices_per_node))),
+        placement=html.unescape(grid.draw(nodes_of(plan.nodes, plan.hardware.devices_per_node))),
         rejected=sorted(rejected.items(), key=lambda each: -each[1]),
     )
 

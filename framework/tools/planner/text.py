@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.view import draw
 from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
@@ -41,7 +40,7 @@ def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
     grid = Grid(first.config.parallel.pp, first.choice.dp, first.config.parallel.tp)
-    lines += [draw(grid, nodes_of(plan.nodes, hardware.devices_per_node)), ""]
+    lines += [grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
     lines += [
         "memory of a rank, the first layout, at its highest point",
         *memory_table(first),

@@ -88,7 +88,7 @@ class Watchdog:
         self._give_up = give_up
         self._tick_s = tick_of(limit_s)
         self._watched_s = max(MISSED * self._tick_s, LEAST_WATCHED_S)
-        self._board = self._mesh.board()
+        self._board = self._mesh.open_store()
         self._host = socket.gethostname()
         self._num_beats = 0
         self._heard: dict[int, tuple[Heartbeat, float]] = {}

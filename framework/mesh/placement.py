@@ -1,4 +1,4 @@
-"""Placement of all ranks of a mesh, drawn as text: pure, for 8 ranks on a laptop and for 16,384 on 2,048 nodes.
+"""Placement of the ranks of a mesh on nodes, checked and drawn as text: pure, for 8 ranks and for 16,384.
 
 ┌ node0: ranks 0-3 ┐      a box per node, a row per tensor-parallel group in it:
 │ pp0 dp0  tp  0 1 │      its pipeline rank, its replica, its ranks in the order of tp
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from meshwright.errors import MeshError
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 
 WIDTH = 110
@@ -23,11 +24,36 @@ MOST_STAGES = 4
 Item = TypeVar("Item")
 
 
-def draw(grid: Grid, nodes: Sequence[str]) -> str:
-    """Draw the placement of ``grid`` on ``nodes`` (``nodes[rank]`` is the name of the rank's node), many lines of text.
+def check_placement(grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool = False) -> None:
+    """Check that no tp group straddles nodes.
 
-    Many nodes, replicas and pipeline ranks are abridged to the first and the last. Judges nothing: see
-    ``check_placement``. A tensor-parallel group that straddles nodes is drawn in parts, with a remark.
+    Raises:
+        MeshError: the first tp group that does, with the drawn mesh; or a number of nodes' ranks unlike the grid's.
+    """
+    if len(nodes) != grid.size:
+        raise MeshError(
+            "MW-MESH-005",
+            f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
+            f"change a degree or the number of processes so that both agree",
+        )
+    if tp_across_nodes:
+        return
+    for ranks in grid.groups(Axis.TP):
+        found = list(dict.fromkeys(nodes[rank] for rank in ranks))
+        if len(found) > 1:
+            raise MeshError(
+                "MW-MESH-006",
+                f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
+                f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
+                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}",
+            )
+
+
+def draw(grid: Grid, nodes: Sequence[str]) -> str:
+    """Draw the ranks of ``grid`` on their nodes, as text of many lines.
+
+    Many nodes, replicas and pipeline ranks are abridged to the first and the last. A tensor-parallel group that
+    straddles nodes is drawn in parts, with a remark.
     """
     assert len(nodes) == grid.size, (len(nodes), grid)
     ranks_of: dict[str, list[int]] = {}

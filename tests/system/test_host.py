@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from meshwright.mesh.network import SIOCGIFADDR, interface_towards
+from meshwright.system.host import SIOCGIFADDR, interface_towards
 
 
 def addresses() -> dict[str, str]:

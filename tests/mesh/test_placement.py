@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.view import WIDTH, draw
+from meshwright.mesh.placement import WIDTH, draw
 
 EIGHT = """\
 pp 2 x dp 2 x tp 2 = 8 ranks on 2 nodes of 4
