@@ -133,7 +133,7 @@ def test_the_cause_is_told_before_its_echoes(run: RunConfig) -> None:
 
 def test_what_the_user_can_mend_comes_without_a_traceback(run: RunConfig) -> None:
     for refuse in (refuse_in_one, refuse_in_all):
-        with pytest.raises(RankFailed, match=r"\Acorpus.idx: damaged\Z") as caught:
+        with pytest.raises(RankFailed, match=r"\Acorpus.idx: damaged \[MW-TEST-001\]\Z") as caught:
             launch(refuse, run)
         assert caught.value.exit_code == 2
 

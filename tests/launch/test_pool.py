@@ -114,7 +114,7 @@ def test_first_failure_is_told_first(pool: RankPool) -> None:
         pool.run(fail_one_after_another, 4)
     assert caught.value.rank == 2 and isinstance(caught.value.__cause__, MeshError)
     message = str(caught.value)
-    assert message.startswith("rank 2: meshwright.errors.MeshError: the cause\nTraceback")
+    assert message.startswith("rank 2: meshwright.errors.MeshError: the cause [MW-TEST-001]\nTraceback")
     assert "in fail_one_after_another" in message and message.endswith("then rank 0: ValueError: an echo")
     assert pool.run(total, 4, torch.zeros(3))[0].tolist() == [6.0] * 3
 

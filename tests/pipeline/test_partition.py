@@ -130,9 +130,9 @@ def test_fewer_layers_than_stages() -> None:
             2,
             r"7 layers over 8 stages \(pp 4 x interleave 2\): .* Use parallel.pp <= 3 or a schedule of one stage",
         ),
-        (3, 8, 2, r"Use parallel.pp <= 1$"),
-        (3, 8, 4, r"Use a schedule of one stage per rank, such as 1f1b$"),
-        (1, 8, 4, r"Use a model of more layers$"),
+        (3, 8, 2, r"Use parallel.pp <= 1 \[MW-PIPELINE-002\]$"),
+        (3, 8, 4, r"Use a schedule of one stage per rank, such as 1f1b \[MW-PIPELINE-002\]$"),
+        (1, 8, 4, r"Use a model of more layers \[MW-PIPELINE-002\]$"),
     ],
 )
 def test_fewer_layers_than_interleaved_stages(num_layers: int, num_stages: int, interleave: int, moves: str) -> None:
