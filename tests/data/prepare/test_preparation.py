@@ -357,7 +357,8 @@ def test_changed_sources_are_refused_with_what_changed(tokenizer: Path, tmp_path
     assert documents_in(out) == {"train": ["one", "two"]}
     write_lines(file, [{"text": "owe"}])
     os.utime(file, ns=(1, 1))
-    with pytest.raises(DataError, match=r"was prepared from something else: \[MW-DATA-044\]\n  .*a\.jsonl was written to since"):
+    changed = r"was prepared from something else: \[MW-DATA-044\]\n  .*a\.jsonl was written to since"
+    with pytest.raises(DataError, match=changed):
         made(out, tokenizer, file, other)
     made(out, tokenizer, file, other, replace=True)
     with pytest.raises(DataError, match="the files come in another order"):
