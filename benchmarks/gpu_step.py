@@ -39,7 +39,7 @@ from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tracking.throughput import peak_flops
+from meshwright.tracking.observer import peak_flops
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP_STEPS = 3

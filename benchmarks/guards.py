@@ -50,6 +50,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.run.directory import STATUS
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright.system.process import end_process
@@ -102,7 +103,7 @@ class Guarded(Ours):
 def watchdog_of(ours: Ours, directory: str) -> Watchdog:
     """Return a watchdog with the defaults of a run."""
     limit_s = ours.parts.config.launch.timeout_s
-    return Watchdog(ours.mesh, Path(directory), limit_s, 10**6, lambda: ours.parts.state.step, end_process)
+    return Watchdog(ours.mesh, Path(directory) / STATUS, limit_s, 10**6, lambda: ours.parts.state.step, end_process)
 
 
 def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]) -> dict[str, float]:

@@ -189,9 +189,10 @@ def convert(options: argparse.Namespace, overrides: list[str]) -> int:
 def plot(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.config import read_resolved
     from meshwright.data.fingerprint import read
-    from meshwright.tracking.plot import loss_curve
+    from meshwright.run.directory import METRICS, RESOLVED
+    from meshwright.tools.report.loss_curve import loss_curve
 
-    resolved = options.directory / "resolved.json"
+    resolved = options.directory / RESOLVED
     unigram_entropy = None
     if resolved.is_file():
         data = read_resolved(resolved).data
@@ -200,7 +201,7 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
         split = fingerprint.splits.get(corpus.name) if fingerprint else None
         unigram_entropy = split.unigram_entropy_nats if split else None
     picture = options.out or options.directory / "loss.png"
-    loss_curve(options.directory / "metrics.jsonl", picture, unigram_entropy)
+    loss_curve(options.directory / METRICS, picture, unigram_entropy)
     put(picture)
     return 0
 

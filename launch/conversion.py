@@ -11,12 +11,12 @@ from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.checkpoints import find_checkpoint, size_of
 from meshwright.run.summary import columns, memory
+from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import tell
 from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME, RestructuredExportResult, export
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
-from meshwright.tracking.console import duration
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class ConversionProgress:
         self.told_s = now_s
         per_s = done / (now_s - self.start_s)
         left_s = (total - done) / per_s
-        tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {duration(left_s)} left")
+        tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {format_duration(left_s)} left")
 
 
 def summarise_import(source: Path, run: Path, done: ImportResult) -> str:

@@ -130,7 +130,7 @@ class PreparationProgress:
         self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, said="  ".join(self._numbers(now, at_s)))
 
     def _numbers(self, now: Progress, at_s: float) -> list[str]:
-        from meshwright.tracking.console import count, duration
+        from meshwright.terminal.format import format_count, format_duration
 
         assert self.first is not None
         passed_s = max(at_s - self.started_s, 1e-9)
@@ -138,11 +138,11 @@ class PreparationProgress:
         tokens_per_s = (now.tokens - self.first.tokens) / passed_s
         left_s = (now.total_bytes - now.source_bytes) / bytes_per_s if bytes_per_s > 0 else float("inf")
         return [
-            f"{count(now.documents)} documents",
-            f"{count(now.tokens)} tokens",
-            f"{count(tokens_per_s)} tokens/s",
+            f"{format_count(now.documents)} documents",
+            f"{format_count(now.tokens)} tokens",
+            f"{format_count(tokens_per_s)} tokens/s",
             f"{bytes_per_s / 1e6:.1f} MB/s",
-            f"{duration(left_s)} left",
+            f"{format_duration(left_s)} left",
         ]
 
     @staticmethod

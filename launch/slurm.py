@@ -29,6 +29,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch.restarts import GIVEN_UP, IN_VAIN
 from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.run.directory import METRICS
 from meshwright.tracking.jsonl import read_records
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -100,7 +101,7 @@ def measure_lead(run: Path) -> tuple[int, str]:
     """Return how many seconds before its end a job needs its signal (1.5 x (slowest step + save)), and the reason."""
     steps: deque[float] = deque(maxlen=LAST)
     saves: deque[float] = deque(maxlen=LAST)
-    metrics = run / "metrics.jsonl"
+    metrics = run / METRICS
     if metrics.exists():
         for record in read_records(metrics):
             steps.append(record.step_s)

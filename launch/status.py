@@ -10,7 +10,8 @@ from statistics import median
 
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
-from meshwright.tracking.console import duration
+from meshwright.run.directory import METRICS, STATUS
+from meshwright.terminal.format import format_duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 from meshwright.watch.hang.diagnosis import lines, seconds
@@ -29,7 +30,7 @@ def describe(run: Path) -> str:
     Raises:
         DataError: the status file is missing or damaged.
     """
-    status = read_status(run)
+    status = read_status(run / STATUS)
     is_live, silent_s, state = read_standing(status)
     pace, straggler = _measured(run, status, is_live)
     said = [
@@ -56,7 +57,7 @@ def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
     last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
     straggler = ""
     try:
-        for record in read_records(run / "metrics.jsonl"):
+        for record in read_records(run / METRICS):
             last.append(record)
             if record.straggler is not None and record.straggler_share is not None:
                 share = f"makes the others wait for {record.straggler_share:.0%} of a step, as of step {record.step}"
@@ -70,7 +71,7 @@ def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
     left_s = (status.steps - status.step) * step_s
     if is_live and left_s > 0:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left_s))
-        said += f", {duration(left_s)} left, until about {until}"
+        said += f", {format_duration(left_s)} left, until about {until}"
     return said, straggler
 
 

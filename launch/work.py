@@ -21,7 +21,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
-from meshwright.run.directory import run_directory
+from meshwright.run.directory import METRICS, STATUS, run_directory
 from meshwright.run.files import RunFiles, make_directory
 from meshwright.run.lock import lock_directory
 from meshwright.run.resume import resume
@@ -33,9 +33,8 @@ from meshwright.step import validate
 from meshwright.system.process import GiveUp, end_process
 from meshwright.system.signals import StopRequest
 from meshwright.terminal.output import say as speak
-from meshwright.tracking.build import build_tracker
+from meshwright.tracking.observer import open_tracker
 from meshwright.tracking.tracker import Tracker
-from meshwright.tracking.wandb import WandbMode
 from meshwright.train import describe_validation, observe, train
 from meshwright.watch.hang.watchdog import LATER_S, Watchdog
 from meshwright.watch.nodes import check_nodes
@@ -99,21 +98,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
                 directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.source), say
             )
         files.remember()
-    tracker = build_tracker(
-        directory,
-        is_writer=mesh.rank == 0,
-        name=config.run.name,
-        config=config.model_dump(mode="json"),
-        total_steps=config.train.steps,
-        resumed_step=parts.state.step,
-        log_every=config.tracking.log_every,
-        console=config.tracking.console,
-        unit=parts.blueprint.example.unit,
-        wandb=WandbMode(config.tracking.wandb if parts.state.step < config.train.steps else "off"),
-        project=config.tracking.project,
-        is_ours=lambda: not files.are_lost(),
-    )
-    watchdog = Watchdog(mesh, directory, config.launch.timeout_s, config.train.steps, lambda: parts.state.step, give_up)
+    tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
+    steps = config.train.steps
+    watchdog = Watchdog(mesh, directory / STATUS, config.launch.timeout_s, steps, lambda: parts.state.step, give_up)
     with request:  # to the end: what comes after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:

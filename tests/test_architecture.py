@@ -37,9 +37,6 @@ CORE: dict[str, set[str]] = {
 SERVICES = {"data", "checkpoint", "run", "tracking", "watch"}
 SERVICE_ARROWS = {
     ("run", "checkpoint"): "a run on disk is made of checkpoints",
-    ("run", "tracking"): "names of the record files, which a run protects",
-    ("run", "watch"): "the name of status.json",
-    ("watch", "tracking"): "the warning that never raises",
 }
 """Imports between services that are left; a service imports no other one."""
 JOINING = {"parts", "blueprint", "build", "step", "train"}
@@ -78,7 +75,6 @@ MOST_DOORS = {
     "checkpoint": 7,
     "data": 14,
     "run": 11,
-    "tracking": 8,
     "watch": 8,
     "system": 7,
 }
@@ -148,8 +144,6 @@ MANY_PARAMETERS = {
     "framework/tools/planner/profile.py:_profile": 8,
     "framework/tools/planner/profile.py:profile_layers": 9,
     "framework/tools/verify/run.py:verify": 9,
-    "framework/tracking/build.py:build_tracker": 13,
-    "framework/tracking/wandb.py:__init__": 8,
     "launch/plans.py:plan": 8,
     "models/gpt2.py:build": 9,
     "models/llama.py:build": 21,

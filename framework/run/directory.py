@@ -11,6 +11,10 @@ from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, rea
 
 RESOLVED = "resolved.json"
 """File that marks a run directory; written at the first start."""
+METRICS, METRICS_AGAIN = "metrics.jsonl", "metrics-again.jsonl"
+"""Records of the steps that count, and of the steps that a resume has repeated."""
+STATUS = "status.json"
+"""Heartbeats of all ranks."""
 MANIFEST = "manifest.json"
 """File that marks a checkpoint."""
 RUNS = Path("runs")

@@ -23,18 +23,15 @@ from meshwright.checkpoint.files import Warn
 from meshwright.checkpoint.read import find
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
-from meshwright.run.directory import RESOLVED, run_directory
+from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
 from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.system.durable import make_directory_synced, replace_synced, sync_directory, sync_file
-from meshwright.tracking.build import METRICS_FILE
-from meshwright.tracking.jsonl import AGAIN
-from meshwright.watch.hang.heartbeat import STATUS
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
-PRESUPPOSED = (*KEPT, METRICS_FILE, AGAIN)
+PRESUPPOSED = (*KEPT, METRICS, METRICS_AGAIN)
 """Files that a checkpoint needs beside itself."""
 DELETED = " (deleted)"
 """Suffix that the kernel adds to the path of an open file that was deleted."""
@@ -48,7 +45,7 @@ def check_run_files(directory: Path) -> None:
     """
     found = []
     for name in (*PRESUPPOSED, FILE, STATUS):
-        is_log = name in (METRICS_FILE, AGAIN)
+        is_log = name in (METRICS, METRICS_AGAIN)
         why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
         if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
             problem = f"{directory / name} {why}: move it away, or choose another run.name"

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from meshwright.terminal.format import format_bytes, format_count, format_duration
 from meshwright.terminal.output import visible
-from meshwright.tracking.record import GIB, StepRecord, perplexity
+from meshwright.tracking.record import StepRecord, perplexity
 
 SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of the step time, which gives the remaining time."""
-
-
-def count(value: float) -> str:
-    """Format a count with three digits and a letter: 12,345 -> ``12.3k``. k is 1,000."""
-    if not math.isfinite(value):
-        return str(value)
-    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as ``m:ss``, ``h:mm:ss`` or ``Nd h:mm:ss``."""
-    if not math.isfinite(seconds):
-        return "-:--"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
-
-
-def memory(num_bytes: int) -> str:
-    """Format bytes in GiB, or in MiB below one GiB."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> str:
     """Format a step as one plain line. ``left_s``: estimated remaining seconds."""
     width = len(str(total_steps))
     return " | ".join(
-        [f"step {record.step:>{width}}/{total_steps}", *_numbers(record, unit), f"{duration(left_s)} left"]
+        [f"step {record.step:>{width}}/{total_steps}", *_numbers(record, unit), f"{format_duration(left_s)} left"]
     )
 
 
@@ -63,9 +36,9 @@ def _numbers(record: StepRecord, unit: str) -> list[str]:
         f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}",
         f"grad norm {record.grad_norm:.3g}",
         f"lr {record.learning_rate:.2e}",
-        f"{count(record.tokens_per_s)} {unit}/s",
+        f"{format_count(record.tokens_per_s)} {unit}/s",
         f"{record.step_s:.3g} s/step",
-        memory(record.memory_bytes),
+        format_bytes(record.memory_bytes),
     ]
 
 
@@ -113,9 +86,9 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._draw(record, left_s)
         elif self._num_steps == 1 or record.step % self.log_every == 0 or record.step >= self.total_steps:
-            self._say(step_line(record, self.total_steps, left_s, self.unit))
+            self._print(step_line(record, self.total_steps, left_s, self.unit))
         if record.validation_loss is not None:
-            self._say(validation_line(record))
+            self._print(validation_line(record))
 
     def close(self, failed: bool = False) -> None:
         if self._bar is not None:
@@ -128,9 +101,9 @@ class ConsoleSink:
             self._task = self._bar.add_task("", total=self.total_steps, left="")
             self._bar.start()
         self._bar.numbers = "  ".join(_numbers(record, self.unit))
-        self._bar.update(self._task, completed=record.step, left=duration(left_s))
+        self._bar.update(self._task, completed=record.step, left=format_duration(left_s))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         """Print one whole line, without wrapping or colour, and flush it."""
         self._console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()

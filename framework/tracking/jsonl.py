@@ -24,7 +24,6 @@ from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.system.durable import sync_directory
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
-FILE_NAME, AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 MOST_PENDING = 10_000
 """Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest go first."""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
@@ -81,7 +80,9 @@ def drop_records_after(path: Path, step: int) -> None:
             kept = line.rstrip(b"\n") + b"\n" if found is not None and found <= step else b""
             if found is not None and not kept:
                 with contextlib.suppress(OSError):
-                    again = again or files.enter_context(path.with_name(AGAIN).open("ab", buffering=0))
+                    again = again or files.enter_context(
+                        path.with_name(f"{path.stem}-again{path.suffix}").open("ab", buffering=0)
+                    )
                     again.write(line.rstrip(b"\n") + b"\n")
             changed = changed or kept != line
             new.write(kept)
@@ -145,7 +146,7 @@ class JsonlSink:
             self.open()
         self._flush()
 
-    def close(self, failed: bool = False) -> None:
+    def close(self) -> None:
         """Write the pending lines, with a few retries, and close the file.
 
         Raises:

@@ -1,12 +1,47 @@
-"""The observer that records each step: metrics.jsonl, the console, wandb."""
+"""The observer that records each step, and the sinks that a configuration names: metrics.jsonl, the console, wandb."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
 from meshwright.blueprint import batch_numbers
 from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.tracking.console import ConsoleSink
+from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
-from meshwright.tracking.throughput import peak_flops
-from meshwright.tracking.tracker import Tracker
+from meshwright.tracking.tracker import Sink, Tracker
+from meshwright.tracking.wandb import WandbSink
+
+BF16_PEAKS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2450e12,
+}
+"""Dense bf16 floating-point operations per second from the vendors' data sheets; sparse figures are never used."""
+
+
+def open_tracker(parts: Parts, metrics_file: Path, is_ours: Callable[[], bool]) -> Tracker:
+    """Open the sinks of the configuration on rank 0; the other ranks get a tracker without sinks.
+
+    Call it after a resume: records after the step of ``parts`` are dropped from ``metrics_file``. ``is_ours`` returns
+    True while the run's directory, which holds that file, still belongs to this run.
+    """
+    if parts.mesh.rank != 0:
+        return Tracker()
+    config, step, steps = parts.config, parts.state.step, parts.config.train.steps
+    sinks: list[Sink] = []
+    if config.tracking.console:
+        sinks.append(ConsoleSink(steps, config.tracking.log_every, unit=parts.blueprint.example.unit))
+    if config.tracking.wandb != "off" and step < steps:
+        sinks.append(WandbSink(metrics_file.parent, config))
+    return Tracker(JsonlSink(metrics_file, step, is_ours), sinks)
 
 
 class Records(Observer):
@@ -49,3 +84,11 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         straggler_rank=straggler.rank if straggler is not None and straggler.name else None,
         straggler_share=straggler.share if straggler is not None else None,
     )
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Return the dense peak FLOP/s of the device for MFU; None if it is no CUDA device in bfloat16, or unlisted."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((BF16_PEAKS[key] for key in sorted(BF16_PEAKS, key=len, reverse=True) if key in name), None)

@@ -17,15 +17,31 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshwright.terminal.output import tell
+from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
-from meshwright.tracking.sink import Sink
+
+Warn = Callable[[str], None]
+WARN_AT = frozenset(10**power for power in range(12))
+"""Numbers of consecutive failures that trigger a warning."""
 
 
-class _End(NamedTuple):
-    failed: bool
+class Sink(Protocol):
+    """Consumer of records. The tracker calls its methods on one thread of its own, in the order written here.
+
+    They may block or raise; only this sink is affected.
+    """
+
+    def open(self) -> None:
+        """Open the sink, once, before the first record. Slow work belongs here."""
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record of one step. Steps increase."""
+
+    def close(self, failed: bool = False) -> None:
+        """Finish. ``failed``: the run ended with an error, or ``open`` or ``write`` of this sink raised."""
 
 
 def warn_on_stderr(message: str) -> None:
@@ -33,10 +49,14 @@ def warn_on_stderr(message: str) -> None:
     tell(f"tracking: {message}")
 
 
-def warn_quietly(warn: Callable[[str], None], message: str) -> None:
-    """Warn, and ignore a warning that cannot be written (stderr is closed)."""
-    with contextlib.suppress(Exception):
-        warn(message)
+def never_raising(warn: Warn) -> Warn:
+    """Return ``warn`` without its exceptions: a warning may be impossible to print (stderr is closed)."""
+
+    def call(message: str) -> None:
+        with contextlib.suppress(Exception):
+            warn(message)
+
+    return call
 
 
 class Tracker:
@@ -48,44 +68,45 @@ class Tracker:
 
     def __init__(
         self,
-        truth: Sink | None = None,
+        truth: JsonlSink | None = None,
         sinks: Sequence[Sink] = (),
         *,
         queue_size: int = 1024,
         close_limit_s: float = 15.0,
-        warn: Callable[[str], None] = warn_on_stderr,
+        warn: Warn = warn_on_stderr,
     ) -> None:
         self._truth = truth
         self._truth_failures = 0
         self.lost: str | None = None
-        """Description of the records of ``truth`` lost for good; set by ``close``."""
-        self._warn = warn
+        """Description of the records that ``metrics.jsonl`` lacks for good; set by ``close``."""
+        self._warn = never_raising(warn)
         self._close_limit_s = close_limit_s
         self._closed = False
-        self._lanes = [_Lane(sink, queue_size, warn) for sink in sinks]
+        self._queued = [_QueuedSink(sink, queue_size, self._warn) for sink in sinks]
         if truth is not None:
-            self._guard_truth(truth.open)
+            self._try(truth, truth.open)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of one step. Blocks only for one small write to a local file."""
         assert not self._closed, "the tracker is closed"
         truth = self._truth
         if truth is not None:
-            self._guard_truth(lambda: truth.write(record))
-        for lane in self._lanes:
-            lane.put(record)
+            self._try(truth, lambda: truth.write(record))
+        for sink in self._queued:
+            sink.put(record)
 
     def close(self, failed: bool = False) -> None:
         """Close the sinks, within ``close_limit_s`` in total. ``failed``: the run ended with an error."""
         if self._closed:
             return
         self._closed = True
-        self._close_truth(failed)
-        for lane in self._lanes:
-            lane.end(failed)
+        if self._truth is not None:
+            self._close_truth(self._truth)
+        for sink in self._queued:
+            sink.end(failed)
         deadline = time.monotonic() + self._close_limit_s
-        for lane in self._lanes:
-            lane.join(deadline)
+        for sink in self._queued:
+            sink.join(deadline)
 
     def __enter__(self) -> Tracker:
         return self
@@ -95,7 +116,7 @@ class Tracker:
     ) -> None:
         self.close(failed=error is not None)
 
-    def _guard_truth(self, action: Callable[[], None]) -> None:
+    def _try(self, truth: JsonlSink, action: Callable[[], None]) -> None:
         """Run an action on ``truth``, and warn instead of raising.
 
         It is retried with every record, because the cause (a full disk) may pass. Warnings follow the first, tenth,
@@ -106,71 +127,56 @@ class Tracker:
         except Exception as error:
             self._truth_failures += 1
             if self._truth_failures in WARN_AT:
-                warn_quietly(
-                    self._warn,
-                    f"{_why(self._truth, error)}. The run goes on; its records wait in memory "
-                    f"({_waiting(self._truth):,} so far) and it is tried again with every step",
+                self._warn(
+                    f"{_describe(truth, error)}. The run goes on; its records wait in memory "
+                    f"({truth.waiting:,} so far) and it is tried again with every step"
                 )
         else:
             if self._truth_failures:
-                warn_quietly(self._warn, f"{_place(self._truth)} is written again, with all that waited")
+                self._warn(f"{truth.path} is written again, with all that waited")
             self._truth_failures = 0
 
-    def _close_truth(self, failed: bool) -> None:
+    def _close_truth(self, truth: JsonlSink) -> None:
         """Close ``truth`` with a last attempt to write. ``lost`` and a warning describe the records lost for good."""
-        truth = self._truth
-        if truth is None:
-            return
         why = ""
         try:
-            truth.close(failed)
+            truth.close()
         except Exception as error:
-            why = f": {_why(truth, error)}"
-        dropped: int = getattr(truth, "dropped", 0)
-        number = _waiting(truth) + dropped
+            why = f": {_describe(truth, error)}"
+        number = truth.waiting + truth.dropped
         if number or why:
-            self.lost = (
-                f"{number:,} record{'s' * (number != 1)} of this run could not be written to {_place(truth)}{why}"
-            )
-            warn_quietly(self._warn, self.lost)
+            self.lost = f"{number:,} record{'s' * (number != 1)} of this run could not be written to {truth.path}{why}"
+            self._warn(self.lost)
 
 
-WARN_AT = frozenset(10**power for power in range(12))
-"""Numbers of consecutive failures that trigger a warning."""
-
-
-def _waiting(truth: Sink | None) -> int:
-    return int(getattr(truth, "waiting", 0))
-
-
-def _place(truth: Sink | None) -> str:
-    """Return the path of the file, or the name of the sink."""
-    return str(getattr(truth, "path", type(truth).__name__))
-
-
-def _why(truth: Sink | None, error: Exception) -> str:
+def _describe(truth: JsonlSink, error: Exception) -> str:
     """Describe a failure: path, reason and errno."""
     if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename or _place(truth)} cannot be written: {error.strerror} (errno {error.errno})"
-    return f"{_place(truth)} cannot be written: {type(error).__name__}: {error}"
+        return f"{error.filename or truth.path} cannot be written: {error.strerror} (errno {error.errno})"
+    return f"{truth.path} cannot be written: {type(error).__name__}: {error}"
 
 
-class _Lane:
+class _End(NamedTuple):
+    failed: bool
+
+
+class _QueuedSink:
     """A sink with its queue and its thread.
 
     The queue is unbounded, and ``put`` checks its length first. With one writer this bounds it exactly, and the end
     marker can be added at any time without blocking.
     """
 
-    def __init__(self, sink: Sink, queue_size: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, sink: Sink, queue_size: int, warn: Warn) -> None:
         assert queue_size > 0, queue_size
         self._sink = sink
+        self._name = type(sink).__name__
         self._queue: SimpleQueue[StepRecord | _End] = SimpleQueue()
         self._queue_size = queue_size
         self._warn = warn
         self._disabled = threading.Event()
         self._dropped = 0
-        self._thread = threading.Thread(target=self._work, name=f"tracking {_name(sink)}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"tracking {self._name}", daemon=True)
         self._thread.start()
 
     def put(self, record: StepRecord) -> None:
@@ -187,19 +193,14 @@ class _Lane:
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._dropped:
-            warn_quietly(
-                self._warn,
-                f"{_name(self._sink)} was slower than the run: {self._dropped} records were not told to it. "
-                "They are in metrics.jsonl.",
+            self._warn(
+                f"{self._name} was slower than the run: {self._dropped} records were not passed to it. "
+                f"They are in metrics.jsonl."
             )
         if self._thread.is_alive():
-            warn_quietly(
-                self._warn,
-                f"{_name(self._sink)} did not finish in time and was left behind. All records are in metrics.jsonl.",
-            )
+            self._warn(f"{self._name} did not finish in time and was left behind. All records are in metrics.jsonl.")
 
     def _work(self) -> None:
-        failed = False
         try:
             self._sink.open()
             while isinstance(item := self._queue.get(), StepRecord):
@@ -207,13 +208,9 @@ class _Lane:
             failed = item.failed
         except Exception as error:
             self._disabled.set()
-            warn_quietly(self._warn, f"{_name(self._sink)} is switched off after an error, the run goes on: {error}")
+            self._warn(f"{self._name} is switched off after an error, the run goes on: {error}")
             failed = True
         try:
             self._sink.close(failed)
         except Exception as error:
-            warn_quietly(self._warn, f"{_name(self._sink)} could not be closed: {error}")
-
-
-def _name(sink: Sink | None) -> str:
-    return type(sink).__name__
+            self._warn(f"{self._name} could not be closed: {error}")

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.tracking.record import StepRecord, metrics
-from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
+from meshwright.tracking.tracker import Warn, never_raising, warn_on_stderr
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"
@@ -132,30 +133,25 @@ def run_id(run_directory: Path) -> str:
 class WandbSink:
     """Sink that logs each record at its step. A resumed run continues under the same id, which is stored with the run.
 
-    ``config`` is uploaded unchanged. No environment variable, command line, host name or code is uploaded.
+    ``config`` is uploaded as a whole. No environment variable, command line, host name or code is uploaded.
     ``init_limit_s`` bounds an online start, after which it starts offline. ``finish_limit_s`` bounds the end.
     """
 
     def __init__(
         self,
         run_directory: Path,
+        config: RunConfig,
         *,
-        project: str,
-        name: str,
-        config: Mapping[str, Any],
-        mode: WandbMode = WandbMode.AUTO,
         init_limit_s: float = 30.0,
         finish_limit_s: float = 10.0,
-        warn: Callable[[str], None] = warn_on_stderr,
+        warn: Warn = warn_on_stderr,
     ) -> None:
         self.run_directory = run_directory
-        self.project = project
-        self.name = name
         self.config = config
-        self.mode = mode
+        self.mode = WandbMode(config.tracking.wandb)
         self.init_limit_s = init_limit_s
         self.finish_limit_s = finish_limit_s
-        self._warn = warn
+        self._warn = never_raising(warn)
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -166,12 +162,12 @@ class WandbSink:
         """Start the child and wait until wandb is ready. Raises UserError if an offline start fails too."""
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
-            warn_quietly(self._warn, f"wandb writes offline ({why}){self._later}")
+            self._warn(f"wandb writes offline ({why}){self._later}")
         if self.mode is WandbMode.OFF:
             return
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:
-            warn_quietly(self._warn, f"wandb writes offline ({failure}){self._later}")
+            self._warn(f"wandb writes offline ({failure}){self._later}")
             self.mode = WandbMode.OFFLINE
             failure = self._start(self.mode)
         if failure:
@@ -202,7 +198,7 @@ class WandbSink:
         self._stop()
         if is_late():
             message = f"wandb did not finish within {self.finish_limit_s:g} s; send the rest with `wandb sync`"
-            warn_quietly(self._warn, f"{message} {self.run_directory / 'wandb'}/*run-*")
+            self._warn(f"{message} {self.run_directory / 'wandb'}/*run-*")
 
     def _start(self, mode: WandbMode) -> str | None:
         """Start a child in this mode. Return the error, or None when it is ready."""
@@ -210,11 +206,11 @@ class WandbSink:
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
         hello = {
             "id": run_id(self.run_directory),
-            "project": self.project,
-            "name": self.name,
+            "project": self.config.tracking.project,
+            "name": self.config.run.name,
             "mode": str(mode),
             "directory": str(self.run_directory.resolve()),
-            "config": self.config,
+            "config": self.config.model_dump(mode="json"),
             "init_limit_s": limit_s,
             "finish_limit_s": self.finish_limit_s,
         }

@@ -11,7 +11,7 @@ import torch
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
 from meshwright.schedule.action import Action, Kind, Span, format_schedule
-from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
+from meshwright.terminal.output import tell
 from meshwright.watch.drift import check_drift
 from meshwright.watch.stragglers import Stragglers
 from meshwright.watch.trace import RankSpans, Trace, on_one_clock, traced_step, write
@@ -100,7 +100,7 @@ def keep(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
     try:
         write(assemble(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
     except Exception as error:
-        warn_quietly(warn_on_stderr, f"the trace of step {parts.state.step} is not written, the run goes on: {error}")
+        tell(f"watch: the trace of step {parts.state.step} is not written, the run goes on: {error}")
 
 
 def assemble(everyone: Sequence[RankSpans], parts: Parts) -> Trace:

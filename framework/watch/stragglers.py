@@ -23,8 +23,7 @@ from typing import NamedTuple
 from meshwright.mesh.mesh import Mesh
 from meshwright.pipeline.executor import RowResult
 from meshwright.schedule.analysis import Timeline, on_their_way
-from meshwright.terminal.output import abridge
-from meshwright.tracking.tracker import warn_on_stderr, warn_quietly
+from meshwright.terminal.output import abridge, tell
 from meshwright.watch.trace import RankSpans, on_one_clock
 
 SHARE = 0.1
@@ -123,7 +122,7 @@ class Stragglers:
         try:
             return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
         except Exception as error:
-            warn_quietly(warn_on_stderr, f"who makes the others wait cannot be told, the run goes on: {error!r}")
+            tell(f"watch: who makes the others wait cannot be told, the run goes on: {error!r}")
             return None
 
 
@@ -137,7 +136,7 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
         spans, _, error_s = on_one_clock(pipeline)
         found = on_their_way(Timeline("", spans), at_least=error_s)
     except Exception as error:
-        warn_quietly(warn_on_stderr, f"the messages of a step cannot be accounted for, the run goes on: {error!r}")
+        tell(f"watch: the messages of a step cannot be accounted for, the run goes on: {error!r}")
         return {}
     ranks = mesh.pp.ranks
     return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in found.items()}

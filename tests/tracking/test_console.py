@@ -8,7 +8,8 @@ import math
 import pytest
 from rich.console import Console
 
-from meshwright.tracking.console import ConsoleSink, count, duration, memory
+from meshwright.terminal.format import format_bytes, format_count, format_duration
+from meshwright.tracking.console import ConsoleSink
 
 
 def run(sink: ConsoleSink, records) -> None:
@@ -65,7 +66,7 @@ def test_time_left_forgets_the_first_step(log, record) -> None:
     [(0, "0"), (999, "999"), (999.6, "1k"), (12_345, "12.3k"), (2_500_000, "2.5M"), (15e12, "15T"), (math.inf, "inf")],
 )
 def test_count(value, text) -> None:
-    assert count(value) == text
+    assert format_count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,9 @@ def test_count(value, text) -> None:
     [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01"), (90_061, "1d 1:01:01"), (math.nan, "-:--")],
 )
 def test_duration(seconds, text) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_memory() -> None:
-    assert memory(2**29) == "512 MiB"
-    assert memory(80 * 2**30) == "80.00 GiB"
+    assert format_bytes(2**29) == "512 MiB"
+    assert format_bytes(80 * 2**30) == "80.00 GiB"

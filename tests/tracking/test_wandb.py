@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tracking.build import build_tracker
+from meshwright.config import RunConfig
+from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import metrics, to_json
+from meshwright.tracking.tracker import Tracker
 from meshwright.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
 
 pytestmark = pytest.mark.usefixtures("no_account")
@@ -88,8 +90,12 @@ def wait_until_gone(run_directory: Path) -> None:
 
 
 def sink(run_directory: Path, mode: WandbMode, warnings: list[str], **limits: float) -> WandbSink:
-    config = {"parallel": {"tp": 4}, "run": {"seed": 7}}
-    return WandbSink(run_directory, project="p", name="n", config=config, mode=mode, warn=warnings.append, **limits)
+    return WandbSink(run_directory, config_of(mode), warn=warnings.append, **limits)
+
+
+def config_of(mode: WandbMode) -> RunConfig:
+    tracking = {"project": "p", "wandb": str(mode)}
+    return RunConfig.model_validate({"run": {"name": "n", "seed": 7}, "parallel": {"tp": 4}, "tracking": tracking})
 
 
 def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None:
@@ -98,17 +104,8 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
     warnings: list[str] = []
     loaded_before = "wandb" in sys.modules  # megatron-core, which other tests import, imports it too
     records = [record(step, mfu=0.25, validation_loss=2.5 if step == 3 else None) for step in (1, 2, 3)]
-    tracker = build_tracker(
-        tmp_path,
-        is_writer=True,
-        name="n",
-        config={"parallel": {"tp": 4}, "run": {"seed": 7}},
-        total_steps=3,
-        console=False,
-        wandb=WandbMode.OFFLINE,
-        warn=warnings.append,
-    )
-    with tracker:
+    sinks = [sink(tmp_path, WandbMode.OFFLINE, warnings)]
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), sinks, warn=warnings.append) as tracker:
         assert ("wandb" in sys.modules) is loaded_before
         for each in records:
             tracker.write(each)
@@ -116,7 +113,8 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
 
     [path] = offline_files(tmp_path)
     config, history, exit_code = read_back(path)
-    assert config["parallel"] == {"tp": 4} and config["run"] == {"seed": 7}
+    sent = config_of(WandbMode.OFFLINE).model_dump(mode="json")
+    assert {name: config[name] for name in sent} == sent
     assert sorted(history) == [1, 2, 3]
     for each in records:
         row = {name: value for name, value in history[each.step].items() if not name.startswith("_")}
@@ -241,9 +239,10 @@ def test_a_killed_run_leaves_its_steps_and_no_process(tmp_path, record) -> None:
 KILLED = """
 import dataclasses, os, signal, sys
 from pathlib import Path
+from meshwright.config import RunConfig
 from meshwright.tracking.record import from_json
-from meshwright.tracking.wandb import WandbMode, WandbSink
-sink = WandbSink(Path(sys.argv[1]), project="p", name="n", config={}, mode=WandbMode.OFFLINE)
+from meshwright.tracking.wandb import WandbSink
+sink = WandbSink(Path(sys.argv[1]), RunConfig.model_validate({"tracking": {"wandb": "offline"}}))
 sink.open()
 for step in (1, 2):
     sink.write(dataclasses.replace(from_json(sys.argv[2]), step=step))

@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
+from meshwright.run.directory import STATUS
 from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import STATUS, Heartbeat, ReceivedHeartbeat, Waited, does, in_words, read_status
+from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, does, in_words, read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"
@@ -233,7 +234,7 @@ def test_no_status(there: str | None, said: str, tmp_path: Path) -> None:
         if there:
             (run / STATUS).write_text(there)
     with pytest.raises(DataError, match=said):
-        read_status(run)
+        read_status(run / STATUS)
 
 
 def test_heartbeats_come_back_as_they_were() -> None:

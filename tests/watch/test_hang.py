@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
-from meshwright.run.directory import run_directory
+from meshwright.run.directory import STATUS, run_directory
 from meshwright.watch.hang.heartbeat import Status, read_status
 from meshwright.watch.hang.watchdog import LATER_S
 from tests.end_to_end.driving import GPT2, layout, lines, run_config
@@ -142,7 +142,7 @@ def test_who_hangs_is_named(
         if each == rank and how in ("reading", "loop", "collective more"):
             assert "hanging.py" in stacks
     if not (how == "stop" and rank == 0):
-        status = read_status(run_directory(config))
+        status = read_status(run_directory(config) / STATUS)
         assert status.ended is not None and status.ended.how == "failed"
         assert status.ended.message.startswith("the run hangs: ")
 
@@ -169,7 +169,7 @@ def wait_for(config: RunConfig, process: subprocess.Popen[str], step: int) -> St
     while True:
         assert time.monotonic() < deadline_s and process.poll() is None
         if (run_directory(config) / "status.json").exists():
-            status = read_status(run_directory(config))
+            status = read_status(run_directory(config) / STATUS)
             if status.step >= step and len(status.ranks) == 2:
                 return status
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from meshwright.data import fingerprint
 from meshwright.data.causal import CorpusSource, validation_steps
 from meshwright.data.corpus import IGNORE, Blend, Corpus
 from meshwright.data.indexed import idx_path
-from meshwright.data.sources import AnySource, open_validation
+from meshwright.data.sources import AnySource, open_validation, unigram_nats
 from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
 from meshwright.data.tokenizer import load
 from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
@@ -33,12 +33,13 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import ForwardParts
+from meshwright.run.directory import METRICS
 from meshwright.step import TotalLoss, total_loss
 from meshwright.system.outputs import write_out
 from meshwright.system.process import GiveUp, end_process
+from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import say, tell
 from meshwright.tools.inference.load import ModelLocation, open_trained
-from meshwright.tracking.console import duration
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
 from meshwright.watch.hang.watchdog import LATER_S
@@ -175,7 +176,7 @@ class EvaluationJob:
             perplexity=perplexity(loss),
             bytes=text.bytes if text else None,
             bits_per_byte=found.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
-            unigram_entropy=unigrams(source) if self.steps is None else None,
+            unigram_entropy=unigram_nats(source) if self.steps is None else None,
             while_training={
                 "loss": first.loss_sum / max(first.num_tokens, 1),
                 "batches": logged,
@@ -194,7 +195,7 @@ def batches_with_progress(batches: int, speaks: bool) -> Iterator[int]:
         now_s = time.monotonic()
         if speaks and now_s - said_s > SAY_EVERY_S and batch + 1 < batches:
             said_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
-            tell(f"{batch + 1:,} of {batches:,} global batches, {duration(left_s)} left")
+            tell(f"{batch + 1:,} of {batches:,} global batches, {format_duration(left_s)} left")
 
 
 def batches_of(source: AnySource, config: RunConfig, at_most: int | None) -> int:
@@ -329,21 +330,10 @@ def corpora_of(source: CorpusSource) -> tuple[Corpus, ...]:
     return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
 
 
-def unigrams(source: AnySource) -> float | None:
-    """Return the unigram entropy of the data in nats, if the corpus fingerprint has it; None for a blend."""
-    if not isinstance(source, CorpusSource) or isinstance(
-        source.corpus, Blend
-    ):  # several have no frequencies in common
-        return None
-    known = fingerprint.read(source.corpus.prefix.parent)
-    split = known.splits.get(source.corpus.prefix.name) if known else None
-    return split.unigram_entropy_nats if split else None
-
-
 def logged_loss(run: Path, step: int) -> float | None:
     """Return the validation loss that the run has logged for this step, or None."""
     try:
-        found = [record.validation_loss for record in read_records(run / "metrics.jsonl") if record.step == step]
+        found = [record.validation_loss for record in read_records(run / METRICS) if record.step == step]
     except DataError:
         return None
     return found[-1] if found else None

@@ -17,7 +17,7 @@ from meshwright.pipeline.costs import LayerCost, layer_weights
 from meshwright.pipeline.partition import partition
 from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis import Costs, simulate
-from meshwright.tracking.console import count
+from meshwright.terminal.format import format_count
 
 BALANCES = ("layers", "parameters", "time")
 
@@ -128,7 +128,7 @@ def _layer_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
                 row.name,
                 f"{row.num_layers} x" if row.num_layers > 1 else "",
                 f"{row.cost.num_parameters:,}",
-                count(row.cost.forward.flops + row.cost.backward.flops),
+                format_count(row.cost.forward.flops + row.cost.backward.flops),
                 memory(round(row.cost.forward.bytes + row.cost.backward.bytes)),
                 _share(row.cost.time_s, total_s),
                 str(row.stage),

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from meshwright.terminal.format import format_duration
 from meshwright.tools.page.chart import Curve, Mark, Point, chart
+from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean
 from meshwright.tools.report.run import RunContents
-from meshwright.tracking.console import duration
-from meshwright.tracking.plot import SMOOTHED_FROM, running_mean
 from meshwright.tracking.record import GIB, StepRecord
 
 MOST_BAD = 200
@@ -186,7 +186,7 @@ def final(run: RunContents) -> FinalFigures:
         f"{median(record.step_s for record in records):.3g}",
         _memory(run),
         f"{median(bubbles):.1%}" if bubbles else "–",
-        duration(sum(record.step_s for record in records)),
+        format_duration(sum(record.step_s for record in records)),
         str(len(run.attempts)),
         layout,
     )

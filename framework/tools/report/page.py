@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
 from meshwright.schedule.load import draw_schedule
+from meshwright.terminal.format import format_bytes, format_duration
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
@@ -22,8 +23,7 @@ from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.report.account import Account, account, measured_costs, without_early_steps
 from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
-from meshwright.tools.report.run import Attempt, RunContents, clock
-from meshwright.tracking.console import duration, memory
+from meshwright.tools.report.run import Attempt, CheckpointInfo, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MOST_DRAWN = 2000
@@ -107,12 +107,7 @@ def view(run: RunContents, name: str) -> dict[str, Any]:
         "stragglers": stragglers(run),
         "attempts": shortened([row if has_jobs else row[:-1] for row in attempts]),
         "has_jobs": has_jobs,
-        "checkpoints": shortened(
-            [
-                (f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", memory(saved.size))
-                for saved in run.checkpoints
-            ]
-        ),
+        "checkpoints": shortened([_checkpoint_row(saved) for saved in run.checkpoints]),
         "hang": run.hang,
         "config": config_text(run),
     }
@@ -139,6 +134,10 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
     yield "checkpoints", f"{len(run.checkpoints)}"
 
 
+def _checkpoint_row(saved: CheckpointInfo) -> tuple[str, ...]:
+    return f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", format_bytes(saved.size)
+
+
 def memory_of(run: RunContents) -> Memory | None:
     """Return the peak memory of all ranks, and the lowest and highest peak of each pipeline rank.
 
@@ -148,12 +147,13 @@ def memory_of(run: RunContents) -> Memory | None:
         return None
     peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
     most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
+    located = list(zip(peaks, places, strict=True))
     stages = []
     for pp_rank in range(grid.pp):
-        own = [peak for peak, at in zip(peaks, places, strict=True) if at.pp_rank == pp_rank]
-        low, high = memory(min(own)), memory(max(own))
+        own = [peak for peak, at in located if at.pp_rank == pp_rank]
+        low, high = format_bytes(min(own)), format_bytes(max(own))
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
-    rows = [(str(rank), *map(str, at), memory(peak)) for rank, (peak, at) in enumerate(zip(peaks, places, strict=True))]
+    rows = [(str(rank), *map(str, at), format_bytes(peak)) for rank, (peak, at) in enumerate(located)]
     kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
     said = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
     return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
@@ -224,16 +224,16 @@ def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
     if not kept:
         return
     again = [record for attempt in run.attempts for record in attempt.again]
-    yield "steps that count", f"{len(run.records):,}, {duration(kept)}"
+    yield "steps that count", f"{len(run.records):,}, {format_duration(kept)}"
     if again:
         lost = sum(record.step_s for record in again)
         share = lost / (kept + lost)
-        yield "steps taken again after a restart", f"{len(again):,}, {duration(lost)}: {share:.1%} of the time"
+        yield "steps taken again after a restart", f"{len(again):,}, {format_duration(lost)}: {share:.1%} of the time"
     skipped = sum(record.skipped for record in run.records)
     if skipped:
         yield "steps left out, not finite", f"{skipped:,}"
     waits = sum(record.data_s for record in run.records)
-    yield "waiting for data", f"{duration(waits)}, {waits / kept:.1%} of it"
+    yield "waiting for data", f"{format_duration(waits)}, {waits / kept:.1%} of it"
     bubbles = [record.bubble_share * record.step_s for record in run.records if record.bubble_share is not None]
     if bubbles:
         yield "pipeline ranks waiting for each other", f"{sum(bubbles) / kept:.1%} of it"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from meshwright.config import RunConfig, parse
 from meshwright.data import fingerprint
 from meshwright.errors import ConfigError, DataError, UserError
-from meshwright.run.directory import RESOLVED, find_run
+from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, find_run
 from meshwright.run.peaks import Peaks, read_peaks
 from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import (
@@ -32,9 +32,8 @@ from meshwright.system.bounded import (
     read_text,
     real_path,
 )
-from meshwright.tracking.jsonl import AGAIN, FILE_NAME
 from meshwright.tracking.record import StepRecord, from_json
-from meshwright.watch.hang.heartbeat import STATUS, read_status
+from meshwright.watch.hang.heartbeat import read_status
 from meshwright.watch.hang.status import read_standing
 from meshwright.watch.trace import Measured, newest
 from meshwright.watch.trace import read as read_trace
@@ -126,8 +125,8 @@ def read_run(place: Path) -> RunContents:
     directory = find_run(place)
     remarks: list[str] = []
     config, resolved = _config(directory, remarks)
-    found = _records(directory / FILE_NAME, remarks)
-    lost = _records(directory / AGAIN, remarks)
+    found = _records(directory / METRICS, remarks)
+    lost = _records(directory / METRICS_AGAIN, remarks)
     kept: dict[int, StepRecord] = {}
     again: dict[tuple[int, int], StepRecord] = {(record.restarts, record.step): record for record in lost}
     for record in found:
@@ -270,7 +269,7 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     if not (directory / STATUS).is_file():
         return "no status.json: nothing was heard of it", False
     try:
-        found = read_standing(read_status(directory))
+        found = read_standing(read_status(directory / STATUS))
     except DataError as error:
         remarks.append(str(error))
         return "its status.json is damaged", False

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.watch.hang.heartbeat import STATUS, Status
+from meshwright.watch.hang.heartbeat import Status
 
 IO_S = 5.0
 """Seconds to wait for a write; a slower one continues in its own thread."""
@@ -23,9 +23,10 @@ IO_S = 5.0
 class DiskWriter:
     """Watchdog files of one rank. Errors of writing are passed to ``warn``."""
 
-    def __init__(self, directory: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:
-        """Start without files. ``directory``: the run's directory. ``warn``: called with each error of writing."""
-        self._directory = directory
+    def __init__(self, status_file: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:
+        """Start without files. ``warn`` is called with each error of writing."""
+        self._status_file = status_file
+        self._directory = status_file.parent / "hang"
         self._rank = rank
         self._host = host
         self._warn = warn
@@ -33,11 +34,11 @@ class DiskWriter:
 
     @property
     def report_place(self) -> Path:
-        return self._directory / "hang" / "report.txt"
+        return self._directory / "report.txt"
 
     @property
     def _stacks_place(self) -> Path:
-        return self._directory / "hang" / f"rank-{self._rank}.txt"
+        return self._directory / f"rank-{self._rank}.txt"
 
     def forget_stacks(self) -> None:
         """Remove this rank's stacks of an earlier hang, so that the file shows the latest hang alone."""
@@ -66,9 +67,9 @@ class DiskWriter:
         """Write ``status.json`` atomically."""
 
         def write() -> None:
-            aside = self._directory / f"{STATUS}.part"
+            aside = self._status_file.with_name(f"{self._status_file.name}.part")
             aside.write_text(status.model_dump_json() + "\n")
-            aside.replace(self._directory / STATUS)
+            aside.replace(self._status_file)
 
         self._at_most(write)
 

@@ -20,7 +20,6 @@ from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.system.bounded import read_bytes
 
-STATUS = "status.json"
 MISSED = 3
 """Ticks without a new heartbeat after which a rank counts as silent."""
 
@@ -165,25 +164,22 @@ def _things(actions: list[str]) -> str:
     )
 
 
-def read_status(run: Path) -> Status:
-    """Read ``status.json`` of a run.
+def read_status(path: Path) -> Status:
+    """Read the ``status.json`` of a run.
 
     Raises:
         DataError: there is no such file, or it is not a status.
     """
-    path = run / STATUS
     try:
         return Status.model_validate_json(read_bytes(path))
     except OSError as error:
+        run = path.parent
         if not run.is_dir():
             raise DataError("MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo") from None
-        what = (
-            "has no status.json: it has not begun to train" if isinstance(error, FileNotFoundError) else "has one that"
-        )
-        reason = "" if isinstance(error, FileNotFoundError) else f" cannot be read ({error.strerror})"
-        raise DataError(
-            "MW-WATCH-003", f"{run} {what}{reason}, or is no directory of a run, such as runs/demo"
-        ) from None
+        what = f"has a {path.name} that cannot be read ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            what = f"has no {path.name}: it has not begun to train"
+        raise DataError("MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

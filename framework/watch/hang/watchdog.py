@@ -69,13 +69,13 @@ class Watchdog:
     """Watchdog of one rank, active within its ``with`` block. Its own errors never end a run that makes progress."""
 
     def __init__(
-        self, mesh: Mesh, directory: Path, limit_s: float, steps: int, step: Callable[[], int], give_up: GiveUp
+        self, mesh: Mesh, status_file: Path, limit_s: float, steps: int, step: Callable[[], int], give_up: GiveUp
     ) -> None:
         """Prepare the watchdog; it starts with the ``with`` block.
 
         Args:
             mesh: the mesh, with this rank's activity and board.
-            directory: the run's directory.
+            status_file: status.json in the run's directory.
             limit_s: seconds without progress after which the run hangs.
             steps: steps of the whole run.
             step: returns the number of steps taken; called by other threads.
@@ -97,8 +97,8 @@ class Watchdog:
         self._num_claims = 0
         """Number of withdrawn claims: the claiming rank was only slow and made progress again."""
         self._ended = threading.Event()
-        self._run = directory.name
-        self._disk = DiskWriter(directory, mesh.rank, self._host, self._warn)
+        self._run = status_file.parent.name
+        self._disk = DiskWriter(status_file, mesh.rank, self._host, self._warn)
         self._warned = False
         now = time.monotonic()
         self._began_s = self._awake_s = self._pulse_s = self._round_s = now
