@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, default_world_size, load_with_origins, resolve
-from meshwright.config.keys import format_value
-from meshwright.config.line_numbers import toml_lines
+from meshwright.config.keys import toml_value
+from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.bounded import MAX_TOML_BYTES, read_text
@@ -75,7 +75,7 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
     for section, table in resolved.model_dump().items():
         before = as_given[section]
         rows = [
-            (f"{name} = {format_whole(value)}", said)
+            (f"{name} = {toml_value(value)}", said)
             for name, value, said in _rows(section, table, before, origin)
             if everything or said != "default"
         ]
@@ -96,10 +96,3 @@ def _rows(
         elif value is not None:
             derived = value != before[name]
             yield name, value, "follows from the others" if derived else origin(section, name)
-
-
-def format_whole(value: Any) -> str:
-    """Return a value as TOML, unabridged."""
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(format_whole, value)) + "]"
-    return format_value(value)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.config import RunConfig, default_world_size, load, resolve
-from meshwright.config.schema import Pipeline
+from meshwright.config import Pipeline, RunConfig, default_world_size, load, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.system.outputs import check_place, writing

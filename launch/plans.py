@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.config import RunConfig, load
-from meshwright.config.overrides import read_file, read_overrides
-from meshwright.config.toml import to_toml
+from meshwright.config import RunConfig, given_keys, load, to_toml
+from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
@@ -91,7 +90,7 @@ def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_b
     Raises:
         ConfigError: lists all of them.
     """
-    values = {given.key: given.value for given in read_overrides(overrides).given}
+    values = {".".join(key): value for key, value in given_keys(overrides).items()}
     problems = []
     if taken := sorted(values.keys() & SEARCHED):
         problems.append(
@@ -124,7 +123,8 @@ def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_b
 
 def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> RunConfig:
     """Load the configuration; keep only the samples per step of its batch, or none if it does not give them."""
-    given = {each.key: each.value for each in [*read_file(Path(path)).given, *read_overrides(overrides).given]}
+    given = {".".join(key): value for key, value in given_keys(overrides).items()}
+    given = {each.key: each.value for each in read_file(Path(path)).given} | given
     if global_batch is not None:
         return load(path, [*overrides, *FREE_BATCH, f"--batch.global_batch={global_batch}"])
     if given.get("batch.global_batch") is not None:

@@ -2,7 +2,8 @@
 once."""
 
 from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each_microbatch, resolve, shard_factor
-from meshwright.config.load import dump, load, load_saved, load_with_origins, parse, read_resolved
+from meshwright.config.loading import load, load_saved, load_with_origins
+from meshwright.config.saved import dump, parse, read_resolved, to_toml, write_snapshot
 from meshwright.config.schema import (
     Batch,
     Checkpoint,
@@ -18,8 +19,7 @@ from meshwright.config.schema import (
     Tracking,
     Train,
 )
-from meshwright.config.snapshot import write_snapshot
-from meshwright.config.toml import to_toml
+from meshwright.config.sources import given_keys
 
 __all__ = [
     "Batch",
@@ -38,6 +38,7 @@ __all__ = [
     "bucket_bytes",
     "default_world_size",
     "dump",
+    "given_keys",
     "load",
     "load_saved",
     "load_with_origins",

@@ -1,9 +1,8 @@
-"""Values derived from the number of ranks: dp, the batch numbers, the number of processes to start."""
+"""Counts of ranks, and the values that follow from them: dp, the batch numbers, the number of processes to start."""
 
 from __future__ import annotations
 
 from meshwright.config import batch
-from meshwright.config.rules import known_dp
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 
@@ -46,7 +45,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
             contains the arithmetic.
     """
     assert world_size >= 1, world_size
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
     problems: list[ConfigError] = []
     if dp is None:
         dp, rest = divmod(world_size, pp * tp)
@@ -82,14 +81,14 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
 
 def shard_factor(config: RunConfig) -> int:
     """Return the number of shards of the optimizer state; 1: each replica has all of it. ``config``: resolved."""
-    dp = known_dp(config)
+    dp = config.parallel.known_dp
     assert dp is not None
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
 
 def bucket_bytes(config: RunConfig) -> int:
     """Return the size of a gradient bucket, the bytes reduced in one message. ``config``: resolved."""
-    dp = known_dp(config)
+    dp = config.parallel.known_dp
     assert dp is not None
     return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
 
@@ -112,7 +111,7 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
     Raises:
         ConfigError: There are more ranks than devices.
     """
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config)
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
     if config.launch.processes != "auto":
         size, said = config.launch.processes, "launch.processes"
     elif dp is not None:

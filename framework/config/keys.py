@@ -5,6 +5,8 @@ Derived from :mod:`meshwright.config.schema`, so that no second list of keys can
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType, NoneType, UnionType
@@ -114,18 +116,28 @@ def describe_allowed(key: Path) -> str:
     return field.description or _describe(field.annotation, field.metadata)
 
 
-def format_value(value: Any) -> str:
-    """Format a value as in a TOML file, cut to 80 characters."""
+def toml_value(value: Any) -> str:
+    """Format a value as in a TOML file; an unset one as ``none``."""
     if isinstance(value, bool):
-        text = "true" if value else "false"
-    elif isinstance(value, str):
-        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-    elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(format_value(part) for part in value) + "]"
-    elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{name} = {format_value(part)}" for name, part in value.items()) + "}"
-    else:
-        text = "none" if value is None else str(value)
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, except that TOML requires DEL to be escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_name(name)} = {toml_value(part)}" for name, part in value.items()) + "}"
+    return "none" if value is None else str(value)
+
+
+def toml_name(name: str) -> str:
+    """Format one word of a key as in a TOML file, in quotes where it needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a message, as in a TOML file but cut to 80 characters."""
+    text = toml_value(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

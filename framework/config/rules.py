@@ -1,4 +1,6 @@
-"""Rules between keys. Each rule lists the keys it reads, and its message contains the error and its remedy.
+"""Rules between keys of the model, the data, training and saving; ``layout_rules.py`` has those of the layout.
+
+Each rule lists the keys it reads, and its message contains the error and its remedy.
 
 A rule runs only when all its keys are valid by themselves, so that one mistake is reported once. An option without
 effect is an error too, because the user expects an effect.
@@ -10,28 +12,29 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.config import batch
 from meshwright.config.keys import Path, format_value, split
-from meshwright.config.schema import Data, Pipeline, RunConfig, Train, Watch
+from meshwright.config.schema import RunConfig, Section
 
-MAX_RANKS = 2**20
-MAX_FORWARDS = 2**18
-"""Bound on pp x chunks x stages per rank: a schedule lists every forward."""
 MAX_LAYERS = 4096
 
 
 class Rule(NamedTuple):
-    """A rule between keys. ``broken`` returns the error text, or None; ``code`` is that of the error."""
+    """A rule between keys. ``check`` returns the error text, or None; ``code`` is that of the error."""
 
     code: str
-    keys: tuple[Path, ...]
-    broken: Callable[[RunConfig], str | None]
+    check: Callable[[RunConfig], str | None]
+    dotted: tuple[str, ...]
+
+    @property
+    def keys(self) -> tuple[Path, ...]:
+        """The keys that the rule reads."""
+        return tuple(map(split, self.dotted))
 
 
-def known_dp(config: RunConfig) -> int | None:
-    """Return dp, or None while it depends on the number of ranks."""
-    dp = config.parallel.dp
-    return None if dp == "auto" or dp == -1 else dp
+def _changed(section: Section, *names: str) -> list[str]:
+    """Return the keys of a section that differ from their default."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def _warmup(config: RunConfig) -> str | None:
@@ -83,20 +86,11 @@ def _decay(config: RunConfig) -> str | None:
 
 
 def _validation(config: RunConfig) -> str | None:
-    if config.data.validation is not None or config.data.builder is not None:
+    changed = _changed(config.train, "validate_every", "validate_steps")
+    if config.data.validation is not None or config.data.builder is not None or not changed:
         return None
-    usual = Train()
-    useless = [
-        f"train.{name} = {value}"
-        for name, value, default in (
-            ("validate_every", config.train.validate_every, usual.validate_every),
-            ("validate_steps", config.train.validate_steps, usual.validate_steps),
-        )
-        if value != default
-    ]
-    if not useless:
-        return None
-    return f"{' and '.join(useless)} without effect: there is no data.validation; set it, or leave the other out"
+    given = [f"train.{name} = {getattr(config.train, name)}" for name in changed]
+    return f"{' and '.join(given)} without effect: there is no data.validation; set it, or leave the other out"
 
 
 def _keep_every(config: RunConfig) -> str | None:
@@ -116,7 +110,7 @@ def _keep_every(config: RunConfig) -> str | None:
 
 def _most_skipped(config: RunConfig) -> str | None:
     most = config.watch.most_skipped
-    if config.watch.on_nonfinite == "skip" or most == Watch().most_skipped:
+    if config.watch.on_nonfinite == "skip" or not _changed(config.watch, "most_skipped"):
         return None
     return (
         f'watch.most_skipped = {most} has no effect with watch.on_nonfinite = "stop": leave it out, or choose '
@@ -124,107 +118,33 @@ def _most_skipped(config: RunConfig) -> str | None:
     )
 
 
-def _sequence(config: RunConfig) -> str | None:
-    if not config.parallel.sequence or config.parallel.tp > 1:
-        return None
-    return (
-        "parallel.sequence = true has no effect with parallel.tp = 1: it splits the sequence over the tensor-parallel "
-        "ranks; set parallel.tp to 2 or more, or --parallel.sequence=false"
-    )
-
-
-def _shard_factor(config: RunConfig) -> str | None:
-    factor = config.parallel.shard_factor
-    if factor is None or factor == 1 or config.parallel.zero:
-        return None
-    return (
-        f"parallel.shard_factor = {factor} has no effect with parallel.zero = 0, which shards nothing: set "
-        f"parallel.zero = 1, or leave it out"
-    )
-
-
-def _reduce(config: RunConfig) -> str | None:
-    if config.parallel.reduce != "microbatch" or config.parallel.zero >= 2:
-        return None
-    return (
-        f'parallel.reduce = "microbatch" saves nothing with parallel.zero = {config.parallel.zero}, which keeps the '
-        f"whole gradient: set parallel.zero = 2, or leave it out"
-    )
-
-
-def _offload(config: RunConfig) -> str | None:
-    if config.parallel.offload_directory is None or config.parallel.offload:
-        return None
-    return (
-        f"parallel.offload_directory = {format_value(config.parallel.offload_directory)} has no effect without "
-        f"parallel.offload = true: set it, or leave the directory out"
-    )
-
-
-def _across_nodes(config: RunConfig) -> str | None:
-    if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
-        return None
-    return (
-        "parallel.tp_across_nodes = true has no effect with parallel.tp = 1: set parallel.tp to 2 or more, or "
-        "--parallel.tp_across_nodes=false"
-    )
-
-
-def _balance(config: RunConfig) -> str | None:
-    balance, pp, interleave = config.pipeline.balance, config.parallel.pp, config.pipeline.stages_per_rank
-    if isinstance(balance, str) or config.pipeline.schedule_file is not None or len(balance) == pp * interleave:
-        return None
-    stages = f"parallel.pp = {pp}" + (f" with pipeline.interleave = {interleave}" if interleave > 1 else "")
-    return (
-        f"pipeline.balance = {format_value(balance)} names the layers of {len(balance)} stages, but {stages}: give "
-        f'{pp * interleave} number{"s" * (pp * interleave > 1)}, or balance by "time", "parameters" or "layers"'
-    )
+CORPUS_FORM = ("eod_mask_loss", "packing", "document_boundaries")
+CORPUS_KEYS = ("train", "validation", "tokenizer", *CORPUS_FORM, "task", "sequence_length")
 
 
 def _corpus(config: RunConfig) -> str | None:
     data = config.data
-    if data.builder is None:
-        if not data.train:
-            return (
-                "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
-                'or set data.builder = "module:function" for a dataset of your own'
-            )
-        if data.options:
-            return "data.options have no effect without data.builder: leave them out"
-        useless = [
-            f"data.{name}"
-            for name, value in (
-                ("eod_mask_loss", data.eod_mask_loss),
-                ("packing", data.packing != Data().packing),
-                ("document_boundaries", data.document_boundaries),
-            )
-            if value
-        ]
-        if useless and data.task == "span_corruption":
-            return f'{" and ".join(useless)} has no effect with data.task = "span_corruption": leave it out'
-        if data.eod_mask_loss and len(useless) > 1:
-            return (
-                f"data.eod_mask_loss has no effect with {useless[1]}, where nothing is learned across the end of a "
-                f"document anyway: leave it out"
-            )
-        return None
-    given = [
-        f"data.{name} = {format_value(value)}"
-        for name, value in (
-            ("train", data.train or None),
-            ("validation", data.validation),
-            ("tokenizer", data.tokenizer),
-            ("eod_mask_loss", data.eod_mask_loss or None),
-            ("packing", None if data.packing == Data().packing else data.packing),
-            ("document_boundaries", data.document_boundaries or None),
-            ("task", None if data.task == Data().task else data.task),
-            ("sequence_length", None if data.sequence_length == Data().sequence_length else data.sequence_length),
+    if data.builder is not None:
+        given = [f"data.{name} = {format_value(getattr(data, name))}" for name in _changed(data, *CORPUS_KEYS)]
+        if not given:
+            return None
+        return f"{' and '.join(given)} without effect: the samples come from data.builder; leave one or the other out"
+    if not data.train:
+        return (
+            "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
+            'or set data.builder = "module:function" for a dataset of your own'
         )
-        if value is not None
-    ]
-    if not given:
-        return None
-    return f"{' and '.join(given)} without effect: the samples come from data.builder; leave one or the other out"
+    if data.options:
+        return "data.options have no effect without data.builder: leave them out"
+    form = [f"data.{name}" for name in _changed(data, *CORPUS_FORM)]
+    if form and data.task == "span_corruption":
+        return f'{" and ".join(form)} has no effect with data.task = "span_corruption": leave it out'
+    if data.eod_mask_loss and len(form) > 1:
+        return (
+            f"data.eod_mask_loss has no effect with {form[1]}, which already excludes the token after the end of a "
+            f"document from the loss: leave it out"
+        )
+    return None
 
 
 def _recompute(config: RunConfig) -> str | None:
@@ -243,68 +163,12 @@ def _recompute(config: RunConfig) -> str | None:
 
 
 def _schedule_file(config: RunConfig) -> str | None:
-    pipeline = config.pipeline
-    if pipeline.schedule_file is None or (pipeline.schedule == Pipeline().schedule and pipeline.interleave is None):
-        return None
-    useless = "schedule" if pipeline.schedule != Pipeline().schedule else "interleave"
-    return (
-        f"pipeline.{useless} = {format_value(getattr(pipeline, useless))} has no effect with pipeline.schedule_file, "
-        f"which says it all: leave one of them out"
-    )
-
-
-def _processes(config: RunConfig) -> str | None:
-    processes, dp = config.launch.processes, known_dp(config)
-    pp, tp = config.parallel.pp, config.parallel.tp
-    if processes == "auto":
-        return None
-    if dp is None:
-        if processes % (pp * tp) == 0:
-            return None
-        near = [pp * tp * i for i in (processes // (pp * tp), processes // (pp * tp) + 1) if i]
-        return (
-            f"launch.processes = {processes} is no multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
-            f"replica: {' or '.join(map(str, near))} would do"
-        )
-    if processes == dp * pp * tp:
+    changed = _changed(config.pipeline, "schedule", "interleave")
+    if config.pipeline.schedule_file is None or not changed:
         return None
     return (
-        f"launch.processes = {processes}, but dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp} ranks: leave "
-        f'launch.processes out, or set parallel.dp = "auto"'
-    )
-
-
-def _devices(config: RunConfig) -> str | None:
-    devices = config.launch.devices.split(",") if config.launch.devices else []
-    if config.train.device == "cpu" and devices:
-        named = format_value(config.launch.devices)
-        return f'launch.devices = {named} names GPUs, and train.device is "cpu": leave one out'
-    twice = next((each for at, each in enumerate(devices) if each in devices[:at]), None)
-    if twice is not None:
-        named = format_value(config.launch.devices)
-        return f"launch.devices = {named} names device {twice} twice: each rank has one of its own"
-    return None
-
-
-def _batch(config: RunConfig) -> str | None:
-    return batch.find_problem(config.batch, known_dp(config))
-
-
-def _ranks(config: RunConfig) -> str | None:
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, known_dp(config) or 1
-    if dp * pp * tp <= MAX_RANKS:
-        return None
-    return f"dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp:,} ranks: at most {MAX_RANKS:,} are allowed"
-
-
-def _forwards(config: RunConfig) -> str | None:
-    """Check the bound of meshwright.schedule.build before anything is built."""
-    pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
-    if pp * chunks * interleave <= MAX_FORWARDS:
-        return None
-    return (
-        f"pp {pp} x chunks {chunks} x interleave {interleave} = {pp * chunks * interleave:,} forwards in a step: at "
-        f"most {MAX_FORWARDS:,} are allowed; lower batch.chunks, parallel.pp or pipeline.interleave"
+        f"pipeline.{changed[0]} = {format_value(getattr(config.pipeline, changed[0]))} has no effect with "
+        f"pipeline.schedule_file, which contains the whole schedule: leave one of them out"
     )
 
 
@@ -315,33 +179,20 @@ def _layers(config: RunConfig) -> str | None:
     return None
 
 
-def _rule(code: str, broken: Callable[[RunConfig], str | None], *keys: str) -> Rule:
-    return Rule(code, tuple(split(key) for key in keys), broken)
-
-
 RULES = (
-    _rule("MW-CONFIG-034", _ranks, "parallel.dp", "parallel.pp", "parallel.tp"),
-    _rule("MW-CONFIG-035", _forwards, "parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave"),
-    _rule("MW-CONFIG-036", _layers, "model.options"),
-    _rule("MW-CONFIG-037", _batch, "batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp"),
-    _rule("MW-CONFIG-038", _processes, "launch.processes", "parallel.dp", "parallel.pp", "parallel.tp"),
-    _rule("MW-CONFIG-039", _devices, "launch.devices", "train.device"),
-    _rule("MW-CONFIG-040", _sequence, "parallel.sequence", "parallel.tp"),
-    _rule("MW-CONFIG-041", _shard_factor, "parallel.shard_factor", "parallel.zero"),
-    _rule("MW-CONFIG-042", _reduce, "parallel.reduce", "parallel.zero"),
-    _rule("MW-CONFIG-043", _offload, "parallel.offload_directory", "parallel.offload"),
-    _rule("MW-CONFIG-044", _across_nodes, "parallel.tp_across_nodes", "parallel.tp"),
-    _rule("MW-CONFIG-045", _balance, "pipeline.balance", "parallel.pp"),
-    _rule("MW-CONFIG-046", _corpus, "data.train", "data.builder"),
-    _rule("MW-CONFIG-047", _recompute, "pipeline.recompute", "pipeline.recompute_layers", "train.compile"),
-    _rule("MW-CONFIG-048", _schedule_file, "pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
-    _rule("MW-CONFIG-049", _keep_every, "checkpoint.keep_every", "checkpoint.every"),
-    _rule("MW-CONFIG-050", _most_skipped, "watch.most_skipped", "watch.on_nonfinite"),
-    _rule("MW-CONFIG-051", _warmup, "optimizer.warmup_steps", "train.steps"),
-    _rule("MW-CONFIG-052", _learning_rates, "optimizer.min_learning_rate", "optimizer.learning_rate"),
-    _rule("MW-CONFIG-053", _learning_rate_floor, "optimizer.min_learning_rate", "optimizer.schedule"),
-    _rule(
-        "MW-CONFIG-054", _decay, "optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"
+    Rule("MW-CONFIG-036", _layers, ("model.options",)),
+    Rule("MW-CONFIG-046", _corpus, ("data.train", "data.builder")),
+    Rule("MW-CONFIG-047", _recompute, ("pipeline.recompute", "pipeline.recompute_layers", "train.compile")),
+    Rule("MW-CONFIG-048", _schedule_file, ("pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave")),
+    Rule("MW-CONFIG-049", _keep_every, ("checkpoint.keep_every", "checkpoint.every")),
+    Rule("MW-CONFIG-050", _most_skipped, ("watch.most_skipped", "watch.on_nonfinite")),
+    Rule("MW-CONFIG-051", _warmup, ("optimizer.warmup_steps", "train.steps")),
+    Rule("MW-CONFIG-052", _learning_rates, ("optimizer.min_learning_rate", "optimizer.learning_rate")),
+    Rule("MW-CONFIG-053", _learning_rate_floor, ("optimizer.min_learning_rate", "optimizer.schedule")),
+    Rule(
+        "MW-CONFIG-054",
+        _decay,
+        ("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"),
     ),
-    _rule("MW-CONFIG-055", _validation, "train.validate_every", "train.validate_steps", "data.validation"),
+    Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

@@ -133,6 +133,11 @@ class Parallel(Section):
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
 
+    @property
+    def known_dp(self) -> int | None:
+        """dp, or None while it depends on the number of ranks."""
+        return None if self.dp == "auto" or self.dp == -1 else self.dp
+
 
 class Pipeline(Section):
     """Pipeline schedule, the partition into stages, and activation checkpointing."""

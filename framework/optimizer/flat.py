@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.host_memory import HostMemory
 

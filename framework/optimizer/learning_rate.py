@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config.schema import Pipeline
+from meshwright.config import Pipeline
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel
 from meshwright.seeding import SeededDropout, dropouts_of

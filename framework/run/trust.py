@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, given_keys, load
 from meshwright.config.functions import OWN_BUILDERS, current_name, find_source, is_own_builder
-from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
 from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
@@ -39,7 +38,7 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
     Raises:
         ConfigError: one line for each such key, with the function, its file and the remedy.
     """
-    named = {given.path: given.value for given in read_overrides(overrides).given}
+    named = given_keys(overrides)
     problems = []
     for (section, key), path in foreign_builders(config).items():
         if named.get((section, key)) == path:

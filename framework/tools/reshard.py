@@ -39,6 +39,7 @@ from meshwright.config import (
     RunConfig,
     bucket_bytes,
     default_world_size,
+    given_keys,
     load_saved,
     parse,
     read_resolved,
@@ -46,7 +47,6 @@ from meshwright.config import (
     write_snapshot,
 )
 from meshwright.config.keys import KEYS
-from meshwright.config.overrides import read_overrides
 from meshwright.data_parallel.buckets import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype, kind_of
 from meshwright.errors import CheckpointError, ConfigError
@@ -223,7 +223,7 @@ def _sound(source: Path) -> CheckpointReader:
 
 def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str, trust_code: bool) -> RunConfig:
     """Return the saved configuration on the new layout, resolved, with ``out`` as the directory of its run."""
-    given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     before = parse(json.dumps(saved), place)
     changed = given.keys() - same_builders(before, given)
     refused = sorted(".".join(path) for path in changed if path[0] not in MAY_CHANGE or path == ("run", "seed"))

@@ -189,8 +189,7 @@ def test_fsdp_s_words_are_taken_and_told(write: Write, capsys: pytest.CaptureFix
     of_a_node = load(write(SOUND + '[parallel]\nzero = "hybrid_shard"\nshard_factor = 2'))
     assert (of_a_node.parallel.zero, of_a_node.parallel.shard_factor) == (3, 2)
     assert the_problem(write(SOUND + '[parallel]\nzero = "hybrid_shard"')) == (
-        'run.toml: parallel.zero = "hybrid_shard" needs parallel.shard_factor: the replicas in a node, which are to '
-        "share"
+        'run.toml: parallel.zero = "hybrid_shard" needs parallel.shard_factor, the number of replicas in a node'
     )
 
 
@@ -346,7 +345,7 @@ def test_all_problems_in_one_go(write: Write) -> None:
         ),
         (
             "[parallel]\npp = 2\ntp = 2\n[launch]\nprocesses = 6",
-            "run.toml: launch.processes = 6 is no multiple of pp 2 x tp 2 = 4, the ranks of one replica: 4 or 8 would",
+            "run.toml: launch.processes = 6 is no multiple of pp 2 x tp 2 = 4, the ranks of one replica: set 4 or 8",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry, coverage
-from meshwright.config import load, rules
+from meshwright.config import layout_rules, load
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.cli import main
 from meshwright.launch.local import launch
@@ -46,7 +46,7 @@ def test_absurd_numbers(
 
 def test_derived_micro_batches_are_bounded_too() -> None:
     """chunks that follow from global_batch meet the bound where the schedule is built."""
-    assert rules.MAX_FORWARDS == building.MAX_FORWARDS
+    assert layout_rules.MAX_FORWARDS == building.MAX_FORWARDS
     with pytest.raises(ScheduleError, match="forwards in a step"):
         build("1f1b", 16, 10**9)
     with pytest.raises(ScheduleError, match=r"pp=64 x chunks=64 x interleave=65 = 266,240 forwards"):

@@ -25,7 +25,7 @@ from meshwright.config import (
     resolve,
     to_toml,
 )
-from meshwright.config.secrets import find_secrets
+from meshwright.config.sources import find_secrets
 from meshwright.errors import ConfigError
 
 words = st.text(st.characters(codec="utf-8"), max_size=10)

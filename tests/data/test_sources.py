@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig, load, parse, to_toml
-from meshwright.config.load import dump
+from meshwright.config import RunConfig, dump, load, parse, to_toml
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import describe_source, open_sources
 from meshwright.errors import ConfigError, DataError, ModelError

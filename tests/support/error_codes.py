@@ -129,7 +129,7 @@ def find_sites() -> list[Site]:
             code = code_of(call)
             if code is not None:
                 texts = _Texts(functions, around).of(call.args[1], 0)[:MOST_TEXTS]
-                kind = "ConfigError" if called(call) == "_rule" else called(call)
+                kind = "ConfigError" if called(call) in ("Rule", "refuse") else called(call)
                 found.append(Site(code, kind, module, tuple(dict.fromkeys(texts))))
     return sorted(found)
 

@@ -18,9 +18,8 @@ from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, dropout_callback, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.checkpoint.files import to_stderr
-from meshwright.config import RunConfig, load_saved, parse, read_resolved
+from meshwright.config import RunConfig, given_keys, load_saved, parse, read_resolved
 from meshwright.config.keys import KEYS
-from meshwright.config.overrides import read_overrides
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
@@ -109,7 +108,7 @@ def config_for(
         ConfigError: an override of a key that may not change, or one that conflicts with the others; a builder that is
             not meshwright's own and that no override names.
     """
-    given = {given.path[:2]: given.value for given in read_overrides(overrides).given if given.path[:2] in KEYS}
+    given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     saved = parse(json.dumps(place.saved), place.source)
     names_saved = same_builders(saved, given)
     refused = sorted(

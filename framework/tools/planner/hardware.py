@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
-from meshwright.config.schema import Section
+from meshwright.config import Section
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, default_world_size, load_saved, resolve
+from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve
 from meshwright.config.keys import SECTIONS, split
-from meshwright.config.overrides import read_overrides
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import megatron, nanotron, torchtitan
 from meshwright.tools.interop.configs.readers import read_text, read_toml, read_yaml
@@ -73,8 +72,8 @@ def convert_file(
     items = _read(path, framework)
     if not items:
         raise ConfigError("MW-INTEROP-002", f"{path}: nothing in it that is a key of {NAMES[framework]}")
-    given = read_overrides(overrides).given
-    own_model = any(each.path == ("model", "builder") for each in given)
+    given = given_keys(overrides)
+    own_model = ("model", "builder") in given
     draft = Draft(items, NAMES[framework], own_model=own_model)
     TRANSLATE[framework](draft, ranks)
     draft.tree.setdefault("run.name", Draft.named(path.stem))
@@ -83,7 +82,7 @@ def convert_file(
         draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
     config = load_saved(draft.nested(), overrides, place)
     _check(config, place)
-    said = {each.key for each in given}
+    said = {".".join(key) for key in given}
     decided = [line for line in draft.decided if line.partition(" = ")[0] not in said]
     return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.left)
 

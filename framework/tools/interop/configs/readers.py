@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.line_numbers import toml_lines
+from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MIB, parse_toml, parse_yaml, read_bytes
 from meshwright.tools.interop.configs.translation import SourceKey

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from meshwright.config.keys import format_value
-from meshwright.config.secrets import is_secret_name
+from meshwright.config.sources import is_secret_name
 from meshwright.errors import ConfigError
 
 

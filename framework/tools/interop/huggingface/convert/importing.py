@@ -22,8 +22,7 @@ import torch
 from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
-from meshwright.config import RunConfig, default_world_size, load_saved, resolve, to_toml, write_snapshot
-from meshwright.config.overrides import read_overrides
+from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve, to_toml, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
@@ -183,7 +182,7 @@ def _config(
         "optimizer": {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "weight_decay": 0.0},
         "train": {"steps": 100, "dtype": "bfloat16" if floats & {"BF16", "F16"} else "float32"},
     }
-    given = {given.path[:2] for given in read_overrides(overrides).given}
+    given = {key[:2] for key in given_keys(overrides)}
     if ("model", "builder") in given:
         raise ConfigError(
             "MW-INTEROP-036", f"model.builder follows from {source.path / CONFIG}, it is {family.builder}: leave it out"

@@ -1,7 +1,16 @@
-"""The user's keys, from the file and from the command line, as one flat list: key, value, place.
+"""Keys given by the user in a TOML file and on the command line, as one flat list: key, value, place.
 
-Only syntax errors are reported here. Unknown keys and values that are not allowed are found in ``load.py``, where both
-sources have the same form.
+Only syntax errors are reported here. ``loading.py`` finds unknown keys and values that are not allowed, after both
+sources have got the same form.
+
+Values of ``model.options`` and ``data.options`` are written to many places, where secrets must not appear. An option is
+refused as a secret by its name:
+
+    api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
+    key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     no secret
+
+A name is split at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it. ``key``
+and ``token`` count as its last word, and only if the value is text.
 """
 
 from __future__ import annotations
@@ -14,11 +23,16 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from meshwright.config.keys import KEYS, SECTIONS, Path, accepts_type, split
-from meshwright.config.secrets import is_secret_name
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
 
 COMMAND_LINE = "command line"
+SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "apikey"}
+SECRET_LAST_WORDS = {"key", "token"}
+VOCABULARY_WORDS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "unk"}
+"""Words before ``token`` that mark a token of the vocabulary."""
+_HEADER = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]\s*(#.*)?$")
+_ASSIGNMENT = re.compile(r"\s*([\w.\-\"]+)\s*=")
 
 
 class MissingValue(Enum):
@@ -103,6 +117,21 @@ def read_file(path: File) -> KeySource:
     return KeySource([], [problem])
 
 
+def toml_lines(text: str) -> dict[str, int]:
+    """Return the line of each dotted key of a TOML file, from 1; tomllib does not provide it.
+
+    A look-alike inside a long string gives a wrong line. The keys of an inline table share the table's line.
+    """
+    found: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            section = header[1].replace('"', "").replace(" ", "") + "."
+        elif assignment := _ASSIGNMENT.match(line):
+            found.setdefault(section + assignment[1].replace('"', ""), number)
+    return found
+
+
 def read_value(path: Path, text: str) -> Any:
     """Parse the value of an override as TOML, or else as bare text.
 
@@ -138,6 +167,11 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
             yield word[2:], None
 
 
+def given_keys(overrides: Sequence[str]) -> dict[Path, Any]:
+    """Return the keys that a command line gives, each with its last value; words that are no keys are left out."""
+    return {given.path: given.value for given in read_overrides(overrides).given}
+
+
 def read_overrides(words: Sequence[str]) -> KeySource:
     """Read the keys of the command line, in order; later ones win."""
     source = KeySource([], [])
@@ -159,3 +193,42 @@ def read_overrides(words: Sequence[str]) -> KeySource:
         else:
             source.given.append(GivenKey(path, value, COMMAND_LINE))
     return source
+
+
+def is_secret_name(name: str) -> bool:
+    """Return True when a text value under this name is likely a secret."""
+    words = _words(name)
+    if SECRET_WORDS & {*words}:
+        return True
+    return words[-1] in SECRET_LAST_WORDS and not (words[-1] == "token" and VOCABULARY_WORDS & {*words[:-1]})
+
+
+def _words(name: str) -> list[str]:
+    """Split a name into lower-case words: ``dbPassword``, ``DB-PASSWORD`` -> db, password."""
+    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+
+
+def find_secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the keys from ``path`` on whose values look like secrets, inside tables and lists too."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from find_secrets(inner, (*path, name))
+    elif isinstance(value, list):
+        found = {key for inner in value for key in find_secrets(inner, path)}
+        yield from sorted(found)
+    elif value not in (None, "") and not isinstance(value, bool):
+        for name in path[2:]:
+            if is_secret_name(name) and (isinstance(value, str) or SECRET_WORDS & {*_words(name)}):
+                yield path
+                return
+
+
+def secret_message(path: tuple[str, ...]) -> str:
+    """Return the error text for a secret, without its value."""
+    name = path[-1]
+    variable = "_".join(_words(name)).upper()
+    return (
+        f"{'.'.join(path)} looks like a secret, and options are written to config.toml, resolved.json, checkpoints and "
+        f'wandb: leave it out, and read it in {path[0]}.builder from an environment variable (os.environ["'
+        f'{variable}"]); if it is none, give it another name'
+    )

@@ -1,0 +1,138 @@
+"""Rules between keys of the layout: ranks, the batch, sharding, the partition into stages, devices."""
+
+from __future__ import annotations
+
+from meshwright.config import batch
+from meshwright.config.keys import format_value
+from meshwright.config.rules import Rule
+from meshwright.config.schema import RunConfig
+
+MAX_RANKS = 2**20
+MAX_FORWARDS = 2**18
+"""Bound on pp x chunks x stages per rank: a schedule lists every forward."""
+
+
+def _ranks(config: RunConfig) -> str | None:
+    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp or 1
+    if dp * pp * tp <= MAX_RANKS:
+        return None
+    return f"dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp:,} ranks: at most {MAX_RANKS:,} are allowed"
+
+
+def _forwards(config: RunConfig) -> str | None:
+    """Check the bound of meshwright.schedule.build before anything is built."""
+    pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
+    if pp * chunks * interleave <= MAX_FORWARDS:
+        return None
+    return (
+        f"pp {pp} x chunks {chunks} x interleave {interleave} = {pp * chunks * interleave:,} forwards in a step: at "
+        f"most {MAX_FORWARDS:,} are allowed; lower batch.chunks, parallel.pp or pipeline.interleave"
+    )
+
+
+def _batch(config: RunConfig) -> str | None:
+    return batch.find_problem(config.batch, config.parallel.known_dp)
+
+
+def _processes(config: RunConfig) -> str | None:
+    processes, dp = config.launch.processes, config.parallel.known_dp
+    pp, tp = config.parallel.pp, config.parallel.tp
+    if processes == "auto":
+        return None
+    if dp is None:
+        if processes % (pp * tp) == 0:
+            return None
+        near = [pp * tp * i for i in (processes // (pp * tp), processes // (pp * tp) + 1) if i]
+        return (
+            f"launch.processes = {processes} is no multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
+            f"replica: set {' or '.join(map(str, near))}"
+        )
+    if processes == dp * pp * tp:
+        return None
+    return (
+        f"launch.processes = {processes}, but dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp} ranks: leave "
+        f'launch.processes out, or set parallel.dp = "auto"'
+    )
+
+
+def _devices(config: RunConfig) -> str | None:
+    named = f"launch.devices = {format_value(config.launch.devices)} names"
+    devices = config.launch.devices.split(",") if config.launch.devices else []
+    if config.train.device == "cpu" and devices:
+        return f'{named} GPUs, and train.device is "cpu": leave one out'
+    twice = next((each for at, each in enumerate(devices) if each in devices[:at]), None)
+    if twice is not None:
+        return f"{named} device {twice} twice: each rank needs its own"
+    return None
+
+
+def _sequence(config: RunConfig) -> str | None:
+    if not config.parallel.sequence or config.parallel.tp > 1:
+        return None
+    return (
+        "parallel.sequence = true has no effect with parallel.tp = 1: it splits the sequence over the tensor-parallel "
+        "ranks; set parallel.tp to 2 or more, or --parallel.sequence=false"
+    )
+
+
+def _shard_factor(config: RunConfig) -> str | None:
+    factor = config.parallel.shard_factor
+    if factor is None or factor == 1 or config.parallel.zero:
+        return None
+    return (
+        f"parallel.shard_factor = {factor} has no effect with parallel.zero = 0, which shards nothing: set "
+        f"parallel.zero = 1, or leave it out"
+    )
+
+
+def _reduce(config: RunConfig) -> str | None:
+    if config.parallel.reduce != "microbatch" or config.parallel.zero >= 2:
+        return None
+    return (
+        f'parallel.reduce = "microbatch" saves nothing with parallel.zero = {config.parallel.zero}, which keeps the '
+        f"whole gradient: set parallel.zero = 2, or leave it out"
+    )
+
+
+def _offload(config: RunConfig) -> str | None:
+    if config.parallel.offload_directory is None or config.parallel.offload:
+        return None
+    return (
+        f"parallel.offload_directory = {format_value(config.parallel.offload_directory)} has no effect without "
+        f"parallel.offload = true: set it, or leave the directory out"
+    )
+
+
+def _across_nodes(config: RunConfig) -> str | None:
+    if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
+        return None
+    return (
+        "parallel.tp_across_nodes = true has no effect with parallel.tp = 1: set parallel.tp to 2 or more, or "
+        "--parallel.tp_across_nodes=false"
+    )
+
+
+def _balance(config: RunConfig) -> str | None:
+    balance, pp, interleave = config.pipeline.balance, config.parallel.pp, config.pipeline.stages_per_rank
+    if isinstance(balance, str) or config.pipeline.schedule_file is not None or len(balance) == pp * interleave:
+        return None
+    stages = f"parallel.pp = {pp}" + (f" with pipeline.interleave = {interleave}" if interleave > 1 else "")
+    return (
+        f"pipeline.balance = {format_value(balance)} names the layers of {len(balance)} stages, but {stages}: give "
+        f'{pp * interleave} number{"s" * (pp * interleave > 1)}, or balance by "time", "parameters" or "layers"'
+    )
+
+
+LAYOUT_RULES = (
+    Rule("MW-CONFIG-034", _ranks, ("parallel.dp", "parallel.pp", "parallel.tp")),
+    Rule("MW-CONFIG-035", _forwards, ("parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave")),
+    Rule("MW-CONFIG-037", _batch, ("batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp")),
+    Rule("MW-CONFIG-038", _processes, ("launch.processes", "parallel.dp", "parallel.pp", "parallel.tp")),
+    Rule("MW-CONFIG-039", _devices, ("launch.devices", "train.device")),
+    Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
+    Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
+    Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
+    Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),
+    Rule("MW-CONFIG-044", _across_nodes, ("parallel.tp_across_nodes", "parallel.tp")),
+    Rule("MW-CONFIG-045", _balance, ("pipeline.balance", "parallel.pp")),
+)

@@ -1,0 +1,80 @@
+"""Configuration files of a run directory: ``resolved.json`` for programs, ``config.toml`` for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from meshwright.config.keys import format_value, toml_name, toml_value
+from meshwright.config.loading import arrange, validate
+from meshwright.config.schema import RunConfig
+from meshwright.config.sources import leaves
+from meshwright.errors import ConfigError
+from meshwright.system.bounded import MIB, check_values, parse_json, read_text
+from meshwright.system.durable import replace_synced
+
+
+def parse(text: str, place: str = "resolved configuration") -> RunConfig:
+    """Parse the configuration that :func:`dump` wrote. ``place`` names the text in errors.
+
+    Checks each key by itself, not the rules between keys: a configuration made in code may break them.
+    """
+    try:
+        document = parse_json(text)
+        check_values(document)
+    except ValueError as error:
+        raise ConfigError(
+            "MW-CONFIG-024", f"{place}: not valid JSON: {error}; write it again from its TOML file"
+        ) from None
+    if not isinstance(document, dict):
+        raise ConfigError(
+            "MW-CONFIG-025",
+            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed",
+        )
+    arranged = arrange(list(leaves(document, place)))
+    config = validate(arranged)
+    if arranged.problems:
+        raise ConfigError.join(arranged.problems)
+    return config
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Return the configuration in a run's ``resolved.json``.
+
+    Raises:
+        ConfigError: The file cannot be read, or :func:`parse` refuses its text.
+    """
+    try:
+        return parse(read_text(path, MIB), str(path))
+    except OSError as error:
+        raise ConfigError("MW-CONFIG-026", f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "MW-CONFIG-027", f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file"
+        ) from None
+
+
+def dump(config: RunConfig) -> str:
+    """Return the JSON for ``resolved.json``: every key, defaults included. :func:`parse` returns an equal object."""
+    return json.dumps(config.model_dump(), indent=2, allow_nan=False) + "\n"
+
+
+def write_snapshot(directory: Path, config: RunConfig) -> None:
+    """Write both files atomically and flush them to disk. ``config``: resolved."""
+    for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
+        replace_synced(directory / name, text.encode())
+
+
+def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
+    """Return TOML text that :func:`~meshwright.config.load` reads back as ``config``.
+
+    ``defaults``: include keys at their default. Unset keys (None) have no form in TOML and are left out.
+    """
+    parts: list[str] = []
+    for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():
+        inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
+        own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
+        for heading, rows in {section: own, **inner}.items():
+            lines = [f"{toml_name(name)} = {toml_value(value)}" for name, value in rows.items()]
+            parts += ["\n".join([f"[{heading}]", *lines, ""])] if lines else []
+    return "\n".join(parts)
