@@ -24,7 +24,7 @@ from meshwright.run.files import RunFiles
 from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
 from meshwright.run.saving import Saver
 from meshwright.step import take_step, validate
-from meshwright.system.signals import StopRequest
+from meshwright.system.process import StopRequest
 from meshwright.tracking.observer import Records
 from meshwright.tracking.tracker import Tracker
 from meshwright.watch.observers import DriftCheck, Timing
@@ -76,7 +76,7 @@ def observe(
 ) -> list[Observer]:
     """Return the observers of a run, in their order; ``request`` raises the step's flag STOP from now on."""
     saver = Saver(parts, files.directory, say, files=files)
-    parts.flags[STOP] = request.requested
+    parts.flags[STOP] = request.is_requested
     return [
         RunFilesCheck(saver),
         Timing(parts, files.directory, say),

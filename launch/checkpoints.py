@@ -13,8 +13,8 @@ from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.checkpoint.manifest import MANIFEST, TensorEntry
 from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError
-from meshwright.run.summary import columns, memory
-from meshwright.run.trust import foreign_builders
+from meshwright.terminal.format import format_size, format_table
+from meshwright.tools.trust import foreign_builders
 
 if TYPE_CHECKING:
     from meshwright.tools.reshard import ReshardResult
@@ -66,9 +66,9 @@ def table(run: Path) -> str:
             rows.append((str(candidate.step), "", "", "", "", "", f"DAMAGED: {str(error).splitlines()[0]}"))
             continue
         sizes = [file.size for file in manifest.files.values()]
-        numbers = f"{len(manifest.tensors):,}", f"{len(sizes):,}", memory(sum(sizes))
+        numbers = f"{len(manifest.tensors):,}", f"{len(sizes):,}", format_size(sum(sizes))
         rows.append((str(candidate.step), f"{manifest.samples_seen:,}", layout(manifest.config), *numbers, ""))
-    lines = columns(rows, ">><>>><")
+    lines = format_table(rows, ">><>>><")
     counted = {candidate.path.name for candidate in candidates}
     directory = checkpoints_directory(run)
     for name in sorted(path.name for path in directory.iterdir() if path.is_dir() and path.name not in counted):
@@ -109,13 +109,13 @@ def describe_checkpoint(checkpoint: CheckpointReader, parameter: str | None) -> 
         f"model         {manifest.config.get('model', {}).get('builder', '?')}",
         *(f"data          {name} {digest[:16]}" for name, digest in sorted(manifest.data_fingerprint.items())),
         f"versions      {', '.join(f'{name} {version}' for name, version in sorted(manifest.versions.items()))}",
-        *(f"{kind:<13} {number:,} tensors, {memory(of_kind[kind])}" for kind, number in kinds.items()),
+        *(f"{kind:<13} {number:,} tensors, {format_size(of_kind[kind])}" for kind, number in kinds.items()),
         "",
     ]
     rows = []
     for name, entry in manifest.tensors.items():
         rows.append((name, str(entry.dtype), _shape(entry), f"{len(entry.pieces)} pieces" if entry.pieces[1:] else ""))
-    return "\n".join([*lines, *(columns(rows, "<<<<") if rows else [])])
+    return "\n".join([*lines, *(format_table(rows, "<<<<") if rows else [])])
 
 
 def _pieces(checkpoint: CheckpointReader, name: str) -> str:
@@ -128,7 +128,7 @@ def _pieces(checkpoint: CheckpointReader, name: str) -> str:
     lines = []
     for key in found:
         entry = tensors[key]
-        lines.append(f"{key}  {entry.dtype}  {_shape(entry)}  {memory(size_of(entry))}")
+        lines.append(f"{key}  {entry.dtype}  {_shape(entry)}  {format_size(size_of(entry))}")
         for piece in entry.pieces:
             box = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.shape, strict=True))
             lines.append(f"  [{box}]  {piece.file}")
@@ -139,13 +139,13 @@ def resharded(source: Path, written: ReshardResult, out: Path) -> str:
     """Return the summary of a resharded checkpoint, with the command that trains from it."""
     before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
     files = sorted(written.manifest.files.items())
-    total = memory(sum(file.size for _, file in files))
+    total = format_size(sum(file.size for _, file in files))
     trust = " --trust-code" if foreign_builders(written.config) else ""
     return "\n".join(
         [
             f"{source}: {before}",
             f"{written.path}: {after}",
-            *columns([(f"  {name}", memory(file.size)) for name, file in files], "<>"),
+            *format_table([(f"  {name}", format_size(file.size)) for name, file in files], "<>"),
             f"{len(files):,} file{'s' * (len(files) != 1)}, {total}",
             f"go on with: meshwright train {out / 'config.toml'}{trust}",
         ]

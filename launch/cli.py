@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Command = options.run
     try:
         if "config" in options and "trust_code" in options:
-            from meshwright.run.trust import check_file
+            from meshwright.tools.trust import check_file
 
             check_file(options.config, overrides, trust_code=options.trust_code)
         return run(options, overrides)

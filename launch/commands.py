@@ -214,7 +214,7 @@ def status(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.system.outputs import check_place, write_out
+    from meshwright.system.atomic import check_place, write_out
     from meshwright.tools.report.page import page
     from meshwright.tools.report.run import read_run
 

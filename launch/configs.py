@@ -11,8 +11,8 @@ from meshwright.config.keys import toml_value
 from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import draw_schedule
+from meshwright.system.atomic import write_out
 from meshwright.system.bounded import MAX_TOML_BYTES, read_text
-from meshwright.system.outputs import write_out
 from meshwright.terminal.output import put, tell
 from meshwright.tools.interop.configs import convert_file, file_text, format_report
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.checkpoints import find_checkpoint, size_of
-from meshwright.run.summary import columns, memory
-from meshwright.terminal.format import format_duration
+from meshwright.terminal.format import format_duration, format_size, format_table
 from meshwright.terminal.output import tell
 from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
@@ -84,7 +83,9 @@ class ConversionProgress:
         self.told_s = now_s
         per_s = done / (now_s - self.start_s)
         left_s = (total - done) / per_s
-        tell(f"{memory(done)} of {memory(total)}, {memory(int(per_s))}/s, {format_duration(left_s)} left")
+        tell(
+            f"{format_size(done)} of {format_size(total)}, {format_size(int(per_s))}/s, {format_duration(left_s)} left"
+        )
 
 
 def summarise_import(source: Path, run: Path, done: ImportResult) -> str:
@@ -95,7 +96,7 @@ def summarise_import(source: Path, run: Path, done: ImportResult) -> str:
     lines = [
         f"{source}: {done.family.architecture}, {done.config.model.builder}",
         f"  {options}",
-        f"{done.path}: {len(tensors):,} tensors, {memory(sum(map(size_of, tensors)))}",
+        f"{done.path}: {len(tensors):,} tensors, {format_size(sum(map(size_of, tensors)))}",
         *([f"{run / 'huggingface'}: {', '.join(done.side_files)}"] if done.side_files else []),
         *(f"note: {note}" for note in done.notes),
     ]
@@ -116,7 +117,7 @@ def summarise_native_export(source: Candidate, builder: str, done: RestructuredE
         [
             f"{source.path}: step {source.step}",
             f"{done.path}: {builder}, {done.num_tensors:,} tensors",
-            *columns([(f"  {name}", memory(size)) for name, size in done.files.items()], "<>"),
+            *format_table([(f"  {name}", format_size(size)) for name, size in done.files.items()], "<>"),
             *([f"beside them: {', '.join(done.copied)}"] if done.copied else []),
             f"open it with: transformers.AutoModelForCausalLM.from_pretrained({str(done.path)!r})",
         ]
@@ -126,14 +127,14 @@ def summarise_native_export(source: Candidate, builder: str, done: RestructuredE
 def summarise_export(source: Candidate, done: ExportResult) -> str:
     """Return the summary of an exported model of this project, with the code to load it."""
     opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
-    files = [(f"  {name}", memory(size)) for name, size in done.files.items()]
+    files = [(f"  {name}", format_size(size)) for name, size in done.files.items()]
     shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]
     return "\n".join(
         [
             f"{source.path}: step {source.step}",
             f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
-            *columns(shown, "<>"),
-            f"{len(files):,} file{'s' * (len(files) != 1)}, {memory(sum(done.files.values()))}",
+            *format_table(shown, "<>"),
+            f"{len(files):,} file{'s' * (len(files) != 1)}, {format_size(sum(done.files.values()))}",
             *(f"note: {note}" for note in done.notes),
             f"open it with: transformers.{opened}.from_pretrained({str(done.path)!r})",
         ]

@@ -12,7 +12,7 @@ from meshwright.config import RunConfig, default_world_size, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
 from meshwright.schedule.load import draw_schedule
-from meshwright.system.outputs import write_out, writing
+from meshwright.system.atomic import write_out, writing
 from meshwright.terminal.output import put
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.panel import Panel, Unit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.config import Pipeline, RunConfig, default_world_size, load, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.system.outputs import check_place, writing
+from meshwright.system.atomic import check_place, writing
 from meshwright.terminal.output import put
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.errors import CommunicationError, HangEcho, UserError
+from meshwright.system.atomic import write_atomic
 
 LOG_TAIL_LINES = 20
 LOG_HEAD = "=== started "
@@ -68,14 +69,12 @@ def _lost_peer(error: BaseException | None) -> bool:
 
 def write_failure(failure: FailureRecord, notes: Path) -> None:
     """Write a failure record for the launcher, atomically."""
-    aside = notes / f"{failure.rank}.part"
-    aside.write_text(json.dumps(asdict(failure)))
-    aside.rename(notes / f"{failure.rank}.json")
+    write_atomic(notes / f"{failure.rank}.json", json.dumps(asdict(failure)), is_durable=False)
 
 
 def read_failures(notes: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [FailureRecord(**json.loads(note.read_text())) for note in notes.glob("*.json")]
+    failures = [FailureRecord(**json.loads(note.read_text())) for note in notes.glob("[0-9]*.json")]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 

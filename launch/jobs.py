@@ -155,7 +155,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
     from meshwright.run.directory import find_run, is_checkpoint
-    from meshwright.system.outputs import check_place
+    from meshwright.system.atomic import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)  # before seconds of imports
@@ -176,7 +176,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher, launch_environment
     from meshwright.run.directory import find_run, is_checkpoint
-    from meshwright.system.outputs import check_place
+    from meshwright.system.atomic import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)

@@ -39,8 +39,7 @@ from meshwright.launch.failure import RankFailed, build_error, describe, read_fa
 from meshwright.launch.forking import PRELOADED
 from meshwright.launch.leftovers import own_directory, remove_leftovers
 from meshwright.launch.rank import LocalRank, Work, run_rank, set_threads
-from meshwright.system.process import end_process
-from meshwright.system.signals import SIGNALS, ignored
+from meshwright.system.process import SIGNALS, end_process, ignored_signals
 
 LOOPBACK = "127.0.0.1"
 MOST_RANKS = 1024
@@ -158,7 +157,7 @@ def launch(work: Work, config: RunConfig) -> None:
         others = multiprocessing.active_children()
         stack.callback(_kill_children, but=others)
         end = _SignalForwarder(notes / "listening", num_ranks, others)
-        unwanted = ignored()
+        unwanted = ignored_signals()
         stack.enter_context(end.listening({*SIGNALS, signal.SIGQUIT}.difference(unwanted)))
         warm_up(config, work.__module__)
         _, bound = stack.enter_context(_open_store(port, num_ranks))

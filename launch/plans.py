@@ -14,8 +14,8 @@ from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.run.summary import memory
-from meshwright.system.outputs import check_place, write_out
+from meshwright.system.atomic import check_place, write_out
+from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put
 from meshwright.tools.planner.calibrate import DeviceRates, measure_block, measure_device, measure_links
 from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
@@ -77,7 +77,7 @@ def plan(
     chosen = chosen_config(found, config.run.name)
     first = f"# The first of {found.num_fitting:,} layouts of {path} on {nodes} x {hardware.devices_per_node} x "
     first += f"{hardware.name}: {found.best[0].choice}.\n# Predicted: {found.best[0].time.total:.4g} s a step, "
-    first += f"{memory(found.best[0].peak_bytes)} on the fullest rank.\n\n"
+    first += f"{format_size(found.best[0].peak_bytes)} on the fullest rank.\n\n"
     written = {"plan.toml": first + to_toml(chosen), "plan.html": page(workbench, found)}
     for name, text in written.items():
         write_out(out / name, text)
@@ -188,7 +188,8 @@ def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: 
         needed, choice = found.closest
         said = (
             f"no layout fits {where}, not with recomputation and the optimizer on the host either: the closest, "
-            f"{choice}, needs {memory(needed)} of a device or more, and {memory(usable_bytes(hardware))} may be used"
+            f"{choice}, needs {format_size(needed)} of a device or more, and "
+            f"{format_size(usable_bytes(hardware))} may be used"
         )
     works = nearest(workbench, hardware, nodes, found)
     return f"{said}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")

@@ -23,8 +23,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import Preempted
 from meshwright.launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
 from meshwright.launch.forking import die_with_parent, loopback
-from meshwright.system.process import GiveUp, leave
-from meshwright.system.signals import LISTENING, SIGNALS
+from meshwright.system.process import LISTENING, SIGNALS, GiveUp, leave
 from meshwright.terminal.output import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
@@ -69,7 +68,7 @@ def run_rank(
 ) -> None:
     """Run one rank in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
     _die_with_launcher()
-    for each in SIGNALS:  # default action until the rank installs its handlers (meshwright.system.signals)
+    for each in SIGNALS:  # default action until the rank installs its handlers (meshwright.system.process)
         signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks all, and this process inherits that
     os.environ[LISTENING] = str(Path(notes) / "listening")

@@ -27,12 +27,11 @@ from meshwright.run.lock import lock_directory
 from meshwright.run.resume import resume
 from meshwright.run.saving import check_manifest
 from meshwright.run.starts import note_start
-from meshwright.run.summary import WIDTH, summarise
 from meshwright.run.tensors import saved_weights
 from meshwright.step import validate
-from meshwright.system.process import GiveUp, end_process
-from meshwright.system.signals import StopRequest
+from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import say as speak
+from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import open_tracker
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import describe_validation, observe, train

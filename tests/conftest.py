@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch.pool import RankPool
-from meshwright.system.signals import SIGNALS
+from meshwright.system.process import SIGNALS
 
 
 @pytest.fixture(scope="session")

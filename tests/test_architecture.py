@@ -73,9 +73,8 @@ MOST_DOORS = {
     "pipeline": 10,
     "checkpoint": 7,
     "data": 14,
-    "run": 11,
+    "run": 9,
     "watch": 8,
-    "system": 7,
 }
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7

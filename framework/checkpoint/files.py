@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.system.durable import sync_directory
+from meshwright.system.atomic import sync
 from meshwright.terminal.output import tell
 
 Warn = Callable[[str], None]
@@ -127,5 +127,5 @@ def delete(path: Path) -> None:
 def remove_directory(path: Path, aside: Path) -> None:
     """Delete a directory so that readers never see half of it: rename it to ``aside``, then remove file by file."""
     path.rename(aside)
-    sync_directory(aside.parent)
+    sync(aside.parent)
     delete(aside)

@@ -44,9 +44,9 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.read import open_checkpoint
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.system.atomic import sync
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
-from meshwright.system.durable import sync_directory
-from meshwright.system.versions import versions
+from meshwright.system.process import versions
 
 
 def final_directory(run_directory: Path, step: int) -> Path:
@@ -72,7 +72,7 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stder
     directory = checkpoints_directory(run_directory)
     with as_checkpoint_error(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        sync_directory(directory.parent)
+        sync(directory.parent)
     final, temporary = final_directory(run_directory, step), temporary_directory(run_directory, step, attempt)
     if final.exists():
         try:
@@ -126,14 +126,14 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
         report.unlink()
     write_synced(temporary / MANIFEST, [text])
     write_synced(temporary / SUMS, [render_sums(hashlib.sha256(text).hexdigest(), manifest.files)])
-    sync_directory(temporary)
+    sync(temporary)
     if final.exists():
         raise CheckpointError(
             "MW-CHECKPOINT-025", f"{final} appeared during the save: does another job use this run directory?"
         )
     with as_checkpoint_error(final):
         temporary.rename(final)
-        sync_directory(final.parent)
+        sync(final.parent)
     return manifest
 
 

@@ -20,7 +20,7 @@ from meshwright.checkpoint.files import as_checkpoint_error, write_synced
 from meshwright.checkpoint.manifest import Dtype, FileEntry, PieceEntry, StrictModel, TensorEntry, TensorKind
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
-from meshwright.system.durable import sync_directory
+from meshwright.system.atomic import sync
 
 MAX_FILE_BYTES = 512 * 2**20
 BYTES_AT_ONCE = 16 * 2**20
@@ -131,7 +131,7 @@ def write_shard(
     unnamed = temporary / f"{shard_name}.part"
     write_synced(unnamed, [report.model_dump_json().encode()])
     with as_checkpoint_error(temporary):
-        sync_directory(temporary)
+        sync(temporary)
         # A visible report is complete and the last file of its shard: the directory may be renamed right after.
         # The publisher syncs it.
         unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")

@@ -10,8 +10,8 @@ from meshwright.config.loading import arrange, validate
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import leaves
 from meshwright.errors import ConfigError
+from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import MIB, check_values, parse_json, read_text
-from meshwright.system.durable import replace_synced
 
 
 def parse(text: str, place: str = "resolved configuration") -> RunConfig:
@@ -62,7 +62,7 @@ def dump(config: RunConfig) -> str:
 def write_snapshot(directory: Path, config: RunConfig) -> None:
     """Write both files atomically and flush them to disk. ``config``: resolved."""
     for name, text in (("resolved.json", dump(config)), ("config.toml", to_toml(config))):
-        replace_synced(directory / name, text.encode())
+        write_atomic(directory / name, text)
 
 
 def to_toml(config: RunConfig, *, defaults: bool = False) -> str:

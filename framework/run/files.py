@@ -26,8 +26,8 @@ from meshwright.errors import ConfigError, LockError
 from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
 from meshwright.run.starts import PLACEMENT, STARTS
+from meshwright.system.atomic import make_directory_synced, sync, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
-from meshwright.system.durable import make_directory_synced, replace_synced, sync_directory, sync_file
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
@@ -150,7 +150,7 @@ class RunFiles:
         self.close()
         self._descriptor = _open(self.directory)
         for name, data in self._kept.items():
-            replace_synced(self.directory / name, data)
+            write_atomic(self.directory / name, data)
 
     def _what_happened(self) -> str:
         moved_to = self._moved_to()
@@ -186,7 +186,7 @@ def sync_run_files(directory: Path, warn: Warn) -> None:
     """
     for path in (*(directory / name for name in PRESUPPOSED), directory):
         try:
-            sync_directory(path) if path == directory else sync_file(path)
+            sync(path)
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -11,7 +11,7 @@ from meshwright.errors import CheckpointError, DriftError, NonFiniteError, Preem
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Observer, Parts, StepEvent
 from meshwright.run.peaks import note_peaks
 from meshwright.run.saving import Saver
-from meshwright.system.signals import StopRequest
+from meshwright.system.process import StopRequest
 
 
 class RunFilesCheck(Observer):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import DataError
+from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def note_peaks(mesh: Mesh, directory: Path, step: int) -> None:
     found = Peaks(step=step, device=mesh.device.type, grid=grid, peaks=tuple(peaks))
     place = directory / PEAKS
     with contextlib.suppress(OSError):
-        aside = place.with_name(f"{PEAKS}.part")
-        aside.write_text(found.model_dump_json() + "\n")
-        aside.replace(place)
+        write_atomic(place, found.model_dump_json() + "\n", is_durable=False)
 
 
 def read_peaks(run: Path) -> Peaks | None:

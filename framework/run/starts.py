@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.mesh.grid import Grid
+from meshwright.system.atomic import append_synced, write_atomic
 from meshwright.system.bounded import parse_json, read_bytes
-from meshwright.system.durable import append_synced, replace_synced
 from meshwright.terminal.output import tell
 
 STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
@@ -71,5 +71,5 @@ def note_start(
     with contextlib.suppress(OSError):
         before = place.read_bytes().count(b"\n") if place.exists() else 0
         append_synced(place, (json.dumps(line) + "\n").encode())
-        replace_synced(directory / PLACEMENT, (grid.draw(nodes) + "\n").encode())
+        write_atomic(directory / PLACEMENT, grid.draw(nodes) + "\n")
     return before

@@ -1,1 +1,1 @@
-"""Files and processes of this machine: bounded readers, atomic writes, signals, process exit. No torch."""
+"""Operating system: atomic writes, bounded readers, this process. No torch."""

@@ -1,18 +1,83 @@
-"""Processes of this machine: existence by process id, and immediate exit."""
+"""This process: requests to stop, exit without waiting for peers, versions of its software. No torch.
+
+Slurm, a launcher or a user stops a run with a signal. All ranks save at the same step and leave with exit code 85:
+
+    rank 5      SIGTERM      recorded
+    all ranks   ... STEP     the all-reduce of every step carries the request to all ranks, in the same step
+    all ranks   save         further signals change nothing
+    all ranks   leave        Preempted: exit code 85, "run the same command again"
+
+A signal that was ignored when the run was started (SIGHUP under nohup) stays ignored, in the launcher and in all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from meshwright.errors import UserError
 from meshwright.terminal.output import tell
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a run to stop."""
+LISTENING = "MESHWRIGHT_LISTENING"
+"""Environment variable with a directory. A process that handles signals creates a file there, named by its id."""
+
 GiveUp = Callable[[UserError], None]
 """Handler that ends this process, whose main thread may be stuck. Must not return; called in another thread."""
+
+
+class StopRequest:
+    """Context manager that stores the first of SIGNALS instead of ending the process; later ones change nothing.
+
+    On exit it restores the handlers, unless a signal has arrived. The process then leaves with its work saved, and a
+    second signal must not change its exit.
+
+    Python runs a handler between two instructions of the main thread: a rank that waits in a collective stores the
+    signal when the collective has ended. Entered from another thread it has no effect.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """First signal received; None before it."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for each in set(SIGNALS).difference(ignored_signals()):
+                self._before[each] = signal.signal(each, self._store)
+            place = os.environ.get(LISTENING)
+            if place:
+                (Path(place) / str(os.getpid())).touch()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.signal is None:
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+
+    def is_requested(self) -> bool:
+        """Return True from the first signal on."""
+        return self.signal is not None
+
+    def _store(self, signum: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = signal.Signals(signum)
+
+
+def ignored_signals() -> list[signal.Signals]:
+    """Return those of SIGNALS that this process ignores, as its parent process set it up."""
+    return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:
@@ -21,7 +86,7 @@ def leave(exit_code: int, after_s: float = 0.0) -> None:
     Flushes stdout and stderr, then waits ``after_s`` seconds.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or its reader has gone
+        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or a pipe without a reader
             stream.flush()
     time.sleep(after_s)
     os._exit(exit_code)
@@ -42,3 +107,20 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of meshwright, Python and torch, as checkpoints record them. Does not import torch."""
+    return {"meshwright": own_version(), "python": platform.python_version(), "torch": _version("torch")}
+
+
+def own_version() -> str:
+    """Return the installed version of meshwright."""
+    return _version("meshwright")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

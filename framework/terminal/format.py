@@ -1,8 +1,9 @@
-"""Short text forms of counts, durations and sizes. No torch."""
+"""Text forms of counts, durations, sizes and tables. No torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 GIB, MIB = 2**30, 2**20
 
@@ -32,3 +33,20 @@ def format_duration(seconds: float) -> str:
 def format_bytes(num_bytes: int) -> str:
     """Format bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+
+
+def format_size(num_bytes: int) -> str:
+    """Format bytes in GiB, MiB or KiB with one decimal: sizes of tensors, files and buffers."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return the lines of a table. ``sides``: ``<`` or ``>`` for each column, for names and for numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]

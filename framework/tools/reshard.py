@@ -54,8 +54,8 @@ from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run.lock import RunLock
-from meshwright.run.trust import check_trusted, same_builders
 from meshwright.system.bounded import real_path
+from meshwright.tools.trust import check_trusted, same_builders
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that an override may change: the layout of a run and its place on disk."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from meshwright.errors import DataError
+from meshwright.system.atomic import sync
 from meshwright.system.bounded import MIB, lines, open_regular, parse_json
-from meshwright.system.durable import sync_directory
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
 MOST_PENDING = 10_000
@@ -93,7 +93,7 @@ def drop_records_after(path: Path, step: int) -> None:
                 os.fsync(again.fileno())
     if changed:
         kept_path.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
     else:
         kept_path.unlink()
 

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
+from meshwright.system.atomic import write_atomic
 from meshwright.tracking.record import StepRecord, metrics
 from meshwright.tracking.tracker import Warn, never_raising, warn_on_stderr
 
@@ -124,9 +125,7 @@ def run_id(run_directory: Path) -> str:
             return kept
     made = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
     run_directory.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(made + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_atomic(path, made + "\n", is_durable=False)
     return made
 
 

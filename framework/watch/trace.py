@@ -25,6 +25,7 @@ from meshwright.errors import DataError, ScheduleError
 from meshwright.schedule.action import Action, Schedule, Span
 from meshwright.schedule.analysis import Reading, Timeline, name_of
 from meshwright.schedule.load import parse_schedule
+from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 
 FILE_NAME = re.compile(r"step-(\d{8,})\.json")
@@ -116,9 +117,7 @@ def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
 def write(trace: Trace, path: Path) -> None:
     """Write a trace atomically."""
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(trace.model_dump_json() + "\n")
-    aside.replace(path)
+    write_atomic(path, trace.model_dump_json() + "\n", is_durable=False)
 
 
 def newest(run_directory: Path) -> Path:

@@ -6,7 +6,7 @@ import argparse
 
 from meshwright.launch.arguments import files, inspection, planning, training
 from meshwright.launch.arguments.common import CommandParser
-from meshwright.system.versions import own_version
+from meshwright.system.process import own_version
 
 COMMANDS = (
     training.train,

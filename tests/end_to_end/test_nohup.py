@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.run.directory import run_directory
-from meshwright.system.signals import SIGNALS, StopRequest, ignored
+from meshwright.system.process import SIGNALS, StopRequest, ignored_signals
 from tests.end_to_end.driving import layout, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -25,9 +25,9 @@ def test_what_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         others = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         with StopRequest() as asked:
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and signal.SIGHUP in ignored()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and signal.SIGHUP in ignored_signals()
             signal.raise_signal(signal.SIGHUP)
-            assert not asked.requested()
+            assert not asked.is_requested()
             signal.raise_signal(others[0])
             assert asked.signal is others[0]
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

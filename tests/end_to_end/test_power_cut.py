@@ -13,7 +13,7 @@ import pytest
 from meshwright.checkpoint import find
 from meshwright.config import parse
 from meshwright.run.directory import run_directory
-from meshwright.system.durable import make_directory_synced
+from meshwright.system.atomic import make_directory_synced
 from tests.end_to_end.driving import changed, layout, lines, run_config
 from tests.end_to_end.shell import Shell, written
 

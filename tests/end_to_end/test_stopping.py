@@ -25,7 +25,7 @@ from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import STOP
 from meshwright.run.directory import run_directory
 from meshwright.step import take_step
-from meshwright.system.signals import SIGNALS, StopRequest
+from meshwright.system.process import SIGNALS, StopRequest
 from tests.end_to_end.driving import (
     differing,
     exact_losses,
@@ -46,13 +46,13 @@ CONSTANT: dict[str, dict[str, Any]] = {"optimizer": {"schedule": "constant"}}
 def test_a_signal_is_noted_and_the_handlers_come_back() -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with StopRequest() as asked:
-        assert not asked.requested()
+        assert not asked.is_requested()
     assert [signal.getsignal(each) for each in SIGNALS] == before
     try:
         with StopRequest() as asked:
             signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGTERM)
-            assert asked.requested() and asked.signal is signal.SIGUSR2, "the first"
+            assert asked.is_requested() and asked.signal is signal.SIGUSR2, "the first"
         signal.raise_signal(signal.SIGTERM)  # on its way out the process is not ended by another
     finally:
         for each, handler in zip(SIGNALS, before, strict=True):

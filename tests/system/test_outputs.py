@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.system.outputs import check_place, write_out, writing
+from meshwright.system.atomic import check_place, write_out, writing
 
 
 def test_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:

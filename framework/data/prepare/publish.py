@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
+
+from meshwright.system.atomic import sync, sync_tree
 
 
 def publish(aside: Path, out: Path) -> None:
     """Flush and rename. No folder can be renamed over a full one: what is there is moved away first, deleted last."""
-    for path in aside.iterdir():
-        flush(path)
-    flush(aside)
+    sync_tree(aside)
     if out.is_dir() and any(out.iterdir()):
         old = aside.with_name(aside.name + OLD)
         shutil.rmtree(old, ignore_errors=True)
@@ -20,17 +19,8 @@ def publish(aside: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         aside.rename(out)
-    flush(out.parent)
+    sync(out.parent)
 
 
 OLD = ".old"
 """The end of the name of what was there before."""
-
-
-def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

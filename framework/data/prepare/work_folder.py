@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.data.fingerprint import File
-from meshwright.data.prepare.publish import flush
 from meshwright.data.prepare.readers import BEGINNING, InputFile, ReadPosition
 from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
+from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 
 SKIPPED_FILE = "skipped.txt"
@@ -156,7 +156,7 @@ class WorkFolder:
                 left.unlink()
             known = State(splits={name: SplitState() for name in SPLITS})
         if begun != request:  # files that nobody has read yet may be others now
-            _replace(asked, request.model_dump_json(indent=1))
+            write_atomic(asked, request.model_dump_json(indent=1))
         self.corpus.mkdir(exist_ok=True)
         return known
 
@@ -224,7 +224,7 @@ class WorkFolder:
             stream.flush()
             os.fsync(stream.fileno())
         self.state.place = (place.file, place.position)
-        _replace(self.path / "state.json", self.state.model_dump_json(indent=1))
+        write_atomic(self.path / "state.json", self.state.model_dump_json(indent=1))
 
     def close(self) -> None:
         """Close the files and release the lock. Uncommitted data will be cut off."""
@@ -283,11 +283,3 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return kind.model_validate_json(read_bytes(path))
     except (FileNotFoundError, ValidationError):
         return None
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(text, encoding="utf-8")
-    flush(aside)
-    aside.replace(path)
-    flush(path.parent)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.mesh.mesh import Mesh
-from meshwright.system.versions import versions
+from meshwright.system.process import versions
 from meshwright.watch.nodes import clock_ahead_s, sees_directory
 
 WRITTEN_BYTES = 2**26

@@ -12,8 +12,7 @@ from meshwright.errors import CommunicationError, ConfigError, MissingRanksError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
-from meshwright.system.process import GiveUp, end_process
-from meshwright.system.signals import SIGNALS
+from meshwright.system.process import SIGNALS, GiveUp, end_process
 from meshwright.terminal.output import put
 from meshwright.tools.doctor.connectivity import judge_reach, try_links
 from meshwright.tools.doctor.facts import gather_facts

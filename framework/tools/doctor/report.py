@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.run.summary import columns, memory
+from meshwright.system.atomic import write_atomic
+from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.findings import Finding, gbit
 from meshwright.tools.doctor.links import AllReduceTiming, LinkMeasurement, by_node
@@ -47,12 +48,12 @@ def format_report(
                 gbit(best[host]) if host in best else "-",
             )
         )
-    lines += columns(rows, "<<<>>>>>>>")
+    lines += format_table(rows, "<<<>>>>>>>")
     across = [link for link in links if link.nodes[0] != link.nodes[1]]
     if across:
-        lines += ["", *columns(_pairs(across), "<>>")]
+        lines += ["", *format_table(_pairs(across), "<>>")]
     if sums:
-        lines += ["", *columns(_sums(sums), "<<>>>"), *buckets_line(sums, bucket_bytes)]
+        lines += ["", *format_table(_sums(sums), "<<>>>"), *buckets_line(sums, bucket_bytes)]
     lines += ["", *(f"WRONG: {finding.text}" for finding in findings)]
     return "\n".join([*lines, *([] if findings else ["nothing is wrong"])])
 
@@ -94,8 +95,8 @@ def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str
     worst = max(dp, key=lambda each: each.latency_share(bucket_bytes))
     enough = max(-(-each.bytes_for(MUCH_LATENCY) // 2**20) for each in dp) * 2**20
     line = (
-        f"gradients in buckets of {memory(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over dp is "
-        f"latency; {MUCH_LATENCY:.0%} with {memory(enough)}"
+        f"gradients in buckets of {format_size(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over "
+        f"dp is latency; {MUCH_LATENCY:.0%} with {format_size(enough)}"
     )
     advice = f": set parallel.bucket_bytes = {enough}" if enough > bucket_bytes else ""
     return ["", line + advice]
@@ -128,7 +129,5 @@ def links_toml(links: Sequence[LinkMeasurement]) -> str:
 
 
 def write_links(links: Sequence[LinkMeasurement], place: Path) -> None:
-    """Write the link figures atomically (temporary file, then rename)."""
-    aside = place.with_name(f"{place.name}.part")
-    aside.write_text(links_toml(links))
-    aside.replace(place)
+    """Write the link figures atomically."""
+    write_atomic(place, links_toml(links), is_durable=False)

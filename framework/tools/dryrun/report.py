@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.blueprint import batch_numbers
-from meshwright.run.summary import columns, memory
 from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
+from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.dryrun.account import Category, Rehearsal
 from meshwright.tools.dryrun.agreement import Disagreement, axis_of
 from meshwright.tools.dryrun.job import Job
@@ -135,10 +135,10 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
                 str(pp_rank),
                 " ".join(each[0] if len(each) == 1 else f"{each[0]}..{each[-1]}" for each in names),
                 f"{parameters_of(job, pp_rank):,}",
-                memory(rehearsal.peak_bytes),
+                format_size(rehearsal.peak_bytes),
                 str(rehearsal.peak_in),
-                *(memory(held.get(category, 0)) for category in main),
-                memory(rest),
+                *(format_size(held.get(category, 0)) for category in main),
+                format_size(rest),
             )
         )
         speech.append(
@@ -146,7 +146,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
                 str(pp_rank),
                 flops_text(flops_of(job, pp_rank)),
                 f"{busy[pp_rank]:.1%}",
-                *(memory(round(numbers[pp_rank])) if numbers[pp_rank] else "-" for _, numbers in said),
+                *(format_size(round(numbers[pp_rank])) if numbers[pp_rank] else "-" for _, numbers in said),
             )
         )
     kinds = len(set(job.kinds))
@@ -165,13 +165,13 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
             f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
             "",
             "memory of a rank at its peak, and what the rank does then",
-            *columns(rows, "<<>>>>>>>>"),
+            *format_table(rows, "<<>>>>>>>>"),
             "",
             "what a rank computes in a step, and puts on the wire by axis: inside its node, and between nodes",
-            *columns(speech, "<" + ">" * (len(speech[0]) - 1)),
+            *format_table(speech, "<" + ">" * (len(speech[0]) - 1)),
             "",
-            f"most memory  {memory(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
-            + (f"; and {memory(host)} of the host's" if host else "")
+            f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
+            + (f"; and {format_size(host)} of the host's" if host else "")
             + _overflow(most.peak_bytes, time),
             f"bubble       {bubble_share(timeline):.1%} of the time"
             + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
@@ -189,7 +189,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
 def _overflow(peak_bytes: int, time: StepTimeEstimate | None) -> str:
     if time is None or peak_bytes <= time.memory_bytes:
         return ""
-    room = memory(time.memory_bytes)
+    room = format_size(time.memory_bytes)
     return (
         f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; `plan` looks for what fits"
     )

@@ -35,7 +35,7 @@ from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS
 from meshwright.step import TotalLoss, total_loss
-from meshwright.system.outputs import write_out
+from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import say, tell

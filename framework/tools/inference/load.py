@@ -30,7 +30,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
 from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
-from meshwright.run.trust import check_trusted, same_builders
+from meshwright.tools.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
 """Sections that define the layout, which inference may change."""

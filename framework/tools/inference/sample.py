@@ -36,7 +36,7 @@ from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Microbatch
 from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
 from meshwright.seeding import derive
-from meshwright.system.outputs import write_out
+from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained

@@ -15,9 +15,8 @@ from meshwright.blueprint import Blueprint
 from meshwright.model.meter import reference
 from meshwright.pipeline.costs import LayerCost, layer_weights
 from meshwright.pipeline.partition import partition
-from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis import Costs, simulate
-from meshwright.terminal.format import format_count
+from meshwright.terminal.format import format_count, format_size, format_table
 
 BALANCES = ("layers", "parameters", "time")
 
@@ -107,11 +106,11 @@ def describe(blueprint: Blueprint) -> str:
             "costs  of one micro-batch through one layer, forward and backward, the loss in the last",
             f"       time as on {by.name}, {by.flops_per_s / 1e12:,.3g} TFLOP/s and {by.bytes_per_s / 1e9:,.4g} GB/s",
             "",
-            *columns(_layer_lines(blueprint), "<<>>>>>"),
+            *format_table(_layer_lines(blueprint), "<<>>>>>"),
             "",
-            *columns(_stage_lines(blueprint, shared), "<<<>>" if shared else "<<>>"),
+            *format_table(_stage_lines(blueprint, shared), "<<<>>" if shared else "<<>>"),
             "",
-            *columns(_balance_lines(blueprint), "<>><"),
+            *format_table(_balance_lines(blueprint), "<>><"),
             f"step: simulated, of {blueprint.schedule.name} with {blueprint.schedule.chunks} micro-batches, "
             "over one without bubble and imbalance",
         ]
@@ -129,7 +128,7 @@ def _layer_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
                 f"{row.num_layers} x" if row.num_layers > 1 else "",
                 f"{row.cost.num_parameters:,}",
                 format_count(row.cost.forward.flops + row.cost.backward.flops),
-                memory(round(row.cost.forward.bytes + row.cost.backward.bytes)),
+                format_size(round(row.cost.forward.bytes + row.cost.backward.bytes)),
                 _share(row.cost.time_s, total_s),
                 str(row.stage),
             )

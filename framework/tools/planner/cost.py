@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
-from meshwright.run.summary import Elements
 from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
 from meshwright.schedule.action import Kind as Does
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
@@ -24,6 +23,7 @@ from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.rates import MEASURED, ON_CORES, FrameworkTraits, RateFractions, Wire, wire_of, work_s
+from meshwright.tools.summary import Elements
 
 
 class StageTime(NamedTuple):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from meshwright.run.summary import held_at_rest
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
@@ -22,6 +21,7 @@ from meshwright.tools.planner.cost import stages_by_rank, step_time
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
 from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
+from meshwright.tools.summary import held_at_rest
 
 SHORT = 8
 """Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.run.summary import memory
+from meshwright.terminal.format import format_size
 from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.search import Plan, RankedLayout, usable_bytes
 
@@ -19,8 +19,8 @@ def strategy(workbench: ModelCache, plan: Plan) -> list[str]:
     states = elements * (width + 4 + (12 if width == 2 else 8))
     largest = max(sum(numel for _, numel, _, _ in each) for each in workbench.split(1, False)[2].values())
     lines = [
-        f"weights, gradients and AdamW of {elements:,} parameters are {memory(states)}; a device has room for "
-        f"{memory(room)}, a node for {memory(room * hardware.devices_per_node)}"
+        f"weights, gradients and AdamW of {elements:,} parameters are {format_size(states)}; a device has room for "
+        f"{format_size(room)}, a node for {format_size(room * hardware.devices_per_node)}"
     ]
     if states <= 0.7 * room:
         lines.append("fits one device: plain replicas (DDP) or ZeRO-1; tensor and pipeline parallelism are not needed")
@@ -30,10 +30,10 @@ def strategy(workbench: ModelCache, plan: Plan) -> list[str]:
         lines.append("fits no node: pipeline stages across nodes, or ZeRO-3 over many of them")
     if largest * (width + 4) > room:
         lines.append(
-            f"the largest layer, {memory(largest * (width + 4))} alone, fits no device: tensor parallelism needed"
+            f"the largest layer, {format_size(largest * (width + 4))} alone, fits no device: tensor parallelism needed"
         )
     elif largest * (width + 4) > room / 2:
-        lines.append(f"the largest layer takes {memory(largest * (width + 4))}: tensor parallelism makes room")
+        lines.append(f"the largest layer takes {format_size(largest * (width + 4))}: tensor parallelism makes room")
     if plan.nodes > 1:
         ratio = hardware.node_link.bytes_per_s / hardware.cluster_link.bytes_per_s
         lines.append(
@@ -107,9 +107,9 @@ def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
     held, hosted = fullest.at_rest + fullest.host, fullest.host
     zero = f"by ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
     lines = [
-        f"16 bytes a parameter: {memory(16 * elements)} on the rank with most; here {memory(held)}, "
+        f"16 bytes a parameter: {format_size(16 * elements)} on the rank with most; here {format_size(held)}, "
         f"{held / elements:.3g} bytes a parameter {zero}"
-        + (f", {memory(hosted)} of it in the host's memory" if hosted else "")
+        + (f", {format_size(hosted)} of it in the host's memory" if hosted else "")
     ]
     parts = {name: getattr(fullest, name) / elements for name in ("weights", "gradients", "optimizer", "host")}
     lines.append("of these bytes: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
@@ -122,9 +122,9 @@ def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
         kept = sum(each.kept for each in found.sketch.footprints)
         between = "within" if low <= kept <= high else "outside"
         lines.append(
-            f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {memory(round(low))} .. "
-            f"{memory(round(high))}; counted, with the logits, {memory(kept)} for one micro-batch through all stages: "
-            f"{between}"
+            f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {format_size(round(low))} .. "
+            f"{format_size(round(high))}; counted, with the logits, {format_size(kept)} for one micro-batch through "
+            f"all stages: {between}"
         )
     return lines
 

@@ -26,7 +26,6 @@ from meshwright.pipeline.costs import LayerCost, count_layers
 from meshwright.pipeline.outline import outline_of
 from meshwright.pipeline.recompute import check_recompute, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
-from meshwright.run.summary import Elements
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
@@ -35,6 +34,7 @@ from meshwright.tensor_parallel.layers import VocabHead
 from meshwright.tools.planner.memory import Footprint, RankMemory, Transport, footprint, rank_memory
 from meshwright.tools.planner.operations import ExecutionOptions
 from meshwright.tools.planner.profile import LayerProfile, counting_group, profile_layers
+from meshwright.tools.summary import Elements
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Peak memory of a rank, by category: layer profiles combined along its row of the schedule.
 
-at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.run.summary counts them
+at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.tools.summary counts them
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
               messages       received for a later action, or still being sent
               temporaries    peak of the running action, and reductions over replicas in progress
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.eight_bit import table_bytes
-from meshwright.run.summary import Elements, held_at_rest
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
 from meshwright.tools.planner.profile import LayerProfile
+from meshwright.tools.summary import Elements, held_at_rest
 
 
 class Point(NamedTuple):

@@ -6,7 +6,7 @@ import html
 from pathlib import Path
 
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.run.summary import memory
+from meshwright.terminal.format import format_size
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.planner.explanation import duration, sanity, strategy, why
 from meshwright.tools.planner.figures import memory_bars, schedule_picture, trade_off
@@ -36,7 +36,7 @@ def page(workbench: ModelCache, plan: Plan) -> str:
             ("model", f"{plan.base.model.builder}, {len(workbench.names)} layers, {plan.base.train.dtype}"),
             ("step", f"{duration(first.time.total)} predicted, {first.mfu:.1%} MFU"),
             ("rate", f"{tokens_per_second(first, workbench):,.0f} {workbench.example(1).unit} a second"),
-            ("memory", f"{memory(first.peak_bytes)} of {memory(room)} on the fullest rank"),
+            ("memory", f"{format_size(first.peak_bytes)} of {format_size(room)} on the fullest rank"),
         ],
         layout=str(first.choice),
         strategy=strategy(workbench, plan),
@@ -45,7 +45,7 @@ def page(workbench: ModelCache, plan: Plan) -> str:
         sanity=sanity(workbench, first),
         categories=CATEGORIES,
         memory=[
-            (rank, [memory(getattr(each, name)) for name in CATEGORIES], memory(each.total), each.at)
+            (rank, [format_size(getattr(each, name)) for name in CATEGORIES], format_size(each.total), each.at)
             for rank, each in enumerate(first.memory)
         ],
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),
@@ -65,7 +65,7 @@ def _rows(workbench: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
             str(number),
             duration(each.time.total),
             f"{each.mfu:.1%}",
-            memory(each.peak_bytes),
+            format_size(each.peak_bytes),
             f"{each.time.bubble_share:.1%}",
             str(each.choice),
         )

@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
-from meshwright.run.summary import memory as text_of_bytes
 from meshwright.schedule.action import Schedule
+from meshwright.terminal.format import format_size
 from meshwright.tools.planner.choices import Choice, Rejection, choices, with_choice
 from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.estimates import (
@@ -139,7 +139,7 @@ def search(
         if offload and (hosted := least_host_bytes(workbench, alike) * hardware.devices_per_node) > (
             hardware.host_memory_bytes
         ):
-            needs = f"{text_of_bytes(hosted)} of a node's host, which has {text_of_bytes(hardware.host_memory_bytes)}"
+            needs = f"{format_size(hosted)} of a node's host, which has {format_size(hardware.host_memory_bytes)}"
             plan.rejected.append(Rejection(f"memory, the optimizer on the host: {needs}", str(first), len(alike)))
             continue
         smaller = (first.pp, first.dp, first.tp, first.micro_batch_size // 2)
@@ -254,8 +254,8 @@ def _is_spared(choice: Choice, fitting: Sequence[Choice]) -> bool:
 def _too_large(found: dict[str, list[tuple[int, Choice]]], room: int) -> Iterator[Rejection]:
     for why, large in found.items():
         least, choice = min(large, key=lambda each: each[0])
-        closest = f" (the closest by {text_of_bytes(least - room)})" if least < UNKNOWN_BYTES else ""
-        rule = f"memory, {why}: more than the {text_of_bytes(room)} of a device that may be used{closest}"
+        closest = f" (the closest by {format_size(least - room)})" if least < UNKNOWN_BYTES else ""
+        rule = f"memory, {why}: more than the {format_size(room)} of a device that may be used{closest}"
         yield Rejection(rule, str(choice), len(large))
 
 

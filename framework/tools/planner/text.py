@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.run.summary import columns, memory
 from meshwright.schedule.analysis import text as schedule_text
+from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.planner.explanation import sanity, strategy, why
 from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.search import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
@@ -24,7 +24,7 @@ def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     lines = [
         f"model      {config.model.builder}, {len(workbench.names)} layers, {config.train.dtype}",
         f"cluster    {plan.nodes:,} x {hardware.devices_per_node} = {plan.size:,} x {hardware.name}, "
-        f"{memory(hardware.memory_bytes)} each, of which {memory(usable_bytes(hardware))} may be used "
+        f"{format_size(hardware.memory_bytes)} each, of which {format_size(usable_bytes(hardware))} may be used "
         f"({HEADROOM_SHARE:.0%} left free)",
         f"batch      {config.batch.global_batch:,} samples of {workbench.example(1).tokens_per_sample:,} "
         f"{workbench.example(1).unit}",
@@ -67,7 +67,7 @@ def table(workbench: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
                 f"{each.time.total:.4g}",
                 f"{each.mfu:.1%}",
                 f"{tokens_per_second(each, workbench):,.0f}",
-                memory(each.peak_bytes),
+                format_size(each.peak_bytes),
                 str(c.pp),
                 str(c.dp),
                 str(c.tp),
@@ -78,7 +78,7 @@ def table(workbench: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
                 c.recompute if c.recompute != "none" else "-",
             )
         )
-    return columns(rows, ">>>>>>>><><<<")
+    return format_table(rows, ">>>>>>>><><<<")
 
 
 def memory_table(found: RankedLayout) -> list[str]:
@@ -87,13 +87,13 @@ def memory_table(found: RankedLayout) -> list[str]:
     ranks = list(enumerate(found.memory))
     shown = ranks if len(ranks) <= 9 else [*ranks[:4], *ranks[-4:]]
     for rank, each in shown:
-        parts = [memory(getattr(each, category)) for category in CATEGORIES]
-        rows.append((str(rank), *parts, memory(each.total), each.at))
-    lines = columns(rows, ">>>>>>>><")
+        parts = [format_size(getattr(each, category)) for category in CATEGORIES]
+        rows.append((str(rank), *parts, format_size(each.total), each.at))
+    lines = format_table(rows, ">>>>>>>><")
     if len(ranks) > len(shown):
         lines.insert(5, f"... {len(ranks) - len(shown)} more between")
     hosted = max(each.host for each in found.memory)
-    return [*lines, f"and {memory(hosted)} in the host's memory"] if hosted else lines
+    return [*lines, f"and {format_size(hosted)} in the host's memory"] if hosted else lines
 
 
 def rejections(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import DataError, UserError
-from meshwright.system.outputs import writing
+from meshwright.system.atomic import writing
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from meshwright.system.atomic import write_atomic
 from meshwright.watch.hang.heartbeat import Status
 
 IO_S = 5.0
@@ -65,13 +66,8 @@ class DiskWriter:
 
     def write_status(self, status: Status) -> None:
         """Write ``status.json`` atomically."""
-
-        def write() -> None:
-            aside = self._status_file.with_name(f"{self._status_file.name}.part")
-            aside.write_text(status.model_dump_json() + "\n")
-            aside.replace(self._status_file)
-
-        self._at_most(write)
+        text = status.model_dump_json() + "\n"
+        self._at_most(lambda: write_atomic(self._status_file, text, is_durable=False))
 
     def _at_most(self, write: Callable[[], object]) -> None:
         """Write in a thread and wait at most ``IO_S``; skip the write while an earlier one still hangs."""

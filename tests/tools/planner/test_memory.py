@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from meshwright.launch.pool import RankPool
-from meshwright.run.summary import Elements, held_at_rest
 from meshwright.schedule.action import Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
@@ -13,6 +12,7 @@ from meshwright.tools.dryrun.rehearsal import grid_of
 from meshwright.tools.planner.layout_model import predicted_peaks
 from meshwright.tools.planner.memory import GLOO, NCCL, Footprint, Moment, Point, Transport, _Sums, footprint, walk
 from meshwright.tools.planner.profile import LayerProfile, Leaf, Practice
+from meshwright.tools.summary import Elements, held_at_rest
 from tests.support.processes import RUNS, measured
 from tests.tools.planner.small import config
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
+from meshwright.system.atomic import sync, sync_tree
 from meshwright.system.bounded import real_path
-from meshwright.system.durable import sync_directory
 
 OnBytes = Callable[[int, int], None]
 """Progress callback: (bytes written so far, total bytes)."""
@@ -73,11 +73,11 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     try:
         with as_checkpoint_error(temporary), _locked(temporary):
             yield temporary
-            _sync(temporary)
+            sync_tree(temporary)
             if out.is_dir():
                 out.rmdir()  # empty: `check_output_directory` has checked it
             temporary.rename(out)
-            sync_directory(out.parent)
+            sync(out.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -112,12 +112,3 @@ def _locked(directory: Path) -> Iterator[bool]:
         yield is_ours
     finally:
         os.close(descriptor)
-
-
-def _sync(directory: Path) -> None:
-    """Synchronise a directory tree to disk: fsync every file and every directory."""
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with (Path(place) / name).open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(place))

@@ -16,8 +16,8 @@ import pytest
 from meshwright.config.keys import KEYS
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.cli import main
-from meshwright.run.trust import CODE_KEYS
-from tests.run.untrusted.planted import CANARY, MODULE, payloads, planted
+from meshwright.tools.trust import CODE_KEYS
+from tests.tools.untrusted.planted import CANARY, MODULE, payloads, planted
 
 ROOT = Path(__file__).parents[3]
 TOUCH = {"builder": "os:system", "options": {"command": f"touch {CANARY}"}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.flat import state_bytes
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.analysis import text as schedule_text
+from meshwright.terminal.format import format_size, format_table
 
 WIDTH = 100
 
@@ -178,7 +178,7 @@ def _price(blueprint: Blueprint) -> list[str]:
     whole = trained * (8 if dtype == torch.float64 else 4)
 
     def sent(num_bytes: int) -> str:
-        return memory(num_bytes * (shards - 1) // shards)
+        return format_size(num_bytes * (shards - 1) // shards)
 
     lines = []
     if config.parallel.zero == 3:
@@ -188,12 +188,12 @@ def _price(blueprint: Blueprint) -> list[str]:
             f"{sent(gathered * dtype.itemsize)} in a step"
         )
     if not reduces_each_microbatch(config):
-        return [*lines, f"gradients  summed once in a step, and kept whole until then: {memory(whole)} on a rank"]
+        return [*lines, f"gradients  summed once in a step, and kept whole until then: {format_size(whole)} on a rank"]
     summed = f"{chunks} x {sent(whole)}"
     return [
         *lines,
         f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
-        f'           (parallel.reduce = "step": once, and it keeps all {memory(whole)} until then)',
+        f'           (parallel.reduce = "step": once, and it keeps all {format_size(whole)} until then)',
     ]
 
 
@@ -218,7 +218,7 @@ def _offload(blueprint: Blueprint) -> list[str]:
     most = max(share.host_bytes for share in rank_shares(blueprint))
     what = "the states of them " if parallel.zero == 3 and shard_factor(blueprint.config) > 1 else ""
     files = f", {what}in files in {parallel.offload_directory}" if parallel.offload_directory else ""
-    return [f"offload    the optimizer steps on the host: {memory(most)} of a rank are there{files}"]
+    return [f"offload    the optimizer steps on the host: {format_size(most)} of a rank are there{files}"]
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:
@@ -235,27 +235,10 @@ def _table(shares: list[RankShare]) -> list[str]:
                 str(share.stage),
                 share.layers,
                 f"{share.num_parameters:,}",
-                memory(share.weight_bytes),
-                memory(share.gradient_bytes),
-                memory(share.optimizer_bytes),
+                format_size(share.weight_bytes),
+                format_size(share.gradient_bytes),
+                format_size(share.optimizer_bytes),
                 str(share.peak_activations),
             )
         )
-    return columns(rows, "<<>>>>>")
-
-
-def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Return the lines of a table. ``sides``: ``<`` or ``>`` for each column, for names and for numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def memory(num_bytes: int) -> str:
-    """Format bytes with three digits or more, in the unit that fits."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes / 2**10:,.1f} KiB"
+    return format_table(rows, "<<>>>>>")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.run.summary import memory, rank_shares, summarise
+from meshwright.terminal.format import format_size
+from meshwright.tools.summary import rank_shares, summarise
 from meshwright.tools.verify import layout_config, parse_layout
 from tests.tools.verify.cases import config_of
 
@@ -87,6 +88,6 @@ def test_a_weight_that_layers_of_a_stage_share_is_gathered_once_for_both_ways() 
     config = config_of("meshwright.models.gpt2:build", options | {"tied": True}, 8)
     blueprint = draw_blueprint(layout_config(config, parse_layout("dp4,zero3"), 8, "float32"))
     gathered = 2 * blueprint.num_parameters - 64 * 16
-    assert f"a rank sends 2 x {memory(gathered * 4 * 3 // 4)} in a step\ngradients" in summarise(
+    assert f"a rank sends 2 x {format_size(gathered * 4 * 3 // 4)} in a step\ngradients" in summarise(
         blueprint, ["here"] * 4
     )

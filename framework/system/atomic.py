@@ -1,0 +1,136 @@
+"""Atomic and durable writes: after a kill or a power cut a file has its old content or its new one. No torch.
+
+A file's bytes survive a power cut after an fsync of the file, its name after an fsync of its directory. A rename
+without the first can leave an empty file under the new name (ext4, XFS), one without the second the old name.
+
+An output that a user names with --out is written by the same rename (`writing`, `write_out`). A path that cannot be
+written is refused before long work where possible (`check_place`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.errors import ConfigError
+from meshwright.system.bounded import real_path
+
+
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or the names in a directory, to the disk. Blocks. Bytes of other processes count too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file and every directory of a tree to the disk."""
+    for place, _, names in os.walk(directory):
+        for name in names:
+            sync(Path(place) / name)
+        sync(Path(place))
+
+
+@contextmanager
+def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``, with the same suffix. After the block it is renamed to ``path``.
+
+    An error in the block leaves ``path`` as it was, and removes the temporary file.
+
+    Args:
+        path: The file to write or replace.
+        is_durable: Fsync the file before the rename and the directory after it.
+    """
+    aside = path.with_name(f".part-{path.name}")
+    try:
+        yield aside
+        if is_durable:
+            sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if is_durable:
+        sync(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes, *, is_durable: bool = True) -> None:
+    """Write or replace a file atomically; text as UTF-8. ``is_durable``: fsync it and its directory as well."""
+    with replacing(path, is_durable=is_durable) as aside:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def append_synced(path: Path, data: bytes) -> None:
+    """Append to a file, created if missing, then fsync it and its directory."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
+
+
+def make_directory_synced(path: Path) -> None:
+    """Make a directory and its missing parents, then fsync each new name."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        sync(each.parent)
+
+
+def check_place(out: Path | None, *, folder: bool, example: str) -> None:
+    """Check that ``out`` can be written. ``folder``: it must be a folder, else a file; ``example``: a name for advice.
+
+    Raises:
+        ConfigError: it has the wrong type, lies below a file, or is not writable.
+    """
+    if out is None:
+        return
+    if out.exists() and out.is_dir() != folder:
+        there, wanted = ("a file", "folder") if folder else ("a folder", "file")
+        near = out.with_name(f"{out.stem}-{example}") if folder else out / example
+        raise ConfigError(
+            "MW-SYSTEM-003", f"--out {out}: there is {there} of that name; name a {wanted}, such as {near}"
+        )
+    below = next((each for each in (out, *out.absolute().parents) if each.exists()), Path("/"))
+    if below != out and not below.is_dir():
+        raise ConfigError(
+            "MW-SYSTEM-004", f"--out {out}: {below} is a file, and nothing can lie below it: choose another place"
+        )
+    if not os.access(below, os.W_OK):
+        raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} is not ours to write: choose another place")
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[Path]:
+    """Yield a path of the same suffix to write to, renamed to ``out`` after the block. The folder is made.
+
+    An error leaves ``out`` as it was. Other than a regular file, such as /dev/stdout, is written to directly.
+
+    Raises:
+        ConfigError: it cannot be written, with the system's reason.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_file():
+            yield out
+            return
+        file = real_path(out)  # of a link what it leads to
+        with replacing(file, is_durable=False) as aside:
+            yield aside
+    except OSError as error:
+        raise ConfigError(
+            "MW-SYSTEM-006", f"--out {out}: cannot be written ({error.strerror}): choose another place"
+        ) from error
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing(out) as path:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
