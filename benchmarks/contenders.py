@@ -120,7 +120,7 @@ class Ours:
     def settle(self) -> None:
         """Wait for weights that are still being gathered; otherwise the next forward would wait for them."""
         for replica in self.parts.replicas.values():
-            replica.ready_all()
+            replica.wait_for_weights()
 
 
 def one_process(*, tied: bool = True) -> Contender | None:

@@ -180,7 +180,7 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():
-                replica.ready_all()
+                replica.wait_for_weights()
         gc.collect()
         gc.disable()  # as on paper: what Python's collector finds it finds at a moment of its own
         observer.restart()

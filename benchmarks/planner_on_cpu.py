@@ -97,7 +97,7 @@ def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[f
         start = time.perf_counter()
         take_step(parts)
         for replica in parts.replicas.values():
-            replica.ready_all()
+            replica.wait_for_weights()
         mesh.world.barrier()
         found.append(time.perf_counter() - start)
     return found[1:]

@@ -205,7 +205,7 @@ def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
         observer.restart()
         _step(parts)
     buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
-    numbers = [(bucket.kind.in_blocks, sum(place.stop - place.start for place in bucket.places)) for bucket in buckets]
+    numbers = [(bucket.kind.in_blocks, sum(place.stop - place.start for place in bucket.slots)) for bucket in buckets]
     in_blocks = sum(number for narrow, number in numbers if narrow)
     return Held(sum(number for _, number in numbers), in_blocks, held_bytes(parts), at_rest, observer.peak_bytes)
 
@@ -213,7 +213,7 @@ def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
 def _step(parts: Parts) -> None:
     take_step(parts)
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
 
 
 def formula(layout: Layout, held: Held) -> dict[str, float]:
@@ -297,7 +297,7 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
     )
     return Said(
         sum(bucket.numel for bucket in buckets),
-        sum(b.numel for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.places)),
+        sum(b.numel for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.slots)),
         sum(wire_bytes for (name, _), wire_bytes in counted.items() if name.startswith("dp")),
         sum(counted.values()),
         sum(observer.wire_bytes.values()),

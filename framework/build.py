@@ -18,14 +18,14 @@ from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import Source, data_fingerprint, open_sources
 from meshwright.data.span_corruption import SpanCorruptionSource
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.replica import Replica, StageReplica, members_of
-from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
+from meshwright.data_parallel.replica import StageReplica, members_of
+from meshwright.data_parallel.sharding import Replica, Sharding, StageParameter, Tie
 from meshwright.errors import MeshError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.materialise import materialise
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
-from meshwright.optimizer.host_memory import HostMemory
+from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import Context, recompute_parts
@@ -146,7 +146,7 @@ def build(
         if config.train.compile:
             for layer in layers:
                 layer.compile()
-        stages[index] = make_stage(blueprint, index, layers, loss, replicas[index].ready)
+        stages[index] = make_stage(blueprint, index, layers, loss, replicas[index].wait_for_layer)
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host)
     executor = Executor(
         blueprint.schedule,
@@ -172,23 +172,22 @@ def make_optimizer(
     ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
-    return FlatOptimizer(
-        [
-            OptimizerShard(
-                bucket.master,
-                bucket.shard_gradient,
-                bucket.kind.decays,
-                bucket.kind.in_blocks,
-                bucket.kind.owns(tp_rank) and owns_copy,
-                bucket.bring_gradient,
-                bucket.gather,
-            )
-            for bucket in buckets
-        ],
-        config.optimizer,
-        order=[buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)],
-        host=host,
-    )
+    shards = [
+        OptimizerShard(
+            bucket.master,
+            bucket.shard_gradient,
+            bucket.kind.decays,
+            bucket.kind.in_blocks,
+            bucket.kind.owns(tp_rank) and owns_copy,
+            bucket.fetch_gradient,
+            bucket.gather,
+        )
+        for bucket in buckets
+    ]
+    order = [buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)]
+    if host is not None:
+        return OffloadedOptimizer(shards, config.optimizer, host, order=order)
+    return FlatOptimizer(shards, config.optimizer, order=order)
 
 
 def make_stage(

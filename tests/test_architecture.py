@@ -51,7 +51,7 @@ PURE = (
 )
 """No torch: planning and the command line run where there is none, and start at once where there is."""
 
-FSDP_DOOR = "meshwright.data_parallel.fully_sharded"
+FSDP_DOOR = "meshwright.data_parallel.fsdp"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 
@@ -84,7 +84,6 @@ LARGE_FILES = {
     "framework/data/corpus.py": 333,
     "framework/data/indexed.py": 385,
     "framework/data/prepare/readers.py": 335,
-    "framework/data_parallel/fully_sharded.py": 447,
     "framework/mesh/comm.py": 379,
     "framework/pipeline/executor.py": 364,
     "framework/pipeline/standalone.py": 304,
@@ -116,8 +115,6 @@ LARGE_FILES = {
 LONG_FUNCTIONS = {
     "framework/checkpoint/shard.py:write_shard": 74,
     "framework/data/indexed.py:inspect": 62,
-    "framework/data_parallel/buckets.py:__init__": 67,
-    "framework/data_parallel/fully_sharded.py:__init__": 62,
     "framework/model/build.py:build_model": 62,
     "framework/tools/dryrun/replay.py:build_templates": 75,
     "framework/tools/dryrun/report.py:describe": 82,
@@ -129,7 +126,6 @@ LONG_FUNCTIONS = {
 }
 MANY_PARAMETERS = {
     "framework/data/corpus.py:__init__": 8,
-    "framework/data_parallel/sharding.py:__init__": 8,
     "framework/mesh/comm.py:__init__": 8,
     "framework/pipeline/running_stats.py:check_running": 9,
     "framework/pipeline/stage.py:__init__": 11,

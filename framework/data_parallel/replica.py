@@ -13,59 +13,30 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
-from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter, sum_over_tp
+from meshwright.data_parallel.offload import OffloadedBucket
+from meshwright.data_parallel.sharding import Replica, ShardedParameters, Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.host_memory import HostMemory
+from meshwright.optimizer.offload import HostMemory
 
 
-class Replica(Protocol):
-    """Interface to a stage on one replica, the same for all ZeRO stages."""
+@dataclass
+class _Reduction:
+    """Reductions of all buckets of a stage during one backward, in bucket order."""
 
-    @property
-    def buckets(self) -> Sequence[ShardedParameters]:
-        """Buckets of all trained parameters."""
-
-    @property
-    def frozen(self) -> Sequence[StageParameter]:
-        """Parameters that are not trained: no gradient, no optimizer state, the same values on every replica."""
-
-    def begin_step(self) -> None:
-        """Forget the gradients."""
-
-    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Start to reduce gradients during the next backward of this stage.
-
-        Called before the step's last backward, or before each backward where the full gradient is not kept.
-
-        Args:
-            awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete
-                already.
-            last: this is the step's last backward.
-        """
-
-    def end_reducing(self) -> None:
-        """Post the reduction of the parameters that the finished backward did not reach."""
-
-    def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch.
-
-        Tied weights still lack the gradients of the copies on other stages.
-        """
-
-    def ready(self, layer: str) -> None:
-        """Block until the weights of a layer are complete."""
-
-    def ready_all(self) -> None:
-        """Block until the weights of all layers are complete."""
+    missing: list[int]
+    """By bucket: number of parameters whose gradient the backward has yet to add."""
+    is_last: bool
+    """True when this backward is the step's last."""
+    next_bucket: int = 0
 
 
-class StageReplica:
+class StageReplica(Replica):
     """Flat parameters and gradients of one stage on one replica (ZeRO-0, 1 and 2)."""
 
     def __init__(
@@ -79,33 +50,42 @@ class StageReplica:
         host: HostMemory | None = None,
         block_size: int = 1,
     ) -> None:
+        """Move the parameters into buckets, and add each gradient to its bucket when autograd has computed it."""
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
-        """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
-        self.buckets = [
-            Bucket(kind, group, sharding, keeps_gradient=keeps_gradient, host=host, block_size=block_size)
-            for kind, group in plan_buckets(trained, bucket_bytes)
+        make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
+        self.buckets: list[Bucket] = [
+            make_bucket(group, sharding, keeps_gradient=keeps_gradient, block_size=block_size)
+            for group in plan_buckets(trained, bucket_bytes)
         ]
-        self._bucket_of_layer: dict[str, list[Bucket]] = defaultdict(list)
-        self._missing: list[int] = []
-        self._next_to_reduce = 0
-        self._reducing = False
-        self._in_last = True
-        """True when the current reductions belong to the step's last backward."""
+        self._buckets_of_layer: dict[str, list[Bucket]] = defaultdict(list)
+        self._reduction: _Reduction | None = None
+        """Reductions of the running backward; None while gradients only accumulate."""
         self._untouched: set[Tensor] = set()
-        """Parameters without a gradient in this step so far; their bucket part holds last step's gradient, or zero."""
+        """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
         for index, bucket in enumerate(self.buckets):
-            for number, place in enumerate(bucket.places):
-                layer = place.member.layer
-                if bucket not in self._bucket_of_layer[layer]:
-                    self._bucket_of_layer[layer].append(bucket)
-                parameter = place.member.parameter
-                if bucket.same_dtype and bucket.keeps_gradient:
-                    parameter.grad = bucket.gradient_views[number]
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            for number, (member, _, _) in enumerate(bucket.slots):
+                if bucket not in self._buckets_of_layer[member.layer]:
+                    self._buckets_of_layer[member.layer].append(bucket)
+                if not bucket.is_mixed_precision and bucket.keeps_gradient:
+                    member.parameter.grad = bucket.gradient_views[number]
+                member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     partial(_accumulated, weakref.ref(self), index=index, number=number)
                 )
+
+    def begin_step(self) -> None:
+        """Mark all gradients as missing.
+
+        A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
+        """
+        self._reduction = None
+        self._untouched.clear()
+        for bucket in self.buckets:
+            bucket.begin_step()
+            for slot in bucket.slots:
+                slot.member.parameter.grad = None
+                self._untouched.add(slot.member.parameter)
 
     def _accumulated(self, parameter: Tensor, *, index: int, number: int) -> None:
         """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it."""
@@ -120,61 +100,42 @@ class StageReplica:
                 view.copy_(gradient)
             else:
                 view.add_(gradient)
-            parameter.grad = view if bucket.same_dtype and bucket.keeps_gradient else None
-        if self._reducing:
-            self._missing[index] -= 1
-            self._post_ready()
+            parameter.grad = view if not bucket.is_mixed_precision and bucket.keeps_gradient else None
+        if self._reduction is not None:
+            self._reduction.missing[index] -= 1
+            self._post_complete(self._reduction)
 
-    def _post_ready(self) -> None:
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
+        """Start to reduce each bucket as soon as the next backward has completed it."""
+        members = [[slot.member.parameter for slot in bucket.slots] for bucket in self.buckets]
+        missing = [sum(awaited is None or parameter in awaited for parameter in group) for group in members]
+        self._reduction = _Reduction(missing, last)
+        if awaited is not None:
+            self._zero_untouched({parameter for group in members for parameter in group} - awaited)
+            self._post_complete(self._reduction)
+
+    def _post_complete(self, reduction: _Reduction) -> None:
         """Post reductions of complete buckets, in bucket order only, because every replica must post in the same order.
 
         Where the full gradient is not kept, at most one reduction of a stage is in flight: the previous one is awaited
         first.
         """
-        while self._next_to_reduce < len(self.buckets) and self._missing[self._next_to_reduce] <= 0:
-            bucket = self.buckets[self._next_to_reduce]
+        while reduction.next_bucket < len(self.buckets) and reduction.missing[reduction.next_bucket] <= 0:
+            bucket = self.buckets[reduction.next_bucket]
             if not bucket.keeps_gradient:
-                self.buckets[self._next_to_reduce - 1].wait()  # index -1: the previous backward's last bucket
+                self.buckets[reduction.next_bucket - 1].wait()  # index -1: the previous backward's last bucket
                 bucket.wait()  # its own reduction of the previous micro-batch
-                self._untouched |= {place.member.parameter for place in bucket.places}
-            bucket.reduce(last=self._in_last)
-            self._next_to_reduce += 1
-
-    def begin_step(self) -> None:
-        """Mark all gradients as missing.
-
-        A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
-        """
-        self._untouched.clear()
-        for bucket in self.buckets:
-            bucket.begin_step()
-            for place in bucket.places:
-                place.member.parameter.grad = None
-                self._untouched.add(place.member.parameter)
-        self._reducing = False
-
-    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Start to reduce each bucket as soon as the next backward has completed it."""
-        self._in_last = last
-        self._missing = [
-            sum(awaited is None or place.member.parameter in awaited for place in bucket.places)
-            for bucket in self.buckets
-        ]
-        self._next_to_reduce = 0
-        self._reducing = True
-        if awaited is not None:
-            self._zero_untouched(
-                {place.member.parameter for bucket in self.buckets for place in bucket.places} - awaited
-            )
-            self._post_ready()
+                self._untouched |= {slot.member.parameter for slot in bucket.slots}
+            bucket.reduce(last=reduction.is_last)
+            reduction.next_bucket += 1
 
     def _zero_untouched(self, parameters: Set[Tensor]) -> None:
         """Zero the gradients of those ``parameters`` that had none in this step."""
         for bucket in self.buckets:
             if bucket.keeps_gradient:  # other buckets start from zeros
-                for number, place in enumerate(bucket.places):
-                    if place.member.parameter in self._untouched & parameters:
-                        bucket.gradient_views[number].zero_()
+                for view, slot in zip(bucket.gradient_views, bucket.slots, strict=True):
+                    if slot.member.parameter in self._untouched & parameters:
+                        view.zero_()
         self._untouched -= parameters
 
     def end_reducing(self) -> None:
@@ -183,31 +144,23 @@ class StageReplica:
         A parameter that the backward did not reach leaves its bucket incomplete. Such a bucket is reduced here.
         """
         self._zero_untouched(set(self._untouched))
-        self._missing = [0] * len(self.buckets)
-        if not self._reducing:
-            self._next_to_reduce = 0
-        self._post_ready()
-        self._reducing = False
+        reduction = self._reduction or _Reduction([], is_last=True)
+        reduction.missing = [0] * len(self.buckets)
+        self._post_complete(reduction)
+        self._reduction = None
 
     def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch.
-
-        The copies of tied weights are summed later, by :func:`sum_ties`.
-        """
-        self._in_last = True
+        """Block until every shard holds the gradient of the global batch, over the replicas and over tp."""
+        if self._reduction is not None:
+            self._reduction.is_last = True
         self.end_reducing()
         for bucket in self.buckets:
             bucket.reduce_across()
         sum_over_tp(self.buckets, self.tp)
 
-    def ready(self, layer: str) -> None:
+    def wait_for_layer(self, layer: str) -> None:
         """Block until the all-gathered weights of one layer are complete. Free when nothing is pending."""
-        for bucket in self._bucket_of_layer[layer]:
-            bucket.wait()
-
-    def ready_all(self) -> None:
-        """Block until all weights are complete."""
-        for bucket in self.buckets:
+        for bucket in self._buckets_of_layer[layer]:
             bucket.wait()
 
 

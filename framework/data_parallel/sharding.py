@@ -1,16 +1,13 @@
 """Interface to a stage's parameters on one replica, the same for ZeRO-0 to ZeRO-3.
 
-It describes each parameter, the properties that allow parameters to share a bucket, and the shard of a bucket that this
-replica's optimizer steps.
-
-    dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a group of neighbours,
-                                  shard    0 1 | 0 1      and summed across: 0 with 2, 1 with 3
+dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a group of neighbours,
+                              shard    0 1 | 0 1      and summed across: 0 with 2, 1 with 3
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -50,23 +47,6 @@ class Tie(NamedTuple):
     """True for the copy on the first stage that holds the weight. Only this copy is counted in norms and saved."""
 
 
-class StageParameter(NamedTuple):
-    """One parameter of this rank's stage, its layer and its tie."""
-
-    info: ParameterInfo
-    parameter: nn.Parameter
-    layer: str
-    """Name of the element of the Sequential that uses the parameter (the first, when several do)."""
-    tied: Tie | None = None
-    """Tie to the copies on other stages; None for a weight that is not tied."""
-
-
-def kind_of(member: StageParameter) -> BucketKind:
-    """Return the bucket kind of a parameter. Only parameters of the same kind share a bucket."""
-    info = member.info
-    return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, member.tied)
-
-
 class BucketKind(NamedTuple):
     """Properties that all parameters of one bucket have in common."""
 
@@ -82,6 +62,23 @@ class BucketKind(NamedTuple):
         Exactly one rank counts it among the ranks that hold the same weight.
         """
         return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
+
+
+class StageParameter(NamedTuple):
+    """One parameter of this rank's stage, its layer and its tie."""
+
+    info: ParameterInfo
+    parameter: nn.Parameter
+    layer: str
+    """Name of the element of the Sequential that uses the parameter (the first, when several do)."""
+    tied: Tie | None = None
+    """Tie to the copies on other stages; None for a weight that is not tied."""
+
+    @property
+    def kind(self) -> BucketKind:
+        """Bucket kind. Only parameters of the same kind share a bucket."""
+        info = self.info
+        return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, self.tied)
 
 
 class BucketSlot(NamedTuple):
@@ -101,47 +98,59 @@ class ShardedParameters(ABC):
     """Flat parameters of one kind; this replica's optimizer steps one shard of them.
 
     Base class of the buckets of ZeRO-0 to ZeRO-2 (:class:`~.buckets.Bucket`) and ZeRO-3
-    (:class:`~.fully_sharded.RowShards`).
+    (:class:`~.fully_sharded.RowShards`). n = ranks of the shard group.
     """
 
     flat: Tensor | None = None
     """Full flat weights (numel,), in the training dtype; None under ZeRO-3, where no rank keeps them."""
+    flat_gradient: Tensor | None = None
+    """This rank's full accumulated gradient (numel,), before reduction; None while there is none (ZeRO-2 and 3)."""
     keeps_gradient: bool = False
     """True when this rank keeps its full (unsharded) gradient from one step to the next."""
+    master: Tensor
+    """Master weights (numel/n,) that the optimizer steps: this rank's shard, in the dtype of the gradient."""
+    shard_gradient: Tensor
+    """This rank's shard (numel/n,) of the reduced gradient."""
 
     def __init__(
-        self,
-        kind: BucketKind,
-        sharding: Sharding,
-        places: Sequence[BucketSlot],
-        numel: int,
-        *,
-        master: Tensor,
-        shard_gradient: Tensor,
-        same_dtype: bool,
-        device: torch.device,
+        self, slots: Sequence[BucketSlot], sharding: Sharding, numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.kind = kind
+        """Describe the bucket; subclasses allocate ``master`` and ``shard_gradient``.
+
+        Args:
+            numel: elements of the full flat tensor, padding included.
+            dtype: dtype of the weights in the forward pass.
+            device: device of the computation and of the collectives.
+        """
+        self.slots = list(slots)
+        self.kind = slots[0].member.kind
         self.sharding = sharding
-        self.places = list(places)
         self.numel = numel
-        """Elements of the full flat tensor, padding included."""
-        self.shards_gradient = sharding.shard.size > 1
-        self.shard_range = sharding.range_of(numel)
-        self.master = master
-        """Master weights (numel/n,) that the optimizer steps, this rank's shard."""
-        self.shard_gradient = shard_gradient
-        self.same_dtype = same_dtype
-        """False when the master weights have more bits than the weights. They are then rounded and copied back."""
+        self.dtype = dtype
         self.device = device
-        """Device of the computation and of the collectives."""
+        self.is_sharded = sharding.shard.size > 1
+        self.shard_range = sharding.range_of(numel)
         self.pending: Handle | None = None
+        """Collective that was posted last and has not been awaited."""
+
+    @property
+    def is_mixed_precision(self) -> bool:
+        """True when the master weights have more bits than the weights, which are rounded copies of them."""
+        return self.master.dtype != self.dtype
 
     @abstractmethod
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
 
-    def bring_gradient(self) -> Tensor:
+    @abstractmethod
+    def leaf(self, slot: BucketSlot) -> Tensor:
+        """Return the tensor that autograd uses as the parameter."""
+
+    @abstractmethod
+    def gradient_of(self, slot: BucketSlot) -> Tensor:
+        """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
+
+    def fetch_gradient(self) -> Tensor:
         """Return this rank's gradient shard (numel/n,) on the master weights' device. Blocks until complete."""
         return self.shard_gradient
 
@@ -149,65 +158,15 @@ class ShardedParameters(ABC):
     def gather(self) -> None:
         """Post the all-gather of the updated weights over the shard group, after the optimizer step. Does not block.
 
-        Bytes on the wire per rank: M (n-1)/n, M = bytes of the full flat weights, n = ranks of the shard group.
+        Bytes on the wire per rank: M (n-1)/n, M = bytes of the full flat weights.
         """
 
     def sum_shard(self, group: Group) -> None:
         """Post an all-reduce (sum) of this rank's gradient shard over ``group``. Does not block.
 
-        Bytes on the wire per rank: 2 m (n-1)/n, m = bytes of the shard, n = ranks of the group.
+        Bytes on the wire per rank: 2 m (r-1)/r, m = bytes of the shard, r = ranks of the group.
         """
-        self.pending = all_reduce(group, self.shard_gradient, self.device)
-
-    def whole(self, shard: Tensor) -> Tensor:
-        """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
-
-        Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
-        """
-        if not self.shards_gradient:
-            return shard
-        shard = shard.to(self.device).contiguous()
-        flat = torch.empty(self.numel, dtype=shard.dtype, device=self.device)
-        self.sharding.shard.all_gather(flat, shard).wait()
-        return flat
-
-    @abstractmethod
-    def whole_weights(self) -> Tensor:
-        """Return the full flat weights (numel,) in the training dtype.
-
-        Every dp rank must call it, because ZeRO-3 all-gathers them over the shard group.
-        """
-
-    @abstractmethod
-    def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """Copy this rank's part from full flat tensors (numel,).
-
-        ``master`` None: the master weights start from ``weights``.
-        """
-
-    @abstractmethod
-    def local_weights(self, place: BucketSlot) -> Tensor:
-        """Return the weights of one parameter that this rank holds: in full, or its rows under ZeRO-3."""
-
-    @abstractmethod
-    def leaf(self, place: BucketSlot) -> Tensor:
-        """Return the tensor that autograd uses as the parameter."""
-
-    @abstractmethod
-    def gradient_view(self, place: BucketSlot) -> Tensor:
-        """Return one parameter's gradient in the parameter's shape, as accumulated on this rank before reduction."""
-
-    def local_gradient(self, first: int, stop: int) -> Tensor | None:
-        """Return elements [first, stop) of the flat gradient after a step, or None where this rank does not hold them.
-
-        The elements must lie in one shard.
-        """
-        start, end = self.shard_range
-        return self.shard_gradient[first - start : stop - start] if start <= first and stop <= end else None
-
-    @abstractmethod
-    def forget_local_gradient(self) -> None:
-        """Zero this rank's full gradient, so that a check can read the next backward's gradients alone."""
+        self.pending = group.all_reduce(self.shard_gradient)
 
     def wait(self) -> None:
         """Block until the collective that was posted last for this bucket is done."""
@@ -215,17 +174,73 @@ class ShardedParameters(ABC):
             self.pending.wait()
             self.pending = None
 
+    def full_tensor(self, shard: Tensor) -> Tensor:
+        """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
 
-def all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
-    """Post an all-reduce (sum) of ``tensor`` over ``group``, in place. Does not block.
+        Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
+        """
+        if not self.is_sharded:
+            return shard
+        shard = shard.to(self.device).contiguous()
+        flat = torch.empty(self.numel, dtype=shard.dtype, device=self.device)
+        self.sharding.shard.all_gather(flat, shard).wait()
+        return flat
 
-    A tensor in host memory is reduced through a copy on ``device``, which has the network connection. Bytes on the wire
-    per rank: 2 m (n-1)/n, m = bytes of the tensor.
-    """
-    if group.size == 1 or tensor.device.type == device.type:
-        return group.all_reduce(tensor)
-    there = tensor.to(device)
-    return group.all_reduce(there, finish=lambda: tensor.copy_(there))
+    def full_weights(self) -> Tensor:
+        """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
+        return self.full_tensor(self.master).to(self.dtype) if self.flat is None else self.flat
+
+    def load(self, weights: Tensor, master: Tensor | None) -> None:
+        """Copy this rank's part from full flat tensors (numel,). Master None: masters start from the weights."""
+        start, stop = self.shard_range
+        if self.flat is not None:
+            self.flat.copy_(weights)
+        self.master.copy_((weights if master is None else master)[start:stop])
+
+
+class Replica(ABC):
+    """A stage's parameters on one replica, the same for all ZeRO stages."""
+
+    buckets: Sequence[ShardedParameters]
+    """Buckets of all trained parameters."""
+    frozen: Sequence[StageParameter]
+    """Parameters that are not trained: no gradient, no optimizer state, the same values on every replica."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
+
+    @abstractmethod
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
+        """Start to reduce gradients during the next backward of this stage.
+
+        Called before the step's last backward, or before each backward where the full gradient is not kept.
+
+        Args:
+            awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete
+                already.
+            last: this is the step's last backward.
+        """
+
+    @abstractmethod
+    def end_reducing(self) -> None:
+        """Post the reduction of the parameters that the finished backward did not reach. Does not block."""
+
+    @abstractmethod
+    def finish_reduce(self) -> None:
+        """Block until every shard holds the gradient of the global batch.
+
+        Tied weights still lack the gradients of the copies on other stages, see :func:`~.replica.sum_ties`.
+        """
+
+    @abstractmethod
+    def wait_for_layer(self, layer: str) -> None:
+        """Block until the all-gathered weights of one layer are complete."""
+
+    def wait_for_weights(self) -> None:
+        """Block until the all-gathered weights of all layers are complete."""
+        for bucket in self.buckets:
+            bucket.wait()
 
 
 def sum_over_tp(buckets: Sequence[ShardedParameters], tp: Group) -> None:

@@ -120,17 +120,17 @@ class AdamW8bit(torch.optim.AdamW):
         self,
         groups: list[dict[str, Any]],
         block_size: int,
-        room: Callable[[int, torch.dtype], Tensor] | None = None,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
         **options: Any,
     ) -> None:
         """Build the optimizer.
 
         Args:
-            room: function (numel, dtype) that allocates zeros for the state; None: on the device of the parameters.
+            allocate: function (numel, dtype) that allocates zeros for the state; None: on the device of the parameters.
         """
         super().__init__(groups, **options)
         self._block = block_size
-        self._room = room
+        self._allocate = allocate
         self._codes: dict[tuple[torch.device, torch.dtype], tuple[Quantiser, Quantiser]] = {}
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class AdamW8bit(torch.optim.AdamW):
         mean, root = signed.widen(state["exp_avg"], self._block), unsigned.widen(state["exp_avg_sq"], self._block)
         return {"exp_avg": mean, "exp_avg_sq": root.square_()}
 
-    def take(self, parameter: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
+    def set_moments(self, parameter: Tensor, moments: Mapping[str, Tensor], steps: int) -> None:
         """Set the moments from their dequantised form; inverse of :meth:`moments`.
 
         It is exact to the bit where the blocks begin at the same elements.
@@ -190,12 +190,12 @@ class AdamW8bit(torch.optim.AdamW):
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            room = self._room or partial(_beside, parameter)
+            allocate = self._allocate or partial(_allocate_beside, parameter)
             blocks = -(-parameter.numel() // self._block)
             state["step"] = 0
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = QuantisedMoment(
-                    room(parameter.numel(), torch.uint8), room(blocks, _computed_in(parameter))
+                    allocate(parameter.numel(), torch.uint8), allocate(blocks, _computed_in(parameter))
                 )
         return state
 
@@ -218,7 +218,7 @@ def _computed_in(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def _allocate_beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=parameter.device)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.host_memory import HostMemory
 
 NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
@@ -18,6 +17,15 @@ NORM_PIECE = 2**16
 torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements. The norm, and clipping, would then
 depend on the layout. CUDA sums pairwise: there full shards are as exact, and a billion elements would be 15,000 pieces.
 """
+
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+"""Names of the optimizer state per element, as checkpoints use them."""
+_IN_TORCH = {"momentum": "momentum_buffer"}
+
+
+def states_of(config: Optimizer) -> tuple[str, ...]:
+    """Return the names of the configured optimizer's state."""
+    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
 
 
 class OptimizerShard(NamedTuple):
@@ -28,42 +36,16 @@ class OptimizerShard(NamedTuple):
     decays: bool
     in_blocks: bool
     """True when the optimizer state is kept in 8 bits."""
-    counted: bool
+    is_counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
-    bring: Callable[[], Tensor]
+    fetch_gradient: Callable[[], Tensor]
     """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
-    done: Callable[[], None]
+    after_step: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
 
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
-"""Names of the optimizer state per element, as checkpoints use them."""
-_IN_TORCH = {"momentum": "momentum_buffer"}
-
-
-def state_bytes(config: Optimizer, itemsize: int, *, in_blocks: bool) -> float:
-    """Return the bytes of optimizer state per element.
-
-    Args:
-        itemsize: bytes per element of the master weights.
-        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
-    """
-    if in_blocks:
-        return 2 * (1 + itemsize / config.block_size)
-    return len(states_of(config)) * itemsize
-
-
-def states_of(config: Optimizer) -> tuple[str, ...]:
-    """Return the names of the configured optimizer's state."""
-    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
-
-
 class FlatOptimizer:
-    """Torch optimizer with one parameter per shard: shards with weight decay in one group, the others in another.
-
-    In host memory, shards are stepped one after the other. The copy of a finished shard to the device overlaps with the
-    next one's step.
-    """
+    """Torch optimizer with one parameter per shard: shards with weight decay in one group, the others in another."""
 
     def __init__(
         self,
@@ -71,36 +53,30 @@ class FlatOptimizer:
         config: Optimizer,
         *,
         order: Sequence[int] | None = None,
-        host: HostMemory | None = None,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         """Build the torch optimizer over the shards.
 
         Args:
             order: indices of the shards, in the order in which they are stepped and sent; None: as given.
-            host: host memory that holds the master weights and will hold the optimizer state; None: both on the device.
+            allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: on the device of the weights.
         """
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = states_of(config)
-        self._num_steps = 0
-        groups = [
-            {
-                "params": [
-                    p
-                    for p, shard in zip(self.parameters, self.shards, strict=True)
-                    if (shard.decays, shard.in_blocks) == (decays, in_blocks)
-                ],
-                "weight_decay": config.weight_decay if decays else 0.0,
-                "eight_bit": in_blocks,
-            }
-            for decays, in_blocks in ((True, True), (True, False), (False, False))
-        ]  # a stage without parameters: torch accepts empty groups, but no empty list
-        self.inner = _build_optimizer(groups, config, host)
-        self._host = host
         self._order = list(range(len(self.shards)) if order is None else order)
-        if host is not None and self.state_names:
-            for index, shard in enumerate(self.shards):
-                self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
+        self._num_steps = 0
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, True): [], (True, False): [], (False, False): []}
+        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+            groups[shard.decays, shard.in_blocks].append(parameter)
+        self.inner = _build_optimizer(
+            [
+                {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "eight_bit": in_blocks}
+                for (decays, in_blocks), group in groups.items()  # torch accepts empty groups, but no empty list
+            ],
+            config,
+            allocate,
+        )
 
     def square_norm(self) -> Tensor:
         """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on their device."""
@@ -117,7 +93,7 @@ class FlatOptimizer:
         pieces = [
             piece
             for shard in self.shards
-            if shard.counted is counted and shard.gradient.numel()
+            if shard.is_counted is counted and shard.gradient.numel()
             for piece in (torch.split(shard.gradient, NORM_PIECE) if shard.gradient.is_cpu else (shard.gradient,))
         ]
         if not pieces:
@@ -130,62 +106,59 @@ class FlatOptimizer:
         """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
-        for together in [self._order] if self._host is None else [[index] for index in self._order]:
-            gradients = [self.shards[index].bring() for index in together]
-            if gradients and gradient_factor != 1.0:
-                torch._foreach_mul_(gradients, gradient_factor)
-            for index, gradient in zip(together, gradients, strict=True):
-                self.parameters[index].grad = gradient
-            self.inner.step()
-            for index in together:
-                self.parameters[index].grad = None  # torch skips parameters without a gradient
-                self.shards[index].done()
+        self._step(self._order, gradient_factor)
         self._num_steps += 1
+
+    def _step(self, indices: Sequence[int], gradient_factor: float) -> None:
+        """Step these shards together, then post the all-gather of each one's weights, in this order."""
+        gradients = [self.shards[index].fetch_gradient() for index in indices]
+        if gradients and gradient_factor != 1.0:
+            torch._foreach_mul_(gradients, gradient_factor)
+        for index, gradient in zip(indices, gradients, strict=True):
+            self.parameters[index].grad = gradient
+        self.inner.step()
+        for index in indices:
+            self.parameters[index].grad = None  # torch skips parameters without a gradient
+            self.shards[index].after_step()
 
     def states(self, index: int) -> tuple[dict[str, Tensor], int]:
         """Return (optimizer state of shard ``index`` by name, steps taken). The state is zero before the first step."""
-        parameter = self.parameters[index]
-        if (eight_bit := self._eight_bit(index)) is not None:
-            return eight_bit.moments(parameter), self._num_steps
+        parameter, weights = self.parameters[index], self.shards[index].weights
+        if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
+            return self.inner.moments(parameter), self._num_steps
         kept = self.inner.state.get(parameter, {})
         found = {name: kept.get(_IN_TORCH.get(name, name)) for name in self.state_names}
-        weights = self.shards[index].weights
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state of a shard; inverse of :meth:`states`.
-
-        The tensors are kept, or copied to host memory.
-        """
+        """Set the optimizer state of a shard; inverse of :meth:`states`. The tensors may be kept, not copied."""
         self._num_steps = steps
-        if (eight_bit := self._eight_bit(index)) is not None:
-            eight_bit.take(self.parameters[index], states, steps)
+        parameter, weights = self.parameters[index], self.shards[index].weights
+        if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
+            self.inner.set_moments(parameter, states, steps)
             return
-        kept = {_IN_TORCH.get(name, name): self._placed(index, name, states[name]) for name in self.state_names}
+        kept = {}
+        for name in self.state_names:
+            key = _IN_TORCH.get(name, name)
+            kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
         if "exp_avg" in kept:
-            device = self.shards[index].weights.device
-            kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
-        self.inner.state[self.parameters[index]] = kept
+            kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
+        self.inner.state[parameter] = kept
 
-    def _eight_bit(self, index: int) -> AdamW8bit | None:
-        return self.inner if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks else None
-
-    def _placed(self, index: int, name: str, state: Tensor) -> Tensor:
-        if self._host is None:
-            return state
-        there = self.inner.state.get(self.parameters[index], {}).get(_IN_TORCH.get(name, name))
-        weights = self.shards[index].weights
-        return (self._host.room(weights.numel(), weights.dtype) if there is None else there).copy_(state)
+    def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
+        """Return the tensor that holds ``state`` from now on; ``present`` holds the shard's earlier state."""
+        return state
 
 
-def _build_optimizer(groups: list[dict[str, Any]], config: Optimizer, host: HostMemory | None) -> torch.optim.Optimizer:
+def _build_optimizer(
+    groups: list[dict[str, Any]], config: Optimizer, allocate: Callable[[int, torch.dtype], Tensor] | None
+) -> torch.optim.Optimizer:
     """Build the configured torch optimizer."""
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     if config.name == "adamw8bit":
-        room = None if host is None else host.room
         rate, betas, eps = config.learning_rate, config.betas, config.eps
-        return AdamW8bit(groups, config.block_size, room, lr=rate, betas=betas, eps=eps, fused=True)
+        return AdamW8bit(groups, config.block_size, allocate, lr=rate, betas=betas, eps=eps, fused=True)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.space import SavedTensor
-from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import ShardedParameters, StageParameter, kind_of
+from meshwright.data_parallel.sharding import Replica, ShardedParameters, StageParameter
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
@@ -36,9 +35,9 @@ def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
 
 def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[TensorPiece]:
     """Yield the pieces of a flat tensor by parameter, without padding."""
-    for place in bucket.places:
-        info = place.member.info
-        yield TensorPiece(kind, info, info.unpadded(flat[place.start : place.stop].view(info.local_shape)))
+    for slot in bucket.slots:
+        info = slot.member.info
+        yield TensorPiece(kind, info, info.unpadded(flat[slot.start : slot.stop].view(info.local_shape)))
 
 
 def pieces(
@@ -55,9 +54,9 @@ def pieces(
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
     for replica in replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
         for member in replica.frozen:
-            if mesh.at.dp_rank == 0 and kind_of(member).owns(mesh.at.tp_rank):
+            if mesh.at.dp_rank == 0 and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             states, _ = optimizer.states(index)
@@ -65,14 +64,14 @@ def pieces(
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
             shards = {TensorKind(name): state for name, state in states.items()}
-            if not bucket.same_dtype:
+            if bucket.is_mixed_precision:
                 shards[TensorKind.MASTER] = bucket.master
-            weights = bucket.whole_weights()
+            weights = bucket.full_weights()
             if mesh.at.dp_rank == 0:
                 yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
             for kind, shard in shards.items():
-                flat = bucket.whole(shard)
+                flat = bucket.full_tensor(shard)
                 if mesh.at.dp_rank == 0:
                     yield from flat_pieces(kind, bucket, flat)
 
@@ -104,7 +103,7 @@ def restore(
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
             with torch.no_grad():
-                has_master = not bucket.same_dtype and not is_fresh
+                has_master = bucket.is_mixed_precision and not is_fresh
                 master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None
                 bucket.load(_read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), master)
             if optimizer_steps:
@@ -131,6 +130,6 @@ def _read_bucket(checkpoint: CheckpointReader, kind: TensorKind, bucket: Sharded
     """Read one kind of tensor for all parameters of a bucket, flat, in the dtype of the optimizer; padding zero."""
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
-    for place in bucket.places:
-        flat[place.start : place.stop] = _read(checkpoint, kind, place.member, like.dtype).to(like.device).reshape(-1)
+    for slot in bucket.slots:
+        flat[slot.start : slot.stop] = _read(checkpoint, kind, slot.member, like.dtype).to(like.device).reshape(-1)
     return flat

@@ -48,7 +48,7 @@ from meshwright.config import (
 )
 from meshwright.config.keys import KEYS
 from meshwright.data_parallel.buckets import plan_buckets
-from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype, kind_of
+from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
@@ -153,11 +153,11 @@ def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bo
     for stage in stages:
         members = _members(blueprint, stage)
         for member in members:
-            if not member.parameter.requires_grad and kind_of(member).owns(tp_rank):
+            if not member.parameter.requires_grad and member.kind.owns(tp_rank):
                 yield ShardTensor(TensorKind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]
-        for kind, together in plan_buckets(trained, bucket_bytes(blueprint.config)):
-            if not kind.owns(tp_rank):
+        for together in plan_buckets(trained, bucket_bytes(blueprint.config)):
+            if not together[0].kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
             kinds = [TensorKind.WEIGHTS, *(TensorKind(name) for name in states_of(blueprint.config.optimizer))]

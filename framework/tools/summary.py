@@ -10,7 +10,8 @@ import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
-from meshwright.optimizer.flat import state_bytes
+from meshwright.config.schema import Optimizer
+from meshwright.optimizer.flat import states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.analysis import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
@@ -76,6 +77,18 @@ class Elements(NamedTuple):
     def trained(self) -> int:
         """Elements with a gradient."""
         return self.in_blocks + self.others
+
+
+def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool) -> float:
+    """Return the bytes of optimizer state per element.
+
+    Args:
+        itemsize: bytes per element of the master weights.
+        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
+    """
+    if in_blocks:
+        return 2 * (1 + itemsize / optimizer.block_size)
+    return len(states_of(optimizer)) * itemsize
 
 
 def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import ShardedParameters, Tie, kind_of
+from meshwright.data_parallel.sharding import ShardedParameters, Tie
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
@@ -74,19 +74,19 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
     """
     index = 0
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
         for bucket in replica.buckets:
             states, steps = parts.optimizer.states(index)
             index += 1
             stepped = {f"{_called(name)} of ": state for name, state in states.items()} if steps else {}
             if bucket.flat is not None:
                 yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
-            if bucket.flat is None or not bucket.same_dtype:
+            if bucket.flat is None or bucket.is_mixed_precision:
                 stepped["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in stepped.items():
                 yield _of_bucket(what, bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
         for member in replica.frozen:
-            kind, parameter = kind_of(member), member.parameter.detach()
+            kind, parameter = member.kind, member.parameter.detach()
             named = ((member.info.name, parameter),)
             yield ReplicatedTensor("", parameter, named, parts.mesh.dp, kind.replicated_over_tp, kind.tied)
     for name, buffer in parts.running().items():
@@ -103,10 +103,10 @@ def _of_bucket(
     """Return a bucket's tensor with its named pieces. ``tensor``: flat, the whole bucket or this rank's shard of it."""
     begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
     pieces = []
-    for place in bucket.places:
-        start, stop = max(place.start, begin), min(place.stop, end)
+    for slot in bucket.slots:
+        start, stop = max(slot.start, begin), min(slot.stop, end)
         if start < stop:
-            pieces.append((place.member.info.name, tensor[start - begin : stop - begin]))
+            pieces.append((slot.member.info.name, tensor[start - begin : stop - begin]))
     return ReplicatedTensor(
         what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.comm import Handle
-from meshwright.optimizer.host_memory import HostMemory
+from meshwright.optimizer.offload import HostMemory
 
 
 class Apart(HostMemory):
@@ -21,11 +21,11 @@ class Apart(HostMemory):
         self.brought: list[tuple[int, bool]] = []
         """Of each copy: where it comes from, and whether it was posted behind a message."""
 
-    def bring(self, target: Tensor, source: Tensor, message: Handle | None = None) -> Callable[[], None]:
-        self.brought.append((source.data_ptr(), message is not None))
+    def fetch(self, target: Tensor, source: Tensor, after: Handle | None = None) -> Callable[[], None]:
+        self.brought.append((source.data_ptr(), after is not None))
         target.fill_(torch.nan)
         seen = torch.empty_like(target)
-        super().bring(seen, source, message)
+        super().fetch(seen, source, after)
 
         def arrive() -> None:
             target.copy_(seen)

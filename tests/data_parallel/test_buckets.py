@@ -58,20 +58,21 @@ def every_kind() -> list[StageParameter]:
 
 def test_a_bucket_holds_one_kind_only() -> None:
     buckets = plan_buckets(every_kind(), 2**20)
-    assert sorted(m.info.name for _, group in buckets for m in group) == sorted(m.info.name for m in every_kind())
-    for kind, group in buckets:
+    assert sorted(m.info.name for group in buckets for m in group) == sorted(m.info.name for m in every_kind())
+    for group in buckets:
+        kind = group[0].kind
         for found in group:
             assert found.info.decays == kind.decays
             assert (found.info.slice is None) == kind.replicated_over_tp
             assert found.info.sum_over_tp == kind.sum_over_tp
             assert found.tied is kind.tied
-    kinds = [kind for kind, _ in buckets if kind.tied is None]
+    kinds = [group[0].kind for group in buckets if group[0].tied is None]
     assert len(kinds) == len(set(kinds)) == 6, "as few buckets as there are kinds"
 
 
 def test_a_tied_weight_lies_alone() -> None:
     """Another stage has it among other neighbours: only alone do the same elements meet in the sum."""
-    alone = [group for kind, group in plan_buckets(every_kind(), 2**20) if kind.tied is not None]
+    alone = [group for group in plan_buckets(every_kind(), 2**20) if group[0].tied is not None]
     assert sorted([m.info.name for m in group] for group in alone) == [["embedding.weight"], ["other.weight"]]
 
 
@@ -81,7 +82,7 @@ def test_buckets_keep_to_their_size(bucket_bytes: int) -> None:
     while it would have fitted.
     """
     buckets = plan_buckets([member(f"layer{i}.weight", (4, 3)) for i in range(7)], bucket_bytes)
-    sizes = [sum(m.parameter.numel() * 4 for m in group) for _, group in buckets]
+    sizes = [sum(m.parameter.numel() * 4 for m in group) for group in buckets]
     assert all(size <= max(bucket_bytes, 48) for size in sizes)
     assert all(size + 48 > bucket_bytes for size in sizes[:-1])
 
@@ -89,20 +90,20 @@ def test_buckets_keep_to_their_size(bucket_bytes: int) -> None:
 def test_the_bytes_are_those_of_the_gradients() -> None:
     """bfloat16 parameters have float32 gradients: 48 bytes each, not 24."""
     members = [member(f"layer{i}.weight", (4, 3), dtype=torch.bfloat16) for i in range(4)]
-    assert [len(group) for _, group in plan_buckets(members, 96)] == [2, 2]
+    assert [len(group) for group in plan_buckets(members, 96)] == [2, 2]
 
 
 def test_the_last_layer_comes_first() -> None:
     """As backward reaches them."""
     members = [member(f"layer{i}.weight", (4, 3)) for i in range(5)]
-    names = [[m.layer for m in group] for _, group in plan_buckets(members, 96)]
+    names = [[m.layer for m in group] for group in plan_buckets(members, 96)]
     assert names == [["layer4", "layer3"], ["layer2", "layer1"], ["layer0"]]
 
 
 def test_buckets_come_as_backward_completes_them() -> None:
     """The biases of all layers fit into one, which is begun first but one and complete last: nobody waits for it."""
     members = [member(f"layer{i}.{what}", shape) for i in range(4) for what, shape in (("a", (4, 3)), ("b", (4,)))]
-    names = [[m.info.name for m in group] for _, group in plan_buckets(members, 96)]
+    names = [[m.info.name for m in group] for group in plan_buckets(members, 96)]
     biases = [f"layer{i}.b" for i in (3, 2, 1, 0)]
     assert names == [["layer3.a", "layer2.a"], biases, ["layer1.a", "layer0.a"]]
 
@@ -116,17 +117,17 @@ def test_shards_cover_the_bucket_once(dp: int, zero: int) -> None:
     covered = torch.zeros(56, dtype=torch.int64)
     for rank in range(dp):
         members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
-        [(kind, group)] = plan_buckets(members, 2**20)
-        bucket = Bucket(kind, group, sharded(zero, rank, dp))
+        [group] = plan_buckets(members, 2**20)
+        bucket = Bucket(group, sharded(zero, rank, dp))
         shards = dp if zero else 1
-        assert [(place.start, place.stop) for place in bucket.places] == [(0, 3), (8, 16)]
+        assert [(place.start, place.stop) for place in bucket.slots] == [(0, 3), (8, 16)]
         assert bucket.numel % (8 * shards) == 0 and 16 <= bucket.numel < 16 + 8 * shards
         start, stop = bucket.shard_range
         assert start % 8 == 0
         covered[start:stop] += 1
         assert bucket.shard_gradient.numel() == bucket.master.numel() == stop - start == bucket.numel // shards
         assert not bucket.flat[3:8].any() and not bucket.flat[16:].any()
-        assert bucket.shards_gradient == (zero == 1 and dp > 1)
+        assert bucket.is_sharded == (zero == 1 and dp > 1)
     assert covered[:16].tolist() == [dp if zero == 0 else 1] * 16
 
 
@@ -134,17 +135,17 @@ def test_the_model_computes_with_the_bucket_s_own_memory() -> None:
     """Stepping the flat tensor steps the parameters; nothing is copied."""
     members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
     before = [m.parameter.detach().clone() for m in members]
-    [(kind, group)] = plan_buckets(members, 2**20)
-    bucket = Bucket(kind, group, sharded(1))
-    for place in bucket.places:
+    [group] = plan_buckets(members, 2**20)
+    bucket = Bucket(group, sharded(1))
+    for place in bucket.slots:
         assert place.member.parameter.data_ptr() == bucket.flat[place.start :].data_ptr()
     for m, values in zip(members, before, strict=True):
         assert torch.equal(m.parameter, values)
     bucket.flat.add_(1)
     for m, values in zip(members, before, strict=True):
         assert torch.equal(m.parameter, values + 1)
-    bucket.gradient_view(bucket.places[0]).fill_(3)
-    assert int((bucket.flat_gradient == 3).sum()) == bucket.places[0].member.parameter.numel()
+    bucket.gradient_of(bucket.slots[0]).fill_(3)
+    assert int((bucket.flat_gradient == 3).sum()) == bucket.slots[0].member.parameter.numel()
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -153,8 +154,8 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
     one = member("a.weight", (2, 4), dtype=torch.bfloat16)
     with torch.no_grad():
         one.parameter.fill_(1.0)
-    [(kind, group)] = plan_buckets([one], 2**20)
-    bucket = Bucket(kind, group, sharded(zero))
+    [group] = plan_buckets([one], 2**20)
+    bucket = Bucket(group, sharded(zero))
     assert bucket.master.dtype == bucket.flat_gradient.dtype == torch.float32 and bucket.flat.dtype == torch.bfloat16
     for _ in range(8):
         bucket.master.add_(2**-10)  # an eighth of bfloat16's step at 1
@@ -164,8 +165,8 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
 
 def test_float32_and_float64_have_none() -> None:
     for dtype in (torch.float32, torch.float64):
-        [(kind, group)] = plan_buckets([member("a.weight", (2, 4), dtype=dtype)], 2**20)
-        bucket = Bucket(kind, group, sharded(1))
+        [group] = plan_buckets([member("a.weight", (2, 4), dtype=dtype)], 2**20)
+        bucket = Bucket(group, sharded(1))
         assert bucket.master.data_ptr() == bucket.flat.data_ptr() and accumulation_dtype(dtype) == dtype
     assert accumulation_dtype(torch.bfloat16) == torch.float32
 
@@ -176,8 +177,8 @@ def test_float32_and_float64_have_none() -> None:
 )
 def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_rank: int, owns: bool) -> None:
     tied = None if tied_rank is None else Tie("a.weight", Group("tied", (0, 4), tied_rank), tied_rank == 0)
-    [(kind, _)] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
-    assert kind.owns(tp_rank) is owns
+    [[found]] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
+    assert found.kind.owns(tp_rank) is owns
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -185,10 +186,10 @@ def test_no_shard_and_no_parameter_begins_inside_a_block(num_shards: int) -> Non
     """Where the optimizer keeps blocks: of 24 elements here, in matrices of 12 rows of 24 and of 5."""
     members = [member("a.weight", (12, 24)), member("b.weight", (5, 24))]
     members = [each._replace(info=each.info._replace(in_blocks=True)) for each in members]
-    [(kind, group)] = plan_buckets(members, 2**20)
+    [group] = plan_buckets(members, 2**20)
     for rank in range(num_shards):
         shard = Group("dp", tuple(range(num_shards)), rank)
-        bucket = Bucket(kind, group, Sharding(shard, Group("alone", (rank,), 0)), block_size=24)
-        assert kind.in_blocks and bucket.numel % (24 * num_shards) == 0
-        assert all(place.start % 24 == 0 for place in bucket.places)
+        bucket = Bucket(group, Sharding(shard, Group("alone", (rank,), 0)), block_size=24)
+        assert bucket.kind.in_blocks and bucket.numel % (24 * num_shards) == 0
+        assert all(place.start % 24 == 0 for place in bucket.slots)
         assert bucket.shard_range[0] % 24 == 0

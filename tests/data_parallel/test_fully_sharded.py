@@ -83,7 +83,7 @@ def gathered(rank: int, world_size: int, config_json: str) -> Gathered:
         config, open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu"), (open_verify_source(config, True), None)
     )
     [replica] = parts.replicas.values()
-    units: list[Any] = list(replica._units())  # type: ignore[attr-defined]
+    units: list[Any] = list(replica.fsdp.units())  # type: ignore[attr-defined]
     sizes = {id(unit): sum(of_torch._orig_size.numel() for of_torch in unit.fsdp_params) for unit in units}
     most = 0
 

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.optimizer.host_memory import HostMemory
+from meshwright.optimizer.offload import HostMemory
 from meshwright.parts import Parts
 from meshwright.run.tensors import pieces
 from meshwright.step import take_step
@@ -167,7 +167,7 @@ def test_with_a_directory_the_memory_is_that_of_files(name: str, tmp_path: Path,
 def offloaded(rank: int, world_size: int, config_json: str) -> set[bool]:
     """Whether torch keeps the shards of the weights on the host."""
     [replica] = built(config_json).replicas.values()
-    return {of_torch.offload_to_cpu for unit in replica._units() for of_torch in unit.fsdp_params}  # type: ignore[attr-defined]
+    return {of_torch.offload_to_cpu for unit in replica.fsdp.units() for of_torch in unit.fsdp_params}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("layout", ["dp2,zero3", "dp2,zero3,offload"])
@@ -194,13 +194,13 @@ def small_files() -> Iterator[None]:
 def test_no_room_is_said_at_once(tmp_path: Path) -> None:
     """Not by a signal in the middle of a step, when a page is written that has no place."""
     memory = HostMemory(torch.device("cpu"), tmp_path)
-    assert memory.room(2**10, torch.float32).sum() == 0
+    assert memory.allocate(2**10, torch.float32).sum() == 0
     with pytest.raises(ConfigError, match=r"parallel\.offload_directory = .*: no 4,194,304 bytes for what the optim"):
-        memory.room(2**20, torch.float32)
+        memory.allocate(2**20, torch.float32)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"offload_directory = '.*file/below': no .* Not a directory"):
-        HostMemory(torch.device("cpu"), tmp_path / "file" / "below").room(8, torch.float32)
+        HostMemory(torch.device("cpu"), tmp_path / "file" / "below").allocate(8, torch.float32)

@@ -15,7 +15,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Counted, Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
-from meshwright.optimizer.host_memory import HostMemory
+from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import ParameterInfo
 from tests.data_parallel.apart import Apart
 
@@ -59,9 +59,7 @@ def sample(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def gradients_of(replica: StageReplica) -> dict[str, Tensor]:
     """What lies in the buckets, by name."""
-    return {
-        place.member.info.name: bucket.gradient_view(place) for bucket in replica.buckets for place in bucket.places
-    }
+    return {place.member.info.name: bucket.gradient_of(place) for bucket in replica.buckets for place in bucket.slots}
 
 
 def plain_gradients(seed: int, dtype: torch.dtype, names: str = "abc") -> dict[str, Tensor]:
@@ -138,7 +136,7 @@ def test_frozen_parameters_lie_in_no_bucket() -> None:
     layers.get_parameter("b.weight").requires_grad_(False)
     replica = replica_of(layers)
     assert [member.info.name for member in replica.frozen] == ["b.weight"]
-    trained = {place.member.info.name for bucket in replica.buckets for place in bucket.places}
+    trained = {place.member.info.name for bucket in replica.buckets for place in bucket.slots}
     assert trained == {"a.weight", "a.bias", "b.bias", "c.weight", "c.bias"}
 
 
@@ -202,10 +200,10 @@ def reduced(rank: int, dp: int, how: str, bucket_bytes: int, last_names: list[st
         whole = {}
         for bucket in replica.buckets:
             flat = bucket.shard_gradient
-            if bucket.shards_gradient:
+            if bucket.is_sharded:
                 flat = torch.empty(bucket.numel, dtype=flat.dtype)
                 shard.all_gather(flat, bucket.shard_gradient.clone()).wait()
-            for place in bucket.places:
+            for place in bucket.slots:
                 whole[place.member.info.name] = flat[place.start : place.stop].clone()
         calls = {key: counted.calls for key, counted in mesh.traffic.counts.items() if key[1] != "all_gather"}
         found.append(
@@ -338,7 +336,7 @@ def brought(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
         behind = all(behind for _, behind in host.brought[len(before) :])
         replica.finish_reduce()
         reducing = since(len(before) + len(in_it))
-        right = [torch.equal(bucket.bring_gradient(), bucket.shard_gradient) for bucket in replica.buckets]
+        right = [torch.equal(bucket.fetch_gradient(), bucket.shard_gradient) for bucket in replica.buckets]
         stepping = since(len(before) + len(in_it) + len(reducing))
         found.append(Copies(before, in_it, reducing, stepping, behind, all(right)))
     return found
@@ -398,12 +396,12 @@ def weights_on_their_way(rank: int, dp: int, bucket_bytes: int) -> list[bool]:
         bucket.gather()
     found = []
     for layer in "abc":
-        replica.ready(layer)
+        replica.wait_for_layer(layer)
         found += [
             torch.equal(layers.get_parameter(f"{layer}.{kind}"), before[f"{layer}.{kind}"] + 1)
             for kind in ("weight", "bias")
         ]
-    replica.ready_all()
+    replica.wait_for_weights()
     return found
 
 

@@ -121,7 +121,7 @@ def weights_are_aligned(config: RunConfig) -> bool:
     """Every parameter begins at a multiple of 16 bytes."""
     replicas: list[StageReplica] = list(parts_of(config).replicas.values())
     buckets = [bucket for replica in replicas for bucket in replica.buckets]
-    return all(place.member.parameter.data_ptr() % 16 == 0 for bucket in buckets for place in bucket.places)
+    return all(place.member.parameter.data_ptr() % 16 == 0 for bucket in buckets for place in bucket.slots)
 
 
 def peaks(config: RunConfig) -> tuple[int, int, int]:

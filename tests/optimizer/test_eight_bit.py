@@ -19,8 +19,8 @@ from meshwright.optimizer.eight_bit import (
     unsigned_levels,
     with_blocks,
 )
-from meshwright.optimizer.flat import state_bytes
 from meshwright.parameters import ParameterInfo, Slice
+from meshwright.run.summary import state_bytes
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1
 
@@ -134,7 +134,7 @@ def test_what_was_read_back_is_the_same_run(dtype: torch.dtype) -> None:
     weights, first, parameter = stepped(drawn(300, 9, dtype), gradients[:3], 64)
     again = nn.Parameter(weights.clone())
     second = optimizer([again], 64)
-    second.take(again, first.moments(parameter), 3)
+    second.set_moments(again, first.moments(parameter), 3)
     for name in ("exp_avg", "exp_avg_sq"):
         for ours, theirs in zip(second.state[again][name], first.state[parameter][name], strict=True):
             if ours.dtype == torch.uint8:  # zero times any level is zero

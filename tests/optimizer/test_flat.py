@@ -23,7 +23,9 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, in_blocks: bool = False) -> OptimizerShard:
-    return OptimizerShard(weights, gradient, decays, in_blocks, counted, bring=lambda: gradient, done=lambda: None)
+    return OptimizerShard(
+        weights, gradient, decays, in_blocks, counted, fetch_gradient=lambda: gradient, after_step=lambda: None
+    )
 
 
 def flat(*tensors: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ def test_clipping_can_be_turned_off() -> None:
 
 
 def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
-    """``done`` starts the all-gather of the weights: once per shard and step, in order, after the update."""
+    """``after_step`` starts the all-gather of the weights: once per shard and step, in order, after the update."""
     weights = [drawn(3, seed=0), drawn(4, seed=1)]
     before = [each.clone() for each in weights]
     sent: list[int] = []
@@ -177,7 +179,7 @@ def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
         sent.append(index)
 
     shards = [
-        shard(each, drawn(*each.shape, seed=2), True, True)._replace(done=partial(sending, index))
+        shard(each, drawn(*each.shape, seed=2), True, True)._replace(after_step=partial(sending, index))
         for index, each in enumerate(weights)
     ]
     ours = FlatOptimizer(shards, CONFIG, order=[1, 0])

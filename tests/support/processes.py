@@ -75,7 +75,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():
-                replica.ready_all()
+                replica.wait_for_weights()
         gc.collect()
         gc.disable()
         live.peak_bytes = 0

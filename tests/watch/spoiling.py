@@ -76,13 +76,13 @@ def spoil(parts: Parts, spec: Spoil) -> Callable[[], None]:
         (place, bucket)
         for replica in parts.replicas.values()
         for bucket in replica.buckets
-        for place in bucket.places
+        for place in bucket.slots
         if place.member.info.name == spec.name
     )
     if spec.what == "gradient":
         return _spoil_gradient(parts, spec, bucket.leaf(place))
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
     element = (bucket.master if bucket.flat is None else bucket.flat)[place.start]
     before = element.clone()
     element.fill_(spec.value)
@@ -137,7 +137,7 @@ def held(parts: Parts) -> list[Tensor]:
     found = list(parts.running().values())
     index = 0
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
         for bucket in replica.buckets:
             states, _ = parts.optimizer.states(index)
             index += 1

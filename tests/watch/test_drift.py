@@ -71,7 +71,7 @@ def find(parts: Parts, flip: Flip) -> Tensor:
             if flip.what == "frozen" and member.info.name == flip.name:
                 return member.parameter.detach().view(-1)
         for bucket in replica.buckets:
-            for place in bucket.places:
+            for place in bucket.slots:
                 if place.member.info.name == flip.name:
                     flat = {"weight": bucket.flat, "master": bucket.master}.get(flip.what)
                     flat = parts.optimizer.states(index)[0][flip.what] if flat is None else flat
@@ -106,7 +106,7 @@ def flipped(rank: int, world_size: int, config_json: str, flips: list[Flip]) -> 
     found.append(said())
     for flip in flips:
         for replica in parts.replicas.values():
-            replica.ready_all()
+            replica.wait_for_weights()
         toggle(parts, flip)
         found.append(said())
         toggle(parts, flip)
@@ -256,7 +256,7 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
         stats = take_step(parts)
         if parts.state.step == in_step:
             for replica in parts.replicas.values():
-                replica.ready_all()
+                replica.wait_for_weights()
             toggle(parts, flip)
         return stats
 

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
-from meshwright.data_parallel.buckets import Bucket
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.parts import Parts
@@ -225,7 +224,7 @@ def _make_states(parts: Parts) -> None:
     """Run one optimizer step, so that its states exist before the recorded step."""
     parts.optimizer.step(0.1, 0.5)
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
 
 
 def _step(parts: Parts) -> None:
@@ -254,7 +253,7 @@ def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
         for bucket in replica.buckets:
             optimizer.append(bucket.master)
             gradients.append(bucket.shard_gradient)
-            if isinstance(bucket, Bucket) and bucket.flat_gradient is not None:
+            if bucket.flat_gradient is not None:
                 gradients.append(bucket.flat_gradient)
     for state in parts.optimizer.inner.state.values():
         optimizer += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]

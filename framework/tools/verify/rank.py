@@ -15,7 +15,7 @@ from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
 from meshwright.data.sources import Source, open_sources
-from meshwright.data_parallel.sharding import ShardedParameters, kind_of
+from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
@@ -124,13 +124,13 @@ def _weights(parts: Parts) -> list[Part]:
     """Return the weights this rank contributes, frozen ones and running buffers included; all-gathers over dp."""
     found: list[Part] = []
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
         for bucket in replica.buckets:
-            weights = bucket.whole_weights()
+            weights = bucket.full_weights()
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, weights)
         for member in replica.frozen:
-            if parts.mesh.at.dp_rank == 0 and kind_of(member).owns(parts.mesh.at.tp_rank):
+            if parts.mesh.at.dp_rank == 0 and member.kind.owns(parts.mesh.at.tp_rank):
                 found.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
@@ -145,7 +145,7 @@ def _masters(parts: Parts) -> list[Part]:
         return found
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = bucket.whole(bucket.master)
+            flat = bucket.full_tensor(bucket.master)
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, flat)
     return found
@@ -156,7 +156,7 @@ def _gradients(parts: Parts, factor: float) -> list[Part]:
     found: list[Part] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = bucket.whole(bucket.shard_gradient) * factor
+            flat = bucket.full_tensor(bucket.shard_gradient) * factor
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, flat)
     return found

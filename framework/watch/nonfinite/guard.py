@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
+from meshwright.data_parallel.sharding import BucketSlot, Replica, ShardedParameters
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
@@ -52,7 +51,7 @@ def _replica_ranks(parts: Parts) -> tuple[int, ...]:
 
 
 def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, int]) -> list[Evidence]:
-    own = [(place.member, bucket.local_weights(place)) for bucket in replica.buckets for place in bucket.places]
+    own = [(slot.member, _held_weights(bucket, slot)) for bucket in replica.buckets for slot in bucket.slots]
     found = []
     for member, weights in own + [(member, member.parameter.detach()) for member in replica.frozen]:
         wrong = broken(weights)
@@ -65,18 +64,26 @@ def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, in
     return sorted(found, key=lambda each: each.position)
 
 
+def _held_weights(bucket: ShardedParameters, slot: BucketSlot) -> Tensor:
+    """Return the weights of one parameter that this rank holds, flat: all, or under ZeRO-3 its padded rows."""
+    return bucket.master if bucket.flat is None else bucket.flat[slot.start : slot.stop]
+
+
 def _pieces(bucket: ShardedParameters) -> Iterator[tuple[BucketSlot, int, Tensor]]:
-    """Yield (place, shard index, gradient) for each parameter, split at shard boundaries, if this rank holds it.
+    """Yield (slot, shard index, gradient) for each parameter, split at shard boundaries, if this rank holds it.
 
     The gradient is flat: (numel of the piece,).
     """
-    start, stop = bucket.shard_range
-    size = max(1, stop - start)
-    for place in bucket.places:
-        for shard in range(place.start // size, -(-place.stop // size)):
-            gradient = bucket.local_gradient(max(place.start, shard * size), min(place.stop, (shard + 1) * size))
-            if gradient is not None:
-                yield place, shard, gradient
+    begin, end = bucket.shard_range
+    size = max(1, end - begin)
+    held, offset = bucket.shard_gradient, begin
+    if bucket.flat_gradient is not None:  # outside this rank's shard it is its own contribution to the sum
+        held, offset, begin, end = bucket.flat_gradient, 0, 0, bucket.numel
+    for slot in bucket.slots:
+        for shard in range(slot.start // size, -(-slot.stop // size)):
+            start, stop = max(slot.start, shard * size), min(slot.stop, (shard + 1) * size)
+            if begin <= start and stop <= end:
+                yield slot, shard, held[start - offset : stop - offset]
 
 
 def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: Feed) -> list[Evidence]:
@@ -91,7 +98,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
     for bucket in replica.buckets:
         summed_over_dp = bucket.sharding.num_replicas > 1
         mine = bucket.sharding.shard.rank
-        for place, shard, gradient in _pieces(bucket):
+        for slot, shard, gradient in _pieces(bucket):
             wrong = broken(gradient, is_gradient=True)
             if wrong is None:
                 continue
@@ -112,8 +119,8 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
                     of,
                     ranks,
                     index,
-                    positions[id(place.member.parameter)],
-                    place.member.info.name,
+                    positions[id(slot.member.parameter)],
+                    slot.member.info.name,
                     wrong,
                     mesh.at.dp_rank,
                     None,

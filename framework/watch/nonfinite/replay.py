@@ -104,10 +104,9 @@ class _Look:
             if module is not self.stage.layers:  # its children are called, it is not
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
-            bucket.forget_local_gradient()
-            for place in bucket.places:
-                hook = self._gradient_hook(bucket, place)
-                handles.append(bucket.leaf(place).register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            for slot in bucket.slots:
+                hook = self._gradient_hook(bucket, slot)
+                handles.append(bucket.leaf(slot).register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.replica.begin_step()
         with contextlib.ExitStack() as within:
             for name in ("backward", "backward_input", "backward_weight"):
@@ -176,17 +175,17 @@ class _Look:
             self.outputs[microbatch] = self._evidence(of, position, name, str(broken(leaf)), microbatch, samples)
             return
 
-    def _gradient_hook(self, bucket: ShardedParameters, place: BucketSlot) -> Any:
-        position = self._positions[id(place.member.parameter)]
+    def _gradient_hook(self, bucket: ShardedParameters, slot: BucketSlot) -> Any:
+        position = self._positions[id(slot.member.parameter)]
 
         def hook(parameter: Tensor) -> None:  # after the replica's own, which has put the gradient into the bucket
             microbatch = self._microbatch
             if microbatch is None or position in self.gradients:
                 return
-            wrong = broken(bucket.gradient_view(place), is_gradient=True)
+            wrong = broken(bucket.gradient_of(slot), is_gradient=True)
             if wrong is not None:
                 samples = self.feed.sample_indices(microbatch).tolist()
-                name = place.member.info.name
+                name = slot.member.info.name
                 self.gradients[position] = self._evidence(
                     EvidenceKind.GRADIENT, position, name, wrong, microbatch, samples
                 )

@@ -26,6 +26,7 @@ from meshwright.build import RecomputeContext
 from meshwright.config import RunConfig, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group, Handle
@@ -146,7 +147,7 @@ def one_stage_of_a_rank_not_reduced(patch: pytest.MonkeyPatch) -> None:
 
 def _keep_own(bucket: Bucket) -> None:
     start, stop = bucket.shard_range
-    if bucket.shards_gradient:
+    if bucket.is_sharded:
         bucket.shard_gradient.copy_(bucket.open_gradient()[start:stop])
 
 
@@ -178,7 +179,7 @@ def zero3_scaled_by_shards(patch: pytest.MonkeyPatch) -> None:
 def norm_counts_every_shard_group(patch: pytest.MonkeyPatch) -> None:
     """shard_factor < dp: each group of replicas counts its copy of the shards."""
     shard = meshwright.build.OptimizerShard
-    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: shard(*fields)._replace(counted=True))
+    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: shard(*fields)._replace(is_counted=True))
 
 
 def not_clipped(patch: pytest.MonkeyPatch) -> None:
@@ -188,16 +189,7 @@ def not_clipped(patch: pytest.MonkeyPatch) -> None:
 
 def offload_not_copied_back(patch: pytest.MonkeyPatch) -> None:
     """What the host has stepped does not reach the device."""
-    gather = Bucket.gather
-
-    def stale(bucket: Bucket) -> None:
-        if bucket._host is None:
-            gather(bucket)
-        elif bucket.shards_gradient:
-            start, stop = bucket.shard_range
-            bucket.pending = bucket.sharding.shard.all_gather(bucket.flat, bucket.flat[start:stop])
-
-    patch.setattr(Bucket, "gather", stale)
+    patch.setattr(OffloadedBucket, "copy_master", lambda bucket, shard: None)
 
 
 def stepped_without_master_weights(patch: pytest.MonkeyPatch) -> None:
@@ -229,7 +221,7 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
 
     def gather(bucket: Bucket) -> None:
         start, stop = bucket.shard_range
-        if bucket.shards_gradient:
+        if bucket.is_sharded:
             bucket.pending = bucket.sharding.shard.all_gather(bucket.flat, bucket.flat[start:stop].clone())
 
     patch.setattr(Bucket, "gather", gather)

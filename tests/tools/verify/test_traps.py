@@ -114,7 +114,7 @@ def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-0: every replica counts the gradient that all of them have."""
-    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: OptimizerShard(*fields)._replace(counted=True))
+    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: OptimizerShard(*fields)._replace(is_counted=True))
 
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:

@@ -94,12 +94,12 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
     parts = build(config, mesh, (open_verify_source(config, True), None))
     take_step(parts)
     for replica in parts.replicas.values():
-        replica.ready_all()
+        replica.wait_for_weights()
     mesh.traffic.reset()
     with CountCollectives() as counter:
         take_step(parts)
         for replica in parts.replicas.values():
-            replica.ready_all()
+            replica.wait_for_weights()
     buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
     uses = Counter(
         id(parameter)
@@ -112,7 +112,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
         [bucket.numel * bucket.shard_gradient.element_size() for bucket in buckets],
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.sum_over_tp),
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.tied is not None),
-        sum(b.numel * FLOAT for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.places)),
+        sum(b.numel * FLOAT for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.slots)),
     )
 
 

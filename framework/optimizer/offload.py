@@ -1,4 +1,4 @@
-"""Host memory for master weights and optimizer state (ZeRO-Offload), and copies that overlap with device computation.
+"""Optimizer in host memory (ZeRO-Offload), and copies that overlap with device computation.
 
 device    backward ....| reduce | copy |....           forward ......
 host                            | gradient | update 0 | update 1 | ...
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshwright.config.schema import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.mesh.comm import Handle
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 
 
 class HostMemory:
@@ -31,40 +33,72 @@ class HostMemory:
         self._stream = torch.cuda.Stream(device) if self.is_apart else None  # type: ignore[no-untyped-call]
         self._directory = directory
 
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zero tensor (numel,) for the whole run; it is mapped from a file where there is a directory.
 
         Raises:
             ConfigError: the directory has too little space.
         """
-        return self.staging(numel, dtype) if self._directory is None else _mapped(self._directory, numel, dtype)
+        return (
+            self.allocate_staging(numel, dtype) if self._directory is None else _mapped(self._directory, numel, dtype)
+        )
 
-    def staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zero tensor (numel,) as a staging buffer for device copies, pinned with a CUDA device."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self._stream is not None)
 
-    def bring(self, target: Tensor, source: Tensor, message: Handle | None = None) -> Callable[[], None]:
+    def fetch(self, target: Tensor, source: Tensor, after: Handle | None = None) -> Callable[[], None]:
         """Post a copy of ``source`` on the device to ``target`` on the host. Does not block with CUDA.
 
-        The copy runs on its own stream, after the current stream's work so far and after ``message``. The current
-        stream continues meanwhile.
+        The copy runs on its own stream, after the current stream's work so far and after the collective ``after``.
+        The current stream continues meanwhile.
 
         Returns:
             a function that blocks until the copy is done.
         """
         if self._stream is None:
-            if message is not None:
-                message.wait()
+            if after is not None:
+                after.wait()
             target.copy_(source)
             return lambda: None
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._stream):
-            if message is not None:
-                message.join()
+            if after is not None:
+                after.join()
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done.synchronize
+
+
+class OffloadedOptimizer(FlatOptimizer):
+    """Flat optimizer whose master weights and state lie in host memory.
+
+    Shards are stepped one after the other. The copy of a finished shard to the device overlaps with the next one's
+    step.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[OptimizerShard],
+        config: Optimizer,
+        host: HostMemory,
+        *,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """Build the optimizer over shards in host memory, and allocate its state there, zero; see the base class."""
+        super().__init__(shards, config, order=order, allocate=host.allocate)
+        self._host = host
+        for index, shard in enumerate(self.shards if self.state_names else ()):
+            self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
+
+    def _step(self, indices: Sequence[int], gradient_factor: float) -> None:
+        for index in indices:
+            super()._step([index], gradient_factor)
+
+    def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
+        memory = self._host.allocate(weights.numel(), weights.dtype) if present is None else present
+        return memory.copy_(state)
 
 
 def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,299 @@
+"""Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses. No other module of this room names them.
+
+FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
+counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real reduce-scatter
+instead of an all-reduce.
+
+A unit (FSDP's parameter group) is gathered by one collective. It is a layer without the modules that share a weight
+with another module. Each group of modules that share a weight forms a unit of its own. Its weights stay gathered from
+forward to backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.data_parallel.sharding import accumulation_dtype
+from meshwright.mesh.comm import Group
+
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _clone_views clones such outputs
+
+
+class _Collective:
+    """Collective that FSDP calls, over a :class:`~meshwright.mesh.comm.Group`."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate an uninitialised buffer for a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    """All-gather. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._group.all_gather(output_tensor, input_tensor).wait()
+
+
+class _ReduceScatter(_Collective):
+    """Reduce-scatter, always a sum. Bytes per rank: M (n-1)/n, M = bytes of the input. Blocks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._group.reduce_scatter(output_tensor, input_tensor).wait()
+
+
+class FsdpParameter:
+    """One parameter under FSDP: this rank's rows, and the full parameter while it is gathered."""
+
+    def __init__(self, of_torch: Any) -> None:
+        """Wrap torch's private ``FSDPParam``."""
+        self._of_torch = of_torch
+        place = of_torch._module_info
+        self.key = (id(place.module), place.param_name)
+        """Identity of the parameter's module, and the parameter's name in it."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """Parameter that holds this rank's rows, a DTensor."""
+        found: nn.Parameter = self._of_torch.sharded_param
+        return found
+
+    @property
+    def padded_rows(self) -> Tensor:
+        """Full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
+        rows = self._of_torch.sharded_param.to_local()
+        return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
+
+    @property
+    def unsharded(self) -> Tensor:
+        """Full parameter; it is the same object from the first forward on."""
+        gathered: Tensor = self._of_torch.unsharded_param
+        return gathered
+
+    @property
+    def was_gathered(self) -> bool:
+        """True once a forward has gathered the parameter."""
+        return hasattr(self._of_torch, "_unsharded_param")
+
+    @property
+    def has_accumulated(self) -> bool:
+        """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
+        return self._of_torch.unsharded_accumulated_grad is not None
+
+    def set_gradient(self, padded: Tensor) -> None:
+        """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient; it may be in host memory."""
+        rows = self._of_torch.sharded_param.to_local()
+        gradient = padded[: rows.numel()].view(rows.shape)
+        self.sharded.grad = self._of_torch.to_sharded_dtensor(gradient)  # DTensor.from_local would move it
+
+    def discard_full_gradient(self) -> None:
+        """Discard the gradient of the full parameter, the accumulated one included."""
+        self._of_torch.unsharded_accumulated_grad = None
+        if self.was_gathered:
+            self._of_torch._unsharded_param.grad = None
+
+    def prepare_reduction(self, *, accumulated: bool) -> None:
+        """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
+
+        All gradients of a unit must have one dtype.
+
+        Args:
+            accumulated: convert it to the reduction dtype, as another parameter of the unit has its gradient there.
+        """
+        of_torch = self._of_torch
+        parameter = of_torch._unsharded_param
+        if parameter.grad is None and not self.has_accumulated:
+            parameter.grad = torch.zeros(of_torch._orig_size, dtype=parameter.dtype, device=parameter.device)
+        if accumulated:
+            if self.has_accumulated and parameter.grad is not None:
+                of_torch.unsharded_accumulated_grad += parameter.grad
+                parameter.grad = None
+            of_torch.to_accumulated_grad_if_needed()
+
+
+class FsdpLayers:
+    """Layers of a stage under FSDP: gathered and freed unit by unit, reduced by the mesh's groups."""
+
+    def __init__(
+        self, layers: nn.Sequential, shard: Group, dtype: torch.dtype, device: torch.device, *, offload: bool
+    ) -> None:
+        """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``, and move the shards to ``device``.
+
+        It does so unit by unit, so that the device never holds the full stage. Parameters that need no gradient stay
+        as they are.
+
+        Args:
+            dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
+            offload: keep the shards in host memory and copy them to the device for each all-gather.
+        """
+        options: dict[str, Any] = {
+            "mesh": shard.device_mesh(device.type),
+            "ignored_params": {parameter for parameter in layers.parameters() if not parameter.requires_grad},
+        }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        shard_dtype = accumulation_dtype(dtype)
+        if dtype != shard_dtype:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=shard_dtype, cast_forward_inputs=False
+            )
+        _shard_units(layers, shard_dtype, options)
+        self._root = fully_shard(layers, **options)
+        modules = [module for module in layers.modules() if isinstance(module, FSDPModule)]
+        self._shared = [module for module in modules if _shares_unit(module)]
+        _connect(modules, shard)
+        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for layer in sharded:
+            layer.register_forward_hook(_clone_views, prepend=True)
+        for before, after in itertools.pairwise(layer for layer in sharded if layer not in self._shared):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        self._state: Any = self._root._get_fsdp_state()
+        self._state._lazy_init()  # the root's forward would do it, but only its layers are called
+        self.parameters: list[FsdpParameter] = []
+        """Sharded parameters, unit by unit."""
+        self._is_ending = False
+        """True while FSDP's callback at the end of a stage's backward runs."""
+        for unit in self.units():
+            parameters = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
+            unit.post_backward = self._prepared(unit, parameters)
+            self.parameters += parameters
+        for state in self._state._state_ctx.all_states:
+            state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
+
+    def units(self) -> Iterator[Any]:
+        """Yield FSDP's parameter groups, each gathered by one collective."""
+        for state in self._state._state_ctx.all_states:
+            groups = getattr(state, "_fsdp_param_groups", None)  # one, until torch 2.12
+            yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+
+    def set_reducing(self, reduces: bool) -> None:
+        """Set whether the following backwards reduce-scatter the gradients of each unit, or only accumulate them."""
+        self._root.set_requires_gradient_sync(reduces)
+
+    def set_last_backward(self, is_last: bool) -> None:
+        """Set whether the current backward is the step's last."""
+        self._root.set_is_last_backward(is_last)
+
+    def set_reshard_shared(self, reshards: bool) -> None:
+        """Set whether backward frees (reshards) the weights that several modules share.
+
+        FSDP gathers them again only if the modules ran inside one root forward. Here each layer is called by itself.
+        With several micro-batches in flight the weights therefore stay gathered until the last backward.
+        """
+        for module in self._shared:
+            module.set_reshard_after_backward(reshards, recurse=False)
+
+    def finish_backward(self) -> None:
+        """Run FSDP's callback at the end of a backward: reduce the units that are left, wait for all reductions."""
+        self._state._root_post_backward_final_callback()
+
+    def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:
+        """Wrap FSDP's callback at the end of a stage's backward, so that units see that the backward has ended."""
+
+        def run() -> None:
+            self._is_ending = True
+            try:
+                final_callback()
+            finally:
+                self._is_ending = False
+
+        return run
+
+    def _prepared(self, unit: Any, parameters: Sequence[FsdpParameter]) -> Callable[..., None]:
+        """Return a unit's post-backward hook in which all its parameters get a gradient of one dtype first.
+
+        FSDP reduces only the gradients that exist, and the replicas must agree. A unit that several layers share is
+        reduced when the stage's backward has ended.
+        """
+
+        post_backward = unit.post_backward
+
+        def run(*unused: Any) -> None:
+            if len(unit.modules) > 1 and not self._is_ending:
+                return
+            if unit.reduce_grads and all(parameter.was_gathered for parameter in parameters):
+                accumulated = any(parameter.has_accumulated for parameter in parameters)
+                for parameter in parameters:
+                    parameter.prepare_reduction(accumulated=accumulated)
+            post_backward(*unused)
+
+        return run
+
+
+def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Apply ``fully_shard`` to the modules that share weights, and to each layer; cast the weights to ``dtype``."""
+    for modules in [
+        *_sharing(layers.modules(), lambda module: set(map(id, module.parameters(recurse=False)))),
+        *_sharing(layers, lambda layer: {id(each) for each in layer.modules() if list(each.parameters())}),
+        *([layer] for layer in layers),
+    ]:
+        own = {parameter for module in modules for parameter in module.parameters()}
+        whole = {parameter for parameter in own if parameter.requires_grad and not isinstance(parameter, DTensor)}
+        for parameter in whole:
+            parameter.data = parameter.data.to(dtype)
+        if own and not isinstance(modules[0], FSDPModule):
+            shares = len(modules) > 1
+            fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
+            for parameter in whole:  # other code may still hold the object
+                parameter.data = parameter.data.new_empty(0)
+
+
+def _sharing(modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[int]]) -> Iterator[list[nn.Module]]:
+    """Yield groups of modules that have a key in common: a parameter of their own, or, for layers, a whole module."""
+    found: list[tuple[list[nn.Module], set[int]]] = []
+    for module in modules:
+        own = keys_of(module)
+        together, keys = [module], set(own)
+        for other in [each for each in found if each[1] & own]:
+            found.remove(other)
+            together, keys = other[0] + together, keys | other[1]
+        found.append((together, keys))
+    yield from (together for together, _ in found if len(together) > 1)
+
+
+def _connect(modules: Iterable[FSDPModule], shard: Group) -> None:
+    """Set FSDP's collectives to the mesh's group, as sums, and switch off its own choice of prefetches."""
+    gather: Any = _Gather(shard)
+    reduce_scatter: Any = _ReduceScatter(shard)  # torch's protocols for the two are private
+    for module in modules:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce_scatter)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        # without an explicit list FSDP derives the backward order from past forwards: after a micro-batch's
+        # first layer it would prefetch the last layer of another micro-batch
+        module.set_modules_to_backward_prefetch([module])
+
+
+def _shares_unit(module: FSDPModule) -> bool:
+    """Return whether a module's unit has other modules too."""
+    return len(module._get_fsdp_state()._modules) > 1
+
+
+def _clone_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
+    """Clone an output that is a view, before FSDP hooks its all-gather for backward to it.
+
+    The hook on a view would be lost when the next layer changes the view in place. Tensors that the layer passes on
+    unchanged are not cloned: they are never views that a layer may change in place.
+    """
+    inputs_by_id = {id(leaf) for leaf in tree_leaves(inputs)}
+
+    def own(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()
+        return leaf.clone() if is_view and id(leaf) not in inputs_by_id else leaf
+
+    return tree_map(own, output)
