@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.mesh.comm import Handle
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
-from meshwright.config import RunConfig, reduces_each_microbatch, shard_factor
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer, RunConfig, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.flat import states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.analysis import text as schedule_text
