@@ -41,8 +41,11 @@ class Run(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="letters, digits, dots, dashes and underscores, a letter or digit first: it names a directory",
     )
+    """Name of the run, and of its directory below ``directory``."""
     directory: str = Field(default="runs", pattern=r"^[^\x00]+$", description="a path")
+    """Folder of all runs."""
     seed: Int64 = 1234
+    """Seed of the initial weights, of dropout and of the order of the samples."""
 
 
 class Model(Section):
@@ -53,7 +56,9 @@ class Model(Section):
         pattern=r"^([\w.]+:\w+|hf:.+)$",
         description='a module and a function in it, as in "my_package.my_module:build"; or "hf:" and a directory',
     )
+    """Function that builds the model; or a directory with a model of Hugging Face transformers."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the builder, such as ``num_layers``."""
 
 
 class Weighted(Section):
@@ -65,21 +70,24 @@ class Weighted(Section):
 
 
 class Data(Section):
-    """The corpus: a Megatron ``.bin``/``.idx`` pair is named by its path without the suffix; or a user's dataset."""
+    """Training data: a corpus in Megatron's ``.bin``/``.idx`` format, or a dataset of the user."""
 
     train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(
         default="",
         description='the path of a .bin/.idx pair, without the suffix; or a list such as [{path = "a", weight = 3}, '
         '{path = "b", weight = 1}]',
     )
+    """Training corpus, or a weighted mixture of several."""
     validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
-    tokenizer: str | None = None
+    """Validation corpus. Default: no validation."""
+    tokenizer: str | None = Field(default=None, description="the path of a tokenizer.json")
+    """Tokenizer of a corpus that has none beside it, and of the text that `meshwright sample` reads and writes."""
     sequence_length: Length = 1024
+    """Length of one sample."""
     eod_mask_loss: bool = False
     """Do not train on predicting the token after an end-of-document token."""
     packing: Literal["stream", "documents"] = "stream"
-    """Cutting of samples. stream: windows over all documents concatenated; documents: as many whole documents as
-    fit."""
+    """Samples are windows over all documents concatenated (stream), or as many whole documents as fit (documents)."""
     document_boundaries: bool = False
     """Restart attention and positions at each document inside a sample."""
     task: Literal["causal", "span_corruption"] = "causal"
@@ -89,47 +97,50 @@ class Data(Section):
         pattern=r"^[\w.]+:\w+$",
         description='a module and a function in it, as in "my_package.images:build"',
     )
-    """Alternative to ``train``: a function of (split, **options) that returns a map-style dataset of (inputs,
-    labels)."""
+    """Alternative to ``train``: a function of (split, **options) that returns a map-style dataset."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the dataset's builder."""
 
 
 class Batch(Section):
-    """``global_batch = micro_batch_size x chunks x dp``, in samples: give any two of the three."""
+    """``global_batch = micro_batch_size x chunks x dp``: give any two of the three."""
 
     micro_batch_size: Count | None = None
+    """Samples that go through the pipeline at once."""
     chunks: Count | None = None
+    """Micro-batches per replica and step (gradient accumulation)."""
     global_batch: Length | None = None
+    """Samples of one step over all replicas."""
 
 
 class Parallel(Section):
-    """Degrees of the axes, and sharding. ``dp = "auto"`` (or -1): world size / (pp x tp)."""
+    """Degrees of the axes, and sharding of weights, gradients and optimizer state."""
 
     dp: Count | Literal["auto", -1] = "auto"
+    """Data-parallel degree: the number of replicas. auto or -1: number of ranks / (pp x tp)."""
     pp: Count = 1
+    """Pipeline-parallel degree."""
     tp: Count = 1
+    """Tensor-parallel degree."""
     sequence: bool = False
-    """Sequence parallelism: activations between tensor-parallel regions are split along the sequence over tp."""
+    """Sequence parallelism: split activations between tensor-parallel regions along the sequence over tp."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage. 0: gradient all-reduce, every replica updates all weights. 1: optimizer state and update sharded over
-    dp. 2: gradients too. 3: weights too, all-gathered layer by layer."""
+    """ZeRO stage. Sharded over dp: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
     shard_factor: Count | None = None
-    """Number of neighbouring replicas that optimizer state, gradients and weights are sharded over; divides dp.
-    Default: dp. Smaller: less traffic between nodes, more memory (hybrid sharding)."""
+    """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp. Default: dp. Smaller: less
+    traffic between nodes, more memory."""
     reduce: Literal["microbatch", "step"] | None = None
-    """Time of the gradient reduction over the replicas. ``"step"``: once; each rank keeps the whole gradient until
-    then. ``"microbatch"``: after each micro-batch; a rank keeps its shard. Default from zero = 2 on:
-    ``"microbatch"``."""
+    """Time of the gradient reduction over the replicas: after each micro-batch, so that a rank keeps its shard, or once
+    in a step, so that it keeps the whole gradient. Default: microbatch with zero >= 2, else step."""
     offload: bool = False
-    """CPU offload of the optimizer's step, its states and the float32 master weights; with zero = 3 of the shards of
-    weights and gradients too."""
+    """CPU offload of the optimizer's update, its state and the float32 master weights; with zero = 3 also of the
+    shards of weights and gradients."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
-    """Folder of memory-mapped files for the offloaded memory, which may then exceed the RAM; with zero = 3 for the
-    states only."""
+    """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
+    state only. Default: none, host memory."""
     bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Size of a gradient bucket, reduced over the replicas in one message. Default: 25 MiB, or 4 MiB per replica if
-    that is more. A ring has as many steps as replicas, and each step's share must be large enough to be efficient."""
+    """Size of a gradient bucket, the message of one reduction. Default: 25 MiB, or 4 MiB per replica if that is more,
+    because each step of a ring moves one replica's share."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
 
@@ -143,15 +154,16 @@ class Pipeline(Section):
     """Pipeline schedule, the partition into stages, and activation checkpointing."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"] = "1f1b"
+    """Pipeline schedule; `docs/schedules.md` compares them."""
     schedule_file: str | None = Field(default=None, description="the path of a schedule as text")
-    """Schedule as a text file, instead of ``schedule``."""
+    """Schedule as a text file, instead of ``schedule``. Default: none."""
     interleave: Count | None = None
     """Stages per pipeline rank. Default: 2 for the schedules that need several, otherwise 1."""
     balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
     """Measure that balances the stages; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing (recompute): none, the modules that the model lists (selective), or whole layers
-    (full)."""
+    """Activation checkpointing (recompute) of nothing, of the modules that the model lists (selective), or of whole
+    layers (full)."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
     """Name patterns of the layers to recompute, such as ``block1?``."""
 
@@ -168,14 +180,19 @@ class Optimizer(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8."""
     learning_rate: PositiveFloat = 3e-4
+    """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float = Field(default=0.0, ge=0)
+    """Learning rate at the last step."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up; wsd is warmup-stable-decay."""
     warmup_steps: Steps = 0
+    """First steps, in which the learning rate rises linearly."""
     decay_steps: Steps = 0
-    """Number of final steps in which the learning rate falls; wsd only."""
+    """Last steps, in which the learning rate falls; wsd only."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Betas of AdamW."""
     eps: PositiveFloat = 1e-8
+    """Epsilon of AdamW."""
     block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
     """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
     momentum: Share = 0.9
@@ -190,8 +207,11 @@ class Train(Section):
     """Length of training, precision, device and validation."""
 
     steps: Length = 100
+    """Optimizer steps of the run."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Precision of the computation; with bfloat16 the master weights stay in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks. auto: GPUs if torch sees one, else the CPU."""
     compile: bool = False
     """Apply torch.compile to each layer on its own."""
     validate_every: Steps = 0
@@ -206,11 +226,11 @@ class Checkpoint(Section):
     every: Steps = 0
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: Length = 2
+    """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Steps = 0
     """Checkpoints of steps that this number divides are never deleted; 0: only the newest are kept."""
     asynchronous: bool = True
-    """Write checkpoints while training continues. A step blocks only for the copy of this rank's shards to host
-    memory."""
+    """Write checkpoints while training continues; a step blocks only for the copy of its shards to host memory."""
     on_failure: Literal["warn", "fail"] = "warn"
     """Reaction to a checkpoint that cannot be written (a full disk): warn and continue, or end the run. A failure of
     the last checkpoint always ends the run."""
@@ -220,25 +240,26 @@ class Watch(Section):
     """Checks during a run, and their consequences."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to a NaN/Inf loss or gradient. stop: end the run and name the origin; skip: leave this step out."""
+    """Reaction to a NaN/Inf loss or gradient: end the run and name the origin (stop), or leave the step out (skip)."""
     most_skipped: Length = 3
     """Maximal number of consecutive skipped steps; one more ends the run."""
     drift_every: Steps = 100
-    """Steps between comparisons of values that several ranks replicate. Also compared before each checkpoint. 0:
-    never."""
+    """Steps between comparisons of values that several ranks replicate; 0: never. Each checkpoint compares them too."""
 
 
 class Tracking(Section):
     """Outputs of metrics. ``metrics.jsonl`` is always written and is the reference."""
 
     log_every: Length = 1
+    """Steps between lines on the console; ``metrics.jsonl`` has every step."""
     console: bool = True
+    """Print the metrics of rank 0."""
     wandb: Literal["auto", "online", "offline", "off"] = "off"
-    """auto: online with an API key and a network, otherwise offline."""
+    """Weights & Biases. auto: online with an API key and a network, otherwise offline."""
     project: str = "meshwright"
+    """Project in Weights & Biases."""
     trace_step: Steps = 5
-    """Step after each start that is timed span by span, for `meshwright draw RUN`; the last step if there are fewer. 0:
-    none. A resumed run is timed again."""
+    """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
     stragglers_every: Steps = 20
     """Steps between reports of stragglers: the slow rank, link or gradient reduction, if there is one. 0: never."""
 
@@ -249,19 +270,17 @@ class Launch(Section):
     processes: Count | Literal["auto"] = "auto"
     """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
     devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
-    """GPUs of this machine, as in "2,0": local rank 0 takes the first. Numbers count within CUDA_VISIBLE_DEVICES if
-    that is set. "": all, in bus order."""
+    """GPUs of this machine, as in "2,0": local rank 0 takes the first. Numbers are those of nvidia-smi, or positions in
+    CUDA_VISIBLE_DEVICES if that is set. "": all, in bus order."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0
-    """Longest time without progress on a rank; longer is a hang and ends the run with a report of which rank waits for
-    which. Saving, a validation batch and a first step that compiles count as well."""
-    cluster: str = ""
-    """TOML file of the cluster's expected performance, in the form of a run's links.toml. `meshwright doctor` compares
-    its measurements with it."""
+    """Longest time without progress on a rank, before the run ends with a report of the ranks that wait for each other.
+    Saving, a validation batch and a first step that compiles count as well."""
+    cluster: str = Field(default="", description="the path of a TOML file, in the form of a run's links.toml")
+    """Expected performance of the cluster, with which `meshwright doctor` compares its measurements. "": none."""
     max_restarts: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Number of times that `meshwright train` restarts a failed run from its newest checkpoint. torchrun and srun have
-    their own options."""
+    """Restarts of a failed run from its newest checkpoint. torchrun and srun have their own options."""
 
 
 class RunConfig(Section):
