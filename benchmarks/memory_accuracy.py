@@ -44,9 +44,9 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
-from meshwright.tools.planner.layout_model import ModelCache
+from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.memory import GLOO
-from meshwright.tools.planner.profile import Practice
+from meshwright.tools.planner.model_cache import ModelCache
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0
@@ -199,8 +199,8 @@ def rehearsed(config: RunConfig) -> list[int]:
 
 def planned(config: RunConfig) -> list[int]:
     """Predict the peak bytes of each pipeline rank as `meshwright plan` does: layer profiles along the schedule row."""
-    sketch = ModelCache(config, Practice(takes_everything=False)).sketch(config)
-    found = [sketch.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
+    layout = ModelCache(config, ExecutionOptions(fuses_any_attention=False)).layout(config)
+    found = [layout.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
     return [each.total + each.host for each in found]
 
 

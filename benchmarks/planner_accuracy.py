@@ -64,10 +64,10 @@ BAR = 0.10
 
 
 class Drawn(NamedTuple):
-    """Published row with its sketch and hardware, ready to be timed."""
+    """Published row with its layout model and hardware, ready to be timed."""
 
     case: Case
-    sketch: LayoutModel
+    layout: LayoutModel
     hardware: Hardware
 
 
@@ -116,7 +116,7 @@ def draw(runs: Path, only: str) -> list[Drawn]:
         one = case(row)
         try:
             hardware = read_hardware(one.hardware)
-            found.append(Drawn(one, bench.sketch(one), hardware))
+            found.append(Drawn(one, bench.layout(one), hardware))
         except UserError as error:
             print(f"{row.id}: left out, {error}", file=sys.stderr)
     return found
@@ -140,16 +140,16 @@ class Fit:
         self.corrections = [s / f for s, f in zip(simulated, formula, strict=True)]
 
     @staticmethod
-    def seconds(row: Drawn, reached: RateFractions, *, simulated: bool = False) -> float:
+    def seconds(row: Drawn, fractions: RateFractions, *, simulated: bool = False) -> float:
         """Return the seconds of a row's step."""
-        return step_s(row.case, row.sketch, row.hardware, reached, simulated=simulated).total
+        return step_s(row.case, row.layout, row.hardware, fractions, simulated=simulated).total
 
     def errors(self, point: Any) -> Any:
         """Return the error of each row's log step time, (rows,)."""
-        reached = constants(point)
+        fractions = constants(point)
         return np.array(
             [
-                math.log(self.seconds(row, reached) * correction / (row.case.row.step_s or 1.0))
+                math.log(self.seconds(row, fractions) * correction / (row.case.row.step_s or 1.0))
                 for row, correction in zip(self.rows, self.corrections, strict=True)
             ]
         )
@@ -210,9 +210,9 @@ def constants(point: Any) -> RateFractions:
     return START._replace(**dict(zip(FITTED, map(float, np.exp(point)), strict=True)))
 
 
-def predict(row: Drawn, reached: RateFractions) -> Scored:
+def predict(row: Drawn, fractions: RateFractions) -> Scored:
     """Predict a row by simulation."""
-    time_ = step_s(row.case, row.sketch, row.hardware, reached)
+    time_ = step_s(row.case, row.layout, row.hardware, fractions)
     parts = ("pipeline", "reduce", "gather", "optimizer")
     shares = {name: getattr(time_, name) / time_.total for name in parts}
     of = row.case.row
@@ -223,7 +223,7 @@ def predict(row: Drawn, reached: RateFractions) -> Scored:
         of.step_s,
         time_.total,
         of.memory_gib if memory_is_comparable(of) else None,
-        memory_bytes(row.case, row.sketch) / 2**30,
+        memory_bytes(row.case, row.layout) / 2**30,
         row.hardware.usable_bytes / 2**30,
         not of.out_of_memory,
         shares,

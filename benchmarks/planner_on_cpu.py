@@ -43,9 +43,9 @@ from meshwright.step import take_step
 from meshwright.tools.planner.calibrate import build_hardware, cores
 from meshwright.tools.planner.choices import choice_of
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.profile import Practice
-from meshwright.tools.planner.search import examine
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.plan import evaluate
 
 TIMEOUT_S = 1200.0
 LEAST_CORRELATION = 0.9
@@ -146,8 +146,8 @@ def main() -> int:
     table = Table("layout", "predicted s", "measured s", "predicted / measured")
     rows = []
     for name, config in configs.items():
-        workbench = ModelCache(config, Practice(takes_everything=False))
-        predicted = examine(workbench, hardware, config, choice_of(config)).time.total
+        cache = ModelCache(config, ExecutionOptions(fuses_any_attention=False))
+        predicted = evaluate(cache, hardware, config, choice_of(config)).time.total
         fastest = min(measured[name])
         rows.append({"layout": name, "predicted_s": predicted, "measured_s": fastest, "all_s": measured[name]})
         table.add_row(name, f"{predicted:.3f}", f"{fastest:.3f}", f"{predicted / fastest:.2f}")

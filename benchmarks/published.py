@@ -1,4 +1,4 @@
-"""Published training runs as runs of this framework: a row -> configuration, practice, habits, hardware.
+"""Published training runs as runs of this framework: a row -> configuration, execution, traits, hardware.
 
 The rows are in published_runs.csv. A difference between two systems is a fact about each, stated in the row, its paper
 or its repository, and recorded in ``SYSTEMS`` below. Nothing here is fitted.
@@ -20,11 +20,13 @@ from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 from meshwright.tools.planner.cost import StepTime, seconds_per_micro_batch, steady_s, step_time
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.memory import NCCL
+from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.profile import GroupMessages, LayerProfile, Practice
-from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
+from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
 
 DATA = Path(__file__).parent / "published_runs.csv"
 
@@ -100,8 +102,8 @@ class Case(NamedTuple):
 
     row: Row
     config: RunConfig
-    practice: Practice
-    habits: FrameworkTraits
+    execution: ExecutionOptions
+    traits: FrameworkTraits
     hardware: str
     whole: bool
     """Flag: the source states all that matters; otherwise some value is a guess."""
@@ -112,45 +114,45 @@ class Case(NamedTuple):
 
 
 class System(NamedTuple):
-    """Practice and habits with which a framework of its time ran a model."""
+    """Execution options and traits with which a framework of its time ran a model."""
 
-    practice: Practice
-    habits: FrameworkTraits
+    execution: ExecutionOptions
+    traits: FrameworkTraits
     whole: bool = True
 
 
-UNFUSED_ATTENTION = Practice(
+UNFUSED_ATTENTION = ExecutionOptions(
     fused=True, fused_attention=False, drops_probabilities=True, any_order=True, recomputes_whole=True
 )
 """Megatron's own kernels: bias and GELU, bias with dropout and residual, scale with mask and softmax."""
-FUSED = Practice(fused=True, any_order=True)
+FUSED = ExecutionOptions(fused=True, any_order=True)
 TRANSFORMER_ENGINE = FUSED._replace(norm_kernel=True, loss_kernel=True, saves_inputs=True, accumulates=True)
 COMPILED = FUSED._replace(norm_kernel=True, saves_inputs=True)
 """torch.compile, which recomputes in backward what is cheaper to recompute than to keep."""
-EAGER = Practice(fused=False, any_order=True)
+EAGER = ExecutionOptions(fused=False, any_order=True)
 
 MEGATRON_2021 = FrameworkTraits(
-    reduces_beside=False,
-    gathers_beside=False,
-    sends_beside=False,
+    overlaps_reduce=False,
+    overlaps_gather=False,
+    overlaps_sends=False,
     scatters_sends=True,
     wide_gradient_bytes=2,
     optimizer_bytes=62,
 )
 """float16 with its gradients copied to float32 for the step: copy, unscale, norm, clip, Adam, weights, clearing."""
 MEGATRON_2022 = MEGATRON_2021._replace(
-    tp_beside_weight_gradients=True, accumulates_in_product=True, wide_gradient_bytes=4, optimizer_bytes=56
+    overlaps_tp_with_weight_gradients=True, accumulates_in_product=True, wide_gradient_bytes=4, optimizer_bytes=56
 )
 """Gradients in float32 from the product on; reduced after the last backward (Korthikanti 2022, section 6.3)."""
 MEGATRON_CORE = FrameworkTraits(
-    tp_beside_weight_gradients=True,
-    reduces_beside=True,
-    gathers_beside=True,
+    overlaps_tp_with_weight_gradients=True,
+    overlaps_reduce=True,
+    overlaps_gather=True,
     accumulates_in_product=True,
-    sends_beside=True,
+    overlaps_sends=True,
     optimizer_bytes=46,
 )
-MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(reduces_beside=False, gathers_beside=False, sends_beside=False)
+MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(overlaps_reduce=False, overlaps_gather=False, overlaps_sends=False)
 FSDP = FrameworkTraits(optimizer_bytes=44)
 """torch's AdamW on float32 shards: clip, step, and weights cast for the all-gather."""
 
@@ -173,15 +175,15 @@ SYSTEMS: dict[str, System] = {
     "narayanan21-t2-zero3": System(UNFUSED_ATTENTION, FSDP, whole=False),
     "megatron20": System(UNFUSED_ATTENTION, MEGATRON_2021),
     "korthikanti22": System(UNFUSED_ATTENTION, MEGATRON_2022),
-    "mcore": System(FUSED, MEGATRON_CORE._replace(tp_beside=True, attention_speed=HOPPER_KERNEL), whole=False),
+    "mcore": System(FUSED, MEGATRON_CORE._replace(overlaps_tp=True, attention_speed=HOPPER_KERNEL), whole=False),
     "tt": System(EAGER, FSDP),
     "llmf": System(EAGER._replace(recomputes_whole=True, loss_kernel=True), FSDP._replace(attention_speed=TRITON)),
     "zb": System(UNFUSED_ATTENTION, MEGATRON_2022._replace(scatters_sends=False)),
     "megascale-Megatron": System(FUSED, MEGATRON_2022, whole=False),
-    "megascale-MegaScale": System(FUSED, MEGATRON_CORE._replace(tp_beside=True), whole=False),
+    "megascale-MegaScale": System(FUSED, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
     "fms": System(COMPILED, FSDP),
-    "pythia": System(Practice(fused=False, recomputes_whole=True), NEOX),
-    "simumax": System(TRANSFORMER_ENGINE, MEGATRON_CORE_PLAIN._replace(tp_beside_weight_gradients=False)),
+    "pythia": System(ExecutionOptions(fused=False, recomputes_whole=True), NEOX),
+    "simumax": System(TRANSFORMER_ENGINE, MEGATRON_CORE_PLAIN._replace(overlaps_tp_with_weight_gradients=False)),
     "alpa": System(UNFUSED_ATTENTION._replace(drops_probabilities=False), MEGATRON_2021),
     "mlm": System(
         TRANSFORMER_ENGINE._replace(accumulates=False), MEGATRON_CORE_PLAIN._replace(accumulates_in_product=False)
@@ -304,7 +306,7 @@ def _noted(row: Row, name: str) -> float:
 def case(row: Row) -> Case:
     """Translate a row to this framework's terms."""
     system = system_of(row)
-    practice, habits, whole = system
+    execution, traits, whole = system
     head = family(row)
     grouped = row.kv_heads != row.heads or head in ("fms", "simumax", "olmo2", "tt") or row.ffn * 3 == row.hidden * 8
     options: dict[str, Any] = {
@@ -329,25 +331,25 @@ def case(row: Row) -> Case:
     if options.get("tied") and row.pp > 1:
         options["tied"] = False
     if row.compile and head != "alpa":
-        practice = practice._replace(fused=True, norm_kernel=True, saves_inputs=True)
+        execution = execution._replace(fused=True, norm_kernel=True, saves_inputs=True)
     if row.id.startswith("tt-a100-13B"):  # its configuration has a fused norm, unlike that of 70B
-        practice = practice._replace(norm_kernel=True)
+        execution = execution._replace(norm_kernel=True)
     if "async TP" in row.notes:
-        habits = habits._replace(tp_in_parts=True)
+        traits = traits._replace(splits_tp_products=True)
     if "float8" in row.precision or "fp8" in row.precision:
-        habits = habits._replace(product_dtype="float8")
+        traits = traits._replace(product_dtype="float8")
     if "rowwise" in row.precision:
-        habits = habits._replace(casts=1.0, cast_product_speed=ROWWISE_SPEED)
+        traits = traits._replace(casts=1.0, cast_product_speed=ROWWISE_SPEED)
     if "mp_mode=PURE" in row.notes:
-        habits = habits._replace(wide_gradient_bytes=2)
+        traits = traits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
-        habits = habits._replace(steps_together=False)
+        traits = traits._replace(synchronises_steps=False)
     if head in ("mlm", "megatron", "llama3") and "H100" in row.gpu:
-        habits = habits._replace(attention_speed=HOPPER_KERNEL)
+        traits = traits._replace(attention_speed=HOPPER_KERNEL)
     if "overlap grad-reduce" in row.notes:
-        habits = habits._replace(reduces_beside=True, gathers_beside=True, accumulates_in_product=True)
-    practice = practice._replace(context=row.cp)
-    habits = habits._replace(context=row.cp, context_exchange="heads" if head == "simumax" else "keys")
+        traits = traits._replace(overlaps_reduce=True, overlaps_gather=True, accumulates_in_product=True)
+    execution = execution._replace(context=row.cp)
+    traits = traits._replace(context=row.cp, context_exchange="heads" if head == "simumax" else "keys")
     dp = row.dp * row.cp
     all_chunks = row.global_batch // (row.micro_batch * row.dp)
     chunks = min(all_chunks, 3 * row.pp) if row.pp > 1 else all_chunks
@@ -374,7 +376,7 @@ def case(row: Row) -> Case:
         ),
         train=Train(dtype="bfloat16", device="cuda"),
     )
-    bucket = bucket_bytes(row, habits)
+    bucket = bucket_bytes(row, traits)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_bytes": bucket})})
     if "sharding=HSDP" in row.notes:
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard_factor": 8})})
@@ -383,17 +385,17 @@ def case(row: Row) -> Case:
     if head == "pythia" and row.tp > 1:
         besides = partial(_says_once, row)
     gpu = "a100-40gb-p4d" if row.id.startswith("pythia") else GPUS.get(row.gpu, row.gpu)
-    return Case(row, config, practice, habits, gpu, not guessed, all_chunks - chunks, besides)
+    return Case(row, config, execution, traits, gpu, not guessed, all_chunks - chunks, besides)
 
 
-def bucket_bytes(row: Row, habits: FrameworkTraits) -> int:
+def bucket_bytes(row: Row, traits: FrameworkTraits) -> int:
     """Return the bytes of one gradient reduction: a block for FSDP, else 40M elements, or 1M a replica if that is more.
 
     Megatron without overlap reduces all gradients at once."""
     if row.zero >= 2:
-        return 12 * row.hidden**2 * habits.wide_gradient_bytes
+        return 12 * row.hidden**2 * traits.wide_gradient_bytes
     elements = max(40_000_000, 1_000_000 * row.dp)
-    return elements * habits.wide_gradient_bytes if habits.reduces_beside else 2**40
+    return elements * traits.wide_gradient_bytes if traits.overlaps_reduce else 2**40
 
 
 def _is_guessed(row: Row) -> bool:
@@ -444,40 +446,40 @@ def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
 
     kept_bytes = 2 * row.micro_batch * row.seq * row.hidden
     gathers = GroupMessages("all_gather", 1, kept_bytes * (row.tp - 1) / row.tp)
-    backward = (*but_for(3 / 4, profile.backward_says), gathers)
-    return replace(profile, forward_says=but_for(1 / 2, profile.forward_says), backward_says=backward)
+    backward = (*but_for(3 / 4, profile.backward_messages), gathers)
+    return replace(profile, forward_messages=but_for(1 / 2, profile.forward_messages), backward_messages=backward)
 
 
 def step_s(
-    of: Case, sketch: LayoutModel, hardware: Hardware, reached: RateFractions, *, simulated: bool = True
+    of: Case, layout: LayoutModel, hardware: Hardware, fractions: RateFractions, *, simulated: bool = True
 ) -> StepTime:
-    """Return a row's step time, with the micro-batches that its sketch leaves out."""
-    found = step_time(sketch, hardware, reached, of.habits, simulated=simulated)
+    """Return a row's step time, with the micro-batches that its layout model leaves out."""
+    found = step_time(layout, PerformanceModel(hardware, fractions, of.traits), simulated=simulated)
     if not of.more_chunks:
         return found
     one = (
-        seconds_per_micro_batch(found.timeline, sketch.schedule)
+        seconds_per_micro_batch(found.timeline, layout.schedule)
         if simulated
-        else steady_s(sketch, found.stages, of.habits)
+        else steady_s(layout, found.stages, of.traits)
     )
     more = of.more_chunks * one
-    waits = (found.total - reached.step_s) / (found.pipeline + found.reduce + found.gather + found.optimizer)
+    waits = (found.total - fractions.step_s) / (found.pipeline + found.reduce + found.gather + found.optimizer)
     return found._replace(total=found.total + more * waits, pipeline=found.pipeline + more)
 
 
-def memory_bytes(of: Case, sketch: LayoutModel) -> int:
+def memory_bytes(of: Case, layout: LayoutModel) -> int:
     """Return the peak bytes of the fullest rank, as torch counts allocated memory.
 
     Where products add to gradients themselves, Transformer Engine hands autograd a placeholder for each shape of a
     weight, in the dtype of computation, and keeps those (``get_dummy_wgrad``).
     """
-    ranks = range(sketch.schedule.pp)
+    ranks = range(layout.schedule.pp)
     if "LAST rank only" in of.row.notes:
         ranks = ranks[-1:]
-    most = max(sketch.memory(rank, NCCL).total for rank in ranks)
-    if not of.practice.accumulates:
+    most = max(layout.memory(rank, NCCL).total for rank in ranks)
+    if not of.execution.accumulates:
         return most
-    blocks = [layer for layer in sketch.layers if layer.name.startswith("block")]
+    blocks = [layer for layer in layout.layers if layer.name.startswith("block")]
     return most + 2 * blocks[0].num_parameters
 
 
@@ -487,10 +489,10 @@ def memory_is_comparable(row: Row) -> bool:
 
 
 class Bench:
-    """Cache of sketches; rows that are alike share models and profiles."""
+    """Cache of layout models; equal rows share models and profiles."""
 
     def __init__(self) -> None:
-        self._workbenches: dict[Any, ModelCache] = {}
+        self._caches: dict[Any, ModelCache] = {}
         self._schedules: dict[Any, Schedule] = {}
 
     def draw(self, config: RunConfig) -> Schedule:
@@ -502,19 +504,19 @@ class Bench:
             self._schedules[key] = lower(build(name, pp, chunks, config.pipeline.stages_per_rank))
         return self._schedules[key]
 
-    def sketch(self, of: Case) -> LayoutModel:
-        """Return the sketch of one row."""
+    def layout(self, of: Case) -> LayoutModel:
+        """Return the layout model of one row."""
         model = of.config.model
         length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
-        key = (model.builder, options, length, of.practice, of.besides)
-        if key not in self._workbenches:
-            self._workbenches[key] = _WithBesides(of.config, of.practice, self.draw, besides=of.besides)
-        return self._workbenches[key].sketch(of.config)
+        key = (model.builder, options, length, of.execution, of.besides)
+        if key not in self._caches:
+            self._caches[key] = _WithBesides(of.config, of.execution, self.draw, besides=of.besides)
+        return self._caches[key].layout(of.config)
 
 
 @dataclass
 class _WithBesides(ModelCache):
-    """Workbench that changes the profiles of its layers."""
+    """Model cache that changes the profiles of its layers."""
 
     besides: Callable[[LayerProfile], LayerProfile] | None = None
 

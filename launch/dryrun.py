@@ -82,14 +82,14 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     hardware.check_dtype(config.train.dtype)
 
     def time_model(job: Job) -> StepTimeEstimate:
-        from meshwright.launch.plans import practice_for
+        from meshwright.launch.plans import execution_options
         from meshwright.tools.dryrun.report import StepTimeEstimate
         from meshwright.tools.planner.choices import choice_of
-        from meshwright.tools.planner.layout_model import ModelCache
-        from meshwright.tools.planner.search import examine
+        from meshwright.tools.planner.model_cache import ModelCache
+        from meshwright.tools.planner.plan import evaluate
 
-        workbench = ModelCache(job.config, practice_for(job.config, hardware))
-        found = examine(workbench, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
+        cache = ModelCache(job.config, execution_options(job.config, hardware))
+        found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
         return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 
     return time_model

@@ -19,11 +19,12 @@ from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put
 from meshwright.tools.planner.calibrate import DeviceRates, measure_block, measure_device, measure_links
 from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.nearest import nearest, search_hard
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.nearest import nearest, search_with_offload
 from meshwright.tools.planner.page import page
-from meshwright.tools.planner.profile import Practice
-from meshwright.tools.planner.search import BEST, Plan, usable_bytes
+from meshwright.tools.planner.plan import Plan, usable_bytes
+from meshwright.tools.planner.search import BEST
 from meshwright.tools.planner.text import chosen_config, describe
 
 MOST_DEVICES = 2**20
@@ -67,18 +68,18 @@ def plan(
     _only_what_has_effect(overrides, hardware, global_batch)
     config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, global_batch)
-    workbench = ModelCache(config, practice_for(config, hardware))
-    found = search_hard(workbench, hardware, nodes, best or BEST)
+    cache = ModelCache(config, execution_options(config, hardware))
+    found = search_with_offload(cache, hardware, nodes, best or BEST)
     if not found.best:
-        raise ConfigError("MW-LAUNCH-038", _nothing_fits(workbench, hardware, nodes, found))
-    put(describe(workbench, found))
+        raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
+    put(describe(cache, found))
     if out is None:
         return
     chosen = chosen_config(found, config.run.name)
     first = f"# The first of {found.num_fitting:,} layouts of {path} on {nodes} x {hardware.devices_per_node} x "
     first += f"{hardware.name}: {found.best[0].choice}.\n# Predicted: {found.best[0].time.total:.4g} s a step, "
     first += f"{format_size(found.best[0].peak_bytes)} on the fullest rank.\n\n"
-    written = {"plan.toml": first + to_toml(chosen), "plan.html": page(workbench, found)}
+    written = {"plan.toml": first + to_toml(chosen), "plan.html": page(cache, found)}
     for name, text in written.items():
         write_out(out / name, text)
     put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
@@ -142,10 +143,10 @@ def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"device": hardware.kind})})
 
 
-def practice_for(config: RunConfig, hardware: Hardware) -> Practice:
+def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
     """Return how ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
-    return Practice(fused=config.train.compile, takes_everything=on_gpu, norm_kernel=on_gpu)
+    return ExecutionOptions(fused=config.train.compile, fuses_any_attention=on_gpu, norm_kernel=on_gpu)
 
 
 def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
@@ -176,14 +177,12 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     )
 
 
-def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
+def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
     """Return the text of the error: the layout closest to fitting, and what would work."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
-        said = (
-            f"no layout of {workbench.config.batch.global_batch:,} samples a step keeps the rules on {where}: {broken}"
-        )
+        said = f"no layout of {cache.config.batch.global_batch:,} samples a step keeps the rules on {where}: {broken}"
     else:
         needed, choice = found.closest
         said = (
@@ -191,7 +190,7 @@ def _nothing_fits(workbench: ModelCache, hardware: Hardware, nodes: int, found: 
             f"{choice}, needs {format_size(needed)} of a device or more, and "
             f"{format_size(usable_bytes(hardware))} may be used"
         )
-    works = nearest(workbench, hardware, nodes, found)
+    works = nearest(cache, hardware, nodes, found)
     return f"{said}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")
 
 

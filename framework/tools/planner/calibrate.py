@@ -22,9 +22,10 @@ from torch import nn
 
 from meshwright.mesh.comm import Group, Transfer
 from meshwright.tools.planner.hardware import Hardware, Link, Message, Rate
-from meshwright.tools.planner.operations import ExecutionOptions, Tape, WorkKind
-from meshwright.tools.planner.profile import counting_group, profile_layers
-from meshwright.tools.planner.rates import MEASURED, work_s
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.operations import Tape, WorkKind
+from meshwright.tools.planner.profile import LayerProfiler, counting_group
+from meshwright.tools.planner.rates import PerformanceModel
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024)
 COPIED = tuple(4**power for power in range(5, 12))
@@ -114,10 +115,11 @@ def measure_block(hardware: Hardware) -> float:
     """Return the fraction of the rates in ``hardware`` that a whole transformer layer reaches, 0..1."""
     block, x = _Block(256, 8), torch.randn(4, 256, 256, requires_grad=True)
     meta = torch.empty_like(x, device="meta").requires_grad_()
-    practice = ExecutionOptions(takes_everything=False)
-    (profile,) = profile_layers([("block", block)], meta, None, tp=counting_group(1), loss=_no_loss, practice=practice)
+    profiler = LayerProfiler(counting_group(1), _no_loss, ExecutionOptions(fuses_any_attention=False))
+    (profile,) = profiler.profile([("block", block)], meta, None)
+    performance = PerformanceModel.of(hardware)
     seconds = sum(
-        work.times * work_s(work, hardware, "float32", MEASURED, backward=False)
+        work.times * performance.work_s(work, "float32", backward=False)
         for work in (*profile.forward, *profile.backward)
     )
     gradient = torch.ones_like(x)

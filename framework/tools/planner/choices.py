@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.blueprint import batch_numbers
@@ -11,7 +13,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import ModelCache
+from meshwright.tools.planner.model_cache import ModelCache
 
 SCHEDULES = (
     ("1f1b", 1),
@@ -137,12 +139,12 @@ def choice_of(config: RunConfig) -> Choice:
 
 
 def choices(
-    workbench: ModelCache, hardware: Hardware, nodes: int, *, offload: bool = False
+    cache: ModelCache, hardware: Hardware, nodes: int, *, offload: bool = False
 ) -> Iterator[Choice | Rejection]:
     """Yield all layouts and rejections. ``offload``: with the optimizer on the host."""
-    size, global_batch = nodes * hardware.devices_per_node, batch_numbers(workbench.config).global_batch
-    num_layers = len(workbench.names)
-    recomputes = ["none", *(["selective"] if workbench.model.selective_recompute else []), "full"]
+    size, global_batch = nodes * hardware.devices_per_node, batch_numbers(cache.config).global_batch
+    num_layers = len(cache.names)
+    recomputes = ["none", *(["selective"] if cache.model.selective_recompute else []), "full"]
     for tp in divisors(size):
         if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
             if tp <= 2 * hardware.devices_per_node:
@@ -152,12 +154,12 @@ def choices(
         sequence = tp > 1
         try:
             if sequence:
-                check_sequence_length(workbench.config.data.sequence_length, tp)
-            workbench.split(tp, sequence)
+                check_sequence_length(cache.config.data.sequence_length, tp)
+            cache.split(tp, sequence)
         except UserError as error:
             try:
                 sequence = False
-                workbench.split(tp, sequence)
+                cache.split(tp, sequence)
             except UserError:
                 yield Rejection(error.message.splitlines()[0], f"tp {tp}", 1)
                 continue
@@ -171,22 +173,21 @@ def choices(
                 rule = f"global batch {global_batch} is not a multiple of dp {dp} (of {near[-1]}, for one)"
                 yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
                 continue
-            yield from _of_degrees(pp, dp, tp, sequence, global_batch // dp, num_layers, recomputes, hardware, offload)
+            of_degrees = partial(Choice, pp=pp, dp=dp, tp=tp, sequence=sequence, offload=offload)
+            in_node = max(1, hardware.devices_per_node // tp)
+            yield from _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node)
 
 
 def _of_degrees(
-    pp: int,
-    dp: int,
-    tp: int,
-    sequence: bool,
-    per_replica: int,
-    num_layers: int,
-    recomputes: list[str],
-    hardware: Hardware,
-    offload: bool,
+    of_degrees: partial[Choice], per_replica: int, num_layers: int, recomputes: list[str], in_node: int
 ) -> Iterator[Choice | Rejection]:
-    """Yield choices of batch, schedule, ZeRO stage and recompute for these parallel degrees."""
-    in_node = max(1, hardware.devices_per_node // tp)
+    """Yield choices of batch, schedule, ZeRO stage and recompute for the degrees that ``of_degrees`` sets.
+
+    Args:
+        per_replica: samples of a step per replica.
+        in_node: replicas of one pipeline stage in a node.
+    """
+    pp, dp = of_degrees.keywords["pp"], of_degrees.keywords["dp"]
     for size in MICRO_BATCH_SIZES:
         if per_replica % size:
             continue
@@ -200,24 +201,18 @@ def _of_degrees(
                 yield Rejection(rule, f"pp {pp}, {schedule}", 1)
                 continue
             for zero in (1, 2, 3) if dp > 1 else (0,):
-                factors = [dp]
-                if zero == 3 and in_node < dp and dp % in_node == 0 and in_node > 1:
-                    factors.append(in_node)
                 if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
                     continue
-                for factor in factors:
-                    for recompute in recomputes:
-                        yield Choice(
-                            pp,
-                            dp,
-                            tp,
-                            schedule,
-                            interleave,
-                            size,
-                            chunks,
-                            zero,
-                            factor if zero else 1,
-                            sequence,
-                            recompute,
-                            offload,
-                        )
+                factors = [dp] if zero else [1]
+                if zero == 3 and 1 < in_node < dp and dp % in_node == 0:
+                    factors.append(in_node)
+                for factor, recompute in itertools.product(factors, recomputes):
+                    yield of_degrees(
+                        schedule=schedule,
+                        interleave=interleave,
+                        micro_batch_size=size,
+                        chunks=chunks,
+                        zero=zero,
+                        shard_factor=factor,
+                        recompute=recompute,
+                    )

@@ -1,7 +1,6 @@
-"""Time of a step: work of each layer on a device, messages on the links, and the simulated schedule.
+"""Time of a step: stages from their layers, the simulated schedule, and what gradients, weights and optimizer add.
 
-Work, messages -> seconds by meshwright.tools.planner.rates
-stage    -> Costs     F, B (I, W) of one micro-batch, its message to the next stage
+layers   -> StageTime F, B (I, W) of one micro-batch, its message to the next stage
 schedule -> Timeline  meshwright.schedule.analysis
 step     =  Timeline + exposed gradient reduction and weight all-gather + optimizer
 """
@@ -9,21 +8,17 @@ step     =  Timeline + exposed gradient reduction and weight all-gather + optimi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
-from meshwright.schedule.action import COMPUTE, Action, Placement, Schedule
-from meshwright.schedule.action import Kind as Does
+from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.config import bucket_bytes, reduces_each_microbatch, shard_factor
+from meshwright.schedule.action import COMPUTE, Action, Kind, Placement, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
-from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.rates import MEASURED, ON_CORES, FrameworkTraits, RateFractions, Wire, wire_of, work_s
-from meshwright.tools.summary import Elements
+from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
 
 
 class StageTime(NamedTuple):
@@ -54,183 +49,75 @@ class StepTime(NamedTuple):
     stages: tuple[StageTime, ...]
 
 
-def layer_s(
-    layer: LayerProfile,
-    hardware: Hardware,
-    dtype: str,
-    reached: RateFractions,
-    tp: Wire,
-    habits: FrameworkTraits,
-    context: Wire | None = None,
-) -> tuple[float, float, float, float]:
-    """Return a layer's seconds: (forward, backward, weight half, messages in forward and backward)."""
-    narrow = habits.product_dtype if layer.attended and habits.product_dtype in hardware.flops_per_s else ""
-
-    tokens = {work.shape[1] for work in layer.forward if work.kind is WorkKind.PRODUCT}
-
-    def one(work: Work, backward: bool) -> float:
-        batch, m, n, k = work.shape
-        if habits.tp_in_parts and tp.size > 1 and work.kind is WorkKind.PRODUCT and m in tokens and m % tp.size == 0:
-            part = work._replace(
-                flops=work.flops / tp.size, bytes=work.bytes / tp.size, shape=(batch, m // tp.size, n, k)
-            )
-            return tp.size * whole(part, backward)
-        return whole(work, backward)
-
-    def whole(work: Work, backward: bool) -> float:
-        if narrow and work.kind is WorkKind.PRODUCT:
-            batch, m, n, k = work.shape
-            cast = 5 * batch * k * (m + n)  # for the largest value, for the cast, and what that writes
-            casting = habits.casts * (cast / (hardware.memory_bytes_per_s * reached.memory) + 2 * reached.operation_s)
-            return work_s(work, hardware, narrow, reached, backward=backward) / habits.cast_product_speed + casting
-        return work_s(work, hardware, dtype, reached, backward=backward, habits=habits)
-
-    def of(works: Sequence[Work], backward: bool) -> float:
-        return sum(work.times * one(work, backward) for work in works)
-
-    def said(messages: Sequence[GroupMessages], beside: Mapping[str, float]) -> float:
-        seconds = 0.0
-        for message in messages:
-            takes = tp.seconds(message.wire_bytes, message.calls, message.operation)
-            share = min(1.0, beside.get(message.operation, 0.0) / message.calls)
-            seconds += takes * (1 - reached.hidden * share)
-        return seconds
-
-    forward_beside, backward_beside = beside_products(layer, habits)
-    forward_says, backward_says = said(layer.forward_says, forward_beside), said(layer.backward_says, backward_beside)
-    if context is not None and context.size > 1:
-        once, again = exchanged_s(layer, context, habits)
-        forward_says += once
-        backward_says += again
-    add_bytes = 0 if habits.accumulates_in_product else layer.num_parameters * (2 + 2 * habits.wide_gradient_bytes)
-    adds = add_bytes / (hardware.memory_bytes_per_s * reached.memory)
-    backward, weight_half = of(layer.backward, True), of(layer.weight_half, True)
-    if layer.weight_half:
-        weight_half += adds
-    else:
-        backward += adds
-    return of(layer.forward, False) + forward_says, backward + backward_says, weight_half, forward_says + backward_says
-
-
-def beside_products(layer: LayerProfile, habits: FrameworkTraits) -> tuple[dict[str, float], dict[str, float]]:
-    """Count the calls of each collective that products can hide, in forward and in backward.
-
-    For ``tp_beside_weight_gradients``, backward hides as many reductions as forward has, and the all-gathers in excess
-    of the reduce-scatters (of inputs that were kept as shards).
-    """
-    forward = {message.operation: float(message.calls) for message in layer.forward_says}
-    backward = {message.operation: float(message.calls) for message in layer.backward_says}
-    gathers = forward.get("all_gather", 0.0)
-    if habits.tp_beside:
-        return forward, backward
-    if habits.tp_in_parts:
-        return forward, backward | {"reduce_scatter": max(0.0, backward.get("reduce_scatter", 0.0) - gathers)}
-    if not habits.tp_beside_weight_gradients:
-        return {}, {}
-    found = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
-    found["all_gather"] = max(0.0, backward.get("all_gather", 0.0) - backward.get("reduce_scatter", 0.0))
-    return {}, found
-
-
-def exchanged_s(layer: LayerProfile, context: Wire, habits: FrameworkTraits) -> tuple[float, float]:
-    """Return the seconds of context-parallel messages, in forward and in backward."""
-    forward = backward = 0.0
-    others = context.size - 1
-    for queries, keys in layer.attended:
-        if habits.context_exchange == "heads":
-            bytes_ = (2 * queries + keys) * others / context.size
-            forward += context.seconds(bytes_, 4)
-            backward += context.seconds(bytes_, 4)
-        else:
-            forward += context.seconds(keys * others)
-            backward += context.seconds(2 * keys * others, 2)
-    return forward, backward
-
-
 def step_time(
-    sketch: LayoutModel,
-    hardware: Hardware,
-    reached: RateFractions | None = None,
-    habits: FrameworkTraits | None = None,
+    layout: LayoutModel,
+    performance: PerformanceModel,
     *,
     simulated: bool = True,
-    seen: dict[Any, Any] | None = None,
+    results: dict[Any, Any] | None = None,
 ) -> StepTime:
     """Return the time of a step for one layout.
 
-    ``simulated = False``: the schedule's time by a formula, good enough to rank layouts. ``seen``: cache of earlier
-    times for the same model and hardware.
+    Args:
+        simulated: False: the schedule's time by a formula, good enough to rank layouts.
+        results: cache of earlier times for the same model and performance.
     """
-    on_cores = hardware.kind == "cpu"
-    reached, habits = (
-        reached or (MEASURED if on_cores else RateFractions()),
-        habits or (ON_CORES if on_cores else FrameworkTraits()),
-    )
-    config = sketch.config
-    parallel = config.parallel
-    dp = parallel.dp
-    assert isinstance(dp, int)
-    tp = wire_of(parallel.tp, 1, hardware, reached)
-    context = wire_of(habits.context, parallel.tp, hardware, reached)
-    pp = wire_of(2 if parallel.pp > 1 else 1, parallel.tp * dp, hardware, reached)
-    key = ("stages", id(sketch.layers), tuple(run.start for run in sketch.stages), pp)
-    seen = {} if seen is None else seen
-    if key not in seen:
-        seen[key] = _stage_times(sketch, hardware, reached, habits, tp, pp, context)
-    stages: list[StageTime] = seen[key]
-    crowd = max(1.0, dp * parallel.tp / hardware.processors) if on_cores else 1.0
-    stages = [StageTime(*(seconds * crowd for seconds in stage)) for stage in stages] if crowd > 1 else stages
-    costs = _costs(stages, habits)
-    run = simulate if sketch.schedule.rows[0][-1:] == (Action(Does.STEP),) else pace
-    timeline = run(sketch.schedule, costs) if simulated else Timeline(sketch.schedule.name, ())
-    pipeline = _pipeline_s(timeline, habits) if simulated else formula_s(sketch, costs, habits)
-    more = batch_numbers(config).chunks - sketch.schedule.chunks
-    if more and simulated:
-        pipeline += more * seconds_per_micro_batch(timeline, sketch.schedule)
-    if on_cores and parallel.pp > 1:  # idle ranks leave their core to others, who cannot be quicker than all cores
-        pipeline = max(pipeline, _all_cores_s(sketch, stages, dp * parallel.tp / crowd, hardware))
-    reduce, gather = _replicas(sketch, hardware, reached, habits, stages)
-    optimizer = max(
-        _optimizer_s(config, sketch.elements, sketch.schedule.stages_of(rank), hardware, reached, habits)
-        for rank in range(sketch.schedule.pp)
-    )
-    optimizer *= crowd
-    total = pipeline + (reduce + gather) * crowd + optimizer
-    devices = dp * parallel.tp * parallel.pp
-    total = total * (1 + reached.waits * math.log2(max(devices / hardware.devices_per_node, 1.0))) + reached.step_s
+    hardware, fractions, traits = performance
+    pp, dp, tp = layout.grid
+    on_cpu = hardware.kind == "cpu"
+    pp_link = performance.group_link(2 if pp > 1 else 1, tp * dp)
+    key = ("stages", id(layout.layers), tuple(run.start for run in layout.stages), pp_link)
+    results = {} if results is None else results
+    if key not in results:
+        results[key] = _stage_times(layout, performance, pp_link)
+    stages: list[StageTime] = results[key]
+    # ranks that share a core slow each other down
+    sharing = max(1.0, dp * tp / hardware.processors) if on_cpu else 1.0
+    if sharing > 1:
+        stages = [StageTime(*(seconds * sharing for seconds in stage)) for stage in stages]
+    costs, schedule = _costs(stages, traits), layout.schedule
+    timeline = Timeline(schedule.name, ())
+    if simulated:
+        timeline = (simulate if schedule.rows[0][-1:] == (Action(Kind.STEP),) else pace)(schedule, costs)
+        pipeline = _pipeline_s(timeline, traits)
+        if more_chunks := batch_numbers(layout.config).chunks - schedule.chunks:
+            pipeline += more_chunks * seconds_per_micro_batch(timeline, schedule)
+    else:
+        pipeline = formula_s(layout, costs, traits)
+    if on_cpu and pp > 1:  # idle ranks leave their core to others, but the busy ones cannot use more than all cores
+        pipeline = max(pipeline, _all_cores_s(layout, stages, dp * tp / sharing, hardware.processors))
+    reduce, gather = _replicas_s(layout, performance, stages)
+    optimizer = max(_optimizer_s(layout, performance, rank) for rank in range(schedule.pp)) * sharing
+    total = pipeline + (reduce + gather) * sharing + optimizer
+    num_nodes = max(dp * tp * pp / hardware.devices_per_node, 1.0)
+    total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
     return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
 
 
-def _all_cores_s(sketch: LayoutModel, stages: Sequence[StageTime], ranks: float, hardware: Hardware) -> float:
+def _all_cores_s(layout: LayoutModel, stages: Sequence[StageTime], ranks: float, num_cores: int) -> float:
     """Return the pipeline's seconds if no core is ever idle. ``ranks``: number that run one stage at once."""
     busy = sum(stage.forward + stage.backward + stage.weight_half for stage in stages)
-    return float(batch_numbers(sketch.config).chunks * busy * ranks / hardware.processors)
+    return float(batch_numbers(layout.config).chunks * busy * ranks / num_cores)
 
 
-def _stage_times(
-    sketch: LayoutModel,
-    hardware: Hardware,
-    reached: RateFractions,
-    habits: FrameworkTraits,
-    tp: Wire,
-    pp: Wire,
-    context: Wire,
-) -> list[StageTime]:
+def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: GroupLink) -> list[StageTime]:
     """Return the times of each stage; equal layers are timed once."""
-    times: dict[int, tuple[float, float, float, float]] = {}
+    dtype, tp = layout.config.train.dtype, layout.config.parallel.tp
+    tp_link, context_link = performance.group_link(tp, 1), performance.group_link(performance.traits.context, tp)
+    times: dict[int, LayerTime] = {}
     stages = []
-    for index in range(len(sketch.stages)):
+    for index in range(len(layout.stages)):
         forward = backward = half = messages = 0.0
-        for layer in sketch.stage(index):
-            key = id(layer.forward)
-            if key not in times:
-                times[key] = layer_s(layer, hardware, sketch.config.train.dtype, reached, tp, habits, context)
-            forward += times[key][0]
-            backward += times[key][1]
-            half += times[key][2]
-            messages += times[key][3]
-        stages.append(StageTime(forward, backward, half, _message_s(sketch, index, pp, tp, habits), messages))
+        for layer in layout.stage(index):
+            if (key := id(layer.forward)) not in times:
+                times[key] = layer_time(layer, performance, dtype, tp_link, context_link)
+            forward += times[key].forward
+            backward += times[key].backward
+            half += times[key].weight_half
+            messages += times[key].messages
+        message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
+        stages.append(StageTime(forward, backward, half, message_s, messages))
     return stages
 
 
@@ -247,23 +134,23 @@ def stages_by_rank(schedule: Schedule) -> list[list[int]]:
     return _by_rank(schedule.pp, schedule.num_stages, schedule.placement)
 
 
-FILL = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
+BUBBLES = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
 """Bubble of schedules that split the backward, as a fraction of 1f1b's; simulated with unequal halves."""
 
 
-def _costs(stages: Sequence[StageTime], habits: FrameworkTraits) -> list[Costs]:
+def _costs(stages: Sequence[StageTime], traits: FrameworkTraits) -> list[Costs]:
     """Return the simulation costs of each stage. A blocking message is added to the computation before it."""
     costs = []
-    waits = 0.0 if habits.sends_beside else 1.0
+    blocking = 0.0 if traits.overlaps_sends else 1.0
     for index, stage in enumerate(stages):
         before = stages[index - 1].message if index else 0.0
         costs.append(
             Costs(
-                f=stage.forward + waits * stage.message,
-                b=stage.backward + stage.weight_half + waits * before,
-                i=stage.backward + waits * before,
+                f=stage.forward + blocking * stage.message,
+                b=stage.backward + stage.weight_half + blocking * before,
+                i=stage.backward + blocking * before,
                 w=stage.weight_half,
-                comm=stage.message * (1 - waits),
+                comm=stage.message * (1 - blocking),
             )
         )
     return costs
@@ -272,30 +159,30 @@ def _costs(stages: Sequence[StageTime], habits: FrameworkTraits) -> list[Costs]:
 def seconds_per_micro_batch(timeline: Timeline, schedule: Schedule) -> float:
     """Return the seconds per additional micro-batch: the spacing of the last stage's final backwards."""
     last = schedule.num_stages - 1
-    ends = [s.end for s in timeline.spans if s.action.stage == last and s.action.kind in (Does.B, Does.I)]
+    ends = [s.end for s in timeline.spans if s.action.stage == last and s.action.kind in (Kind.B, Kind.I)]
     return (ends[-1] - ends[-1 - schedule.pp]) / schedule.pp
 
 
-def steady_s(sketch: LayoutModel, stages: Sequence[StageTime], habits: FrameworkTraits) -> float:
+def steady_s(layout: LayoutModel, stages: Sequence[StageTime], traits: FrameworkTraits) -> float:
     """Return the seconds per additional micro-batch: one forward and backward of the slowest rank."""
-    costs, schedule = _costs(stages, habits), sketch.schedule
+    costs, schedule = _costs(stages, traits), layout.schedule
     return max(sum(costs[s].f + costs[s].b for s in schedule.stages_of(rank)) for rank in range(schedule.pp))
 
 
-def _message_s(sketch: LayoutModel, stage: int, pp: Wire, tp: Wire, habits: FrameworkTraits) -> float:
+def _message_s(layout: LayoutModel, stage: int, pp: GroupLink, tp: GroupLink, traits: FrameworkTraits) -> float:
     """Return the seconds of a stage's message to the next stage."""
-    sent = sketch.footprints[stage].outputs
+    sent = layout.footprints[stage].outputs
     if not sent:
         return 0.0
-    config = sketch.config.parallel
-    if habits.scatters_sends and config.tp > 1 and not config.sequence:
-        return pp.seconds(sent / config.tp, kind="send") + tp.seconds(sent * (config.tp - 1) / config.tp)
+    parallel = layout.config.parallel
+    if traits.scatters_sends and parallel.tp > 1 and not parallel.sequence:
+        return pp.seconds(sent / parallel.tp, kind="send") + tp.seconds(sent * (parallel.tp - 1) / parallel.tp)
     return pp.seconds(sent, kind="send")
 
 
-def _pipeline_s(timeline: Timeline, habits: FrameworkTraits) -> float:
+def _pipeline_s(timeline: Timeline, traits: FrameworkTraits) -> float:
     """Return the pipeline's seconds: all ranks together, or the longest span of one rank if steps may overlap."""
-    if habits.steps_together:
+    if traits.synchronises_steps:
         return max(span.end for span in timeline.spans)
     own: dict[int, tuple[float, float]] = {}
     for span in timeline.spans:
@@ -305,86 +192,79 @@ def _pipeline_s(timeline: Timeline, habits: FrameworkTraits) -> float:
     return max(end - start for start, end in own.values())
 
 
-def formula_s(sketch: LayoutModel, costs: Sequence[Costs], habits: FrameworkTraits) -> float:
+def formula_s(layout: LayoutModel, costs: Sequence[Costs], traits: FrameworkTraits) -> float:
     """Estimate the pipeline's seconds: all micro-batches on the slowest rank, plus bubble and messages."""
-    schedule = sketch.schedule
+    schedule = layout.schedule
     per_rank = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
     messages = 2 * sum(cost.comm for cost in costs[:-1])
-    if not habits.steps_together:
+    if not traits.synchronises_steps:
         return schedule.chunks * max(per_rank)
-    fill = (sum(per_rank) - max(per_rank)) * FILL.get(schedule.name, 1 / schedule.interleave)
-    return schedule.chunks * max(per_rank) + fill + messages
+    bubble = (sum(per_rank) - max(per_rank)) * BUBBLES.get(schedule.name, 1 / schedule.interleave)
+    return schedule.chunks * max(per_rank) + bubble + messages
 
 
-def _replicas(
-    sketch: LayoutModel,
-    hardware: Hardware,
-    reached: RateFractions,
-    habits: FrameworkTraits,
-    stages: Sequence[StageTime],
-) -> tuple[float, float]:
+def _replicas_s(layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
-    config = sketch.config
-    parallel = config.parallel
-    dp, shards = parallel.dp, shard_factor(config)
-    assert isinstance(dp, int)
-    if dp == 1:
+    if layout.grid.dp == 1:
         return 0.0, 0.0
-    narrow = {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
-    wide = max(habits.wide_gradient_bytes, narrow) if config.train.dtype != "bfloat16" else habits.wide_gradient_bytes
-    near = wire_of(shards, parallel.tp, hardware, reached)
-    far = wire_of(dp // shards, parallel.tp * shards, hardware, reached)
-    chunks = batch_numbers(sketch.config).chunks
-    worst = (0.0, 0.0)
-    by_rank = stages_by_rank(sketch.schedule)
-    fullest = max(by_rank, key=lambda own: sum(sketch.elements[stage].trained for stage in own))
-    for own in (by_rank[0], by_rank[-1], fullest):
-        elements = sum(sketch.elements[stage].trained for stage in own)
-        calls = max(1, math.ceil(elements * wide / bucket_bytes(config)))
-        ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
-        sums = near.seconds(elements * wide * ring, calls, "reduce_scatter")
-        sums += far.seconds(elements * wide / shards * across, calls, "all_reduce")
-        gathers = near.seconds(elements * narrow * ring, calls, "all_gather") if shards > 1 else 0.0
-        one_backward = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
-        one_forward = sum(stages[stage].forward for stage in own)
-        if parallel.zero == 3:
-            layers = sum(len(sketch.stages[stage]) for stage in own)
-            once_f = near.seconds(elements * narrow * ring, layers, "all_gather")
-            once_b = once_f + near.seconds(elements * wide * ring, layers, "reduce_scatter")
-            summed = far.seconds(elements * wide / shards * across, layers, "all_reduce") if dp > shards else 0.0
-            reduce = chunks * _left(once_b + summed, one_backward, reached, habits.reduces_beside)
-            gather = chunks * _left(once_f, one_forward, reached, habits.gathers_beside)
-        else:
-            times = chunks if reduces_each_microbatch(config) else 1
-            reduce = times * _left(sums, one_backward, reached, habits.reduces_beside)
-            gather = _left(gathers, one_forward, reached, habits.gathers_beside)
-        if reduce + gather > sum(worst):
-            worst = (reduce, gather)
-    return worst
+    by_rank = stages_by_rank(layout.schedule)
+    fullest = max(by_rank, key=lambda own: sum(layout.elements[stage].trained for stage in own))
+    candidates = [_replica_s(layout, performance, stages, own) for own in (by_rank[0], by_rank[-1], fullest)]
+    return max(candidates, key=sum)
 
 
-def _left(seconds: float, beside: float, reached: RateFractions, hides: bool) -> float:
-    """Return the seconds of a message that ``beside`` seconds of computation do not hide."""
-    if not hides:
-        return seconds
-    return max(seconds - reached.hidden * beside, (1 - reached.hidden) * min(seconds, beside))
-
-
-def _optimizer_s(
-    config: RunConfig,
-    elements: Sequence[Elements],
-    stages: Sequence[int],
-    hardware: Hardware,
-    reached: RateFractions,
-    habits: FrameworkTraits,
-) -> float:
-    """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients."""
-    trained = sum(elements[stage].trained for stage in stages)
+def _replica_s(
+    layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
+) -> tuple[float, float]:
+    """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
+    config, (_, dp, tp), traits = layout.config, layout.grid, performance.traits
     shards = shard_factor(config)
-    per_element = habits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)
-    cleared = 0 if config.parallel.zero == 3 else habits.wide_gradient_bytes
-    num_bytes = trained / shards * per_element + trained * cleared
-    seconds = num_bytes / (hardware.memory_bytes_per_s * reached.memory)
+    weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
+    if config.train.dtype != "bfloat16":
+        gradient_bytes = max(gradient_bytes, weight_bytes)
+    near = performance.group_link(shards, tp)
+    far = performance.group_link(dp // shards, tp * shards)
+    ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
+    elements = sum(layout.elements[stage].trained for stage in own)
+
+    def reduce_scatter_s(calls: int) -> float:
+        return near.seconds(elements * gradient_bytes * ring, calls, "reduce_scatter")
+
+    def all_reduce_s(calls: int) -> float:
+        return far.seconds(elements * gradient_bytes / shards * across, calls, "all_reduce")
+
+    def all_gather_s(calls: int) -> float:
+        return near.seconds(elements * weight_bytes * ring, calls, "all_gather")
+
+    def exposed_s(seconds: float, compute_s: float, overlaps: bool) -> float:
+        hidden = performance.fractions.hidden
+        return max(seconds - hidden * compute_s, (1 - hidden) * min(seconds, compute_s)) if overlaps else seconds
+
+    forward_s = sum(stages[stage].forward for stage in own)
+    backward_s = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
+    chunks = batch_numbers(config).chunks
+    if config.parallel.zero == 3:
+        layers = sum(len(layout.stages[stage]) for stage in own)
+        in_forward = all_gather_s(layers)
+        in_backward = in_forward + reduce_scatter_s(layers) + (all_reduce_s(layers) if dp > shards else 0.0)
+        reduce = chunks * exposed_s(in_backward, backward_s, traits.overlaps_reduce)
+        return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather)
+    calls = max(1, math.ceil(elements * gradient_bytes / bucket_bytes(config)))
+    sums = reduce_scatter_s(calls) + all_reduce_s(calls)
+    times = chunks if reduces_each_microbatch(config) else 1
+    reduce = times * exposed_s(sums, backward_s, traits.overlaps_reduce)
+    gathers = all_gather_s(calls) if shards > 1 else 0.0
+    return reduce, exposed_s(gathers, forward_s, traits.overlaps_gather)
+
+
+def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) -> float:
+    """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients."""
+    config, hardware, traits = layout.config, performance.hardware, performance.traits
+    trained = sum(layout.elements[stage].trained for stage in layout.schedule.stages_of(rank))
+    shards = shard_factor(config)
+    per_element = traits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)
+    cleared = 0 if config.parallel.zero == 3 else traits.wide_gradient_bytes
+    seconds = (trained / shards * per_element + trained * cleared) / performance.memory_bytes_per_s
     if config.parallel.offload:
         seconds += trained / shards * 6.0 / hardware.host_link.bytes_per_s
     return float(seconds)

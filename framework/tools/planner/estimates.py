@@ -1,10 +1,10 @@
-"""Quick estimates of a layout's time and memory, good enough to select layouts for full evaluation.
+"""Fast estimates of a layout's time and memory, good enough to select layouts for full evaluation.
 
-    computed, drawn   its schedule, or an equivalent one with fewer micro-batches
-    in_flight         micro-batches that each pipeline rank holds; long pipelines are extrapolated from shorter ones
-    quick_s           seconds by formula, quick_bytes the peak of its fullest rank
+    compute_schedule, lowered_schedule   its schedule, or an equivalent one with fewer micro-batches
+    in_flight                            micro-batches that each pipeline rank holds
+    estimate_s, estimate_bytes           seconds of a step, peak of the fullest rank
 
-Results are cached in ``Workbench.seen``.
+Results are cached in ``ModelCache.results``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import stages_by_rank, step_time
-from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
-from meshwright.tools.planner.rates import FrameworkTraits, RateFractions
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.summary import held_at_rest
 
-SHORT = 8
+SHORT_PP = 8
 """Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
-ENOUGH = 3
+STEADY_CHUNKS = 3
 """Micro-batches per pipeline rank in a shortened schedule."""
 
 
@@ -36,123 +36,109 @@ def empty_schedule(choice: Choice) -> Schedule:
     return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
 
 
-def in_flight(workbench: ModelCache, choice: Choice) -> tuple[int, ...]:
+def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:
     """Return the peak number of micro-batches that each pipeline rank holds, counted once per stage.
 
     In a long pipeline, the first, middle and last ranks are extrapolated from two shorter pipelines.
     """
-    chunks = _in_full_swing(choice)
-    key = ("in flight", choice.schedule, choice.pp, chunks, choice.interleave)
-    if key not in workbench.seen:
-        shortens = 2 * SHORT < choice.pp <= chunks
+    chunks = _steady_chunks(choice)
+
+    def count() -> tuple[int, ...]:
+        shortens = 2 * SHORT_PP < choice.pp <= chunks
         peaks = [
             peak_activations(build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave))
-            for pp in ((SHORT, 2 * SHORT) if shortens else (choice.pp,))
+            for pp in ((SHORT_PP, 2 * SHORT_PP) if shortens else (choice.pp,))
         ]
-        if shortens:
-            more = (choice.pp - 2 * SHORT) / SHORT
-            first, middle, last = (
-                math.ceil(peaks[1][at] + more * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT else -1]))
-                for at in (0, SHORT, 2 * SHORT - 1)
-            )
-            half = choice.pp // 2
-            peaks = [(first, *(middle,) * half, *(last,) * (choice.pp - half - 1))]
-        workbench.seen[key] = peaks[0]
-    found: tuple[int, ...] = workbench.seen[key]
-    return found
+        if not shortens:
+            return peaks[0]
+        growth = (choice.pp - 2 * SHORT_PP) / SHORT_PP
+        first, middle, last = (
+            math.ceil(peaks[1][at] + growth * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT_PP else -1]))
+            for at in (0, SHORT_PP, 2 * SHORT_PP - 1)
+        )
+        half = choice.pp // 2
+        return (first, *(middle,) * half, *(last,) * (choice.pp - half - 1))
+
+    return cache.cached(("in flight", choice.schedule, choice.pp, chunks, choice.interleave), count)
 
 
-def _in_full_swing(choice: Choice) -> int:
+def _steady_chunks(choice: Choice) -> int:
     """Return a number of micro-batches beyond which each further one adds constant time and no memory.
 
     Interleaved schedules work in groups of pp, and a remainder makes the groups larger, so the remainder is kept.
     """
     pp, chunks = choice.pp, choice.chunks
-    return ENOUGH * pp + chunks % pp if chunks > ENOUGH * pp else chunks
+    return STEADY_CHUNKS * pp + chunks % pp if chunks > STEADY_CHUNKS * pp else chunks
 
 
-def compute_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
+def compute_schedule(cache: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's schedule of computations, or an equivalent one with fewer micro-batches."""
-    chunks = _in_full_swing(choice)
-    key = ("computed", choice.schedule, choice.pp, chunks, choice.interleave)
-    if key not in workbench.seen:
-        workbench.seen[key] = build(choice.schedule, choice.pp, chunks, choice.interleave)
-    schedule: Schedule = workbench.seen[key]
-    return schedule
+    name, pp, chunks, interleave = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
+    return cache.cached(("computed", name, pp, chunks, interleave), lambda: build(name, pp, chunks, interleave))
 
 
-def lowered_schedule(workbench: ModelCache, choice: Choice) -> Schedule:
+def lowered_schedule(cache: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's lowered schedule, or an equivalent one with fewer micro-batches."""
-    chunks = _in_full_swing(choice)
-    key = ("schedule", choice.schedule, choice.pp, chunks, choice.interleave)
-    if key not in workbench.seen:
-        workbench.seen[key] = build_lowered(choice.schedule, choice.pp, chunks, choice.interleave)
-    schedule: Schedule = workbench.seen[key]
-    return schedule
+    name, pp, chunks, interleave = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
+    return cache.cached(("lowered", name, pp, chunks, interleave), lambda: build_lowered(name, pp, chunks, interleave))
 
 
-def _rough(workbench: ModelCache, choice: Choice) -> LayoutModel:
-    return workbench.sketch(with_choice(workbench.config, choice), empty_schedule(choice), roughly=True)
+def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
+    return cache.layout(with_choice(cache.config, choice), empty_schedule(choice), approximate=True)
 
 
-def _by_few(choice: Choice, value: Callable[[Choice], float]) -> float:
-    """Evaluate ``value``; micro-batches above 2 samples are extrapolated linearly from those of 1 and 2."""
+def _extrapolated(choice: Choice, value: Callable[[Choice], float]) -> float:
+    """Evaluate ``value``; for micro-batches of more than 2 samples, extrapolate linearly from those of 1 and 2."""
     if choice.micro_batch_size <= 2:
         return value(choice)
     one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
     return one + (two - one) * (choice.micro_batch_size - 1)
 
 
-def quick_s(
-    workbench: ModelCache,
-    hardware: Hardware,
-    choice: Choice,
-    reached: RateFractions | None,
-    habits: FrameworkTraits | None,
-) -> float:
+def estimate_s(cache: ModelCache, performance: PerformanceModel, choice: Choice) -> float:
     """Return the estimated seconds of a step."""
 
     def seconds(of: Choice) -> float:
-        sketch = _rough(workbench, of)
-        return step_time(sketch, hardware, reached, habits, simulated=False, seen=workbench.seen).total
+        layout = _approximate_layout(cache, of)
+        return step_time(layout, performance, simulated=False, results=cache.results).total
 
-    return _by_few(choice, seconds)
+    return _extrapolated(choice, seconds)
 
 
-def quick_bytes(workbench: ModelCache, choice: Choice) -> int:
+def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
     """Return the estimated peak bytes of the fullest among the first, middle and last pipeline ranks."""
-    flying = in_flight(workbench, choice)
+    num_in_flight = in_flight(cache, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
-    def needed(of: Choice) -> float:
-        key = ("needed", of._replace(chunks=0), tuple(flying[rank] for rank in ranks))
-        if key not in workbench.seen:
-            sketch, most = _rough(workbench, of), 0.0
-            by_rank = stages_by_rank(sketch.schedule)
-            for rank in ranks:
-                stages = by_rank[rank]
-                held = sum(sum(held_at_rest(sketch.config, sketch.elements[stage])[:3]) for stage in stages)
-                kept = sum(sketch.footprints[s].kept + sketch.footprints[s].inputs for s in stages) / len(stages)
-                besides = max(max(p.bytes for p in sketch.footprints[s].backward) for s in stages)
-                most = max(most, held + kept * flying[rank] + max(besides, 0))
-            workbench.seen[key] = most
-        found: float = workbench.seen[key]
-        return found
+    def peak(of: Choice) -> float:
+        layout, most = _approximate_layout(cache, of), 0.0
+        by_rank = stages_by_rank(layout.schedule)
+        for rank in ranks:
+            stages = by_rank[rank]
+            held = sum(sum(held_at_rest(layout.config, layout.elements[stage])[:3]) for stage in stages)
+            kept = sum(layout.footprints[s].kept + layout.footprints[s].inputs for s in stages) / len(stages)
+            temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
+            most = max(most, held + kept * num_in_flight[rank] + max(temporary, 0))
+        return most
 
-    return int(_by_few(choice, needed))
+    def cached_peak(of: Choice) -> float:
+        key = ("needed", of._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
+        return cache.cached(key, lambda: peak(of))
+
+    return int(_extrapolated(choice, cached_peak))
 
 
-def least_bytes(workbench: ModelCache, choice: Choice) -> int:
+def least_bytes(cache: ModelCache, choice: Choice) -> int:
     """Return the bytes of a rank at rest if all pipeline ranks hold the same."""
-    config = with_choice(workbench.config, choice)
-    total = workbench.total_elements(choice.tp, choice.sequence)
+    config = with_choice(cache.config, choice)
+    total = cache.total_elements(choice.tp, choice.sequence)
     share = type(total)(*(number // choice.pp for number in total))
     return sum(held_at_rest(config, share)[:3])
 
 
-def least_host_bytes(workbench: ModelCache, alike: Sequence[Choice]) -> int:
+def least_host_bytes(cache: ModelCache, alike: Sequence[Choice]) -> int:
     """Return the same in host memory, for the choice that shards most."""
     most = max(alike, key=lambda each: (each.zero, each.shard_factor))
-    total = workbench.total_elements(most.tp, most.sequence)
+    total = cache.total_elements(most.tp, most.sequence)
     share = type(total)(*(number // most.pp for number in total))
-    return held_at_rest(with_choice(workbench.config, most), share)[3]
+    return held_at_rest(with_choice(cache.config, most), share)[3]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.terminal.format import format_size
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.search import Plan, RankedLayout, usable_bytes
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
 
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""
 
 
-def strategy(workbench: ModelCache, plan: Plan) -> list[str]:
+def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     """Return sentences on the simplest parallelism that the model's size and the links call for."""
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
-    elements = workbench.total_elements(1, False).trained
-    width = DTYPES[workbench.config.train.dtype].itemsize
+    elements = cache.total_elements(1, False).trained
+    width = DTYPES[cache.config.train.dtype].itemsize
     states = elements * (width + 4 + (12 if width == 2 else 8))
-    largest = max(sum(numel for _, numel, _, _ in each) for each in workbench.split(1, False)[2].values())
+    largest = max(sum(numel for _, numel, _, _ in each) for each in cache.split(1, False)[2].values())
     lines = [
         f"weights, gradients and AdamW of {elements:,} parameters are {format_size(states)}; a device has room for "
         f"{format_size(room)}, a node for {format_size(room * hardware.devices_per_node)}"
@@ -84,7 +84,7 @@ def _busy(found: RankedLayout) -> float:
 
 
 def _of_rank(found: RankedLayout, field: str) -> list[float]:
-    schedule = found.sketch.schedule
+    schedule = found.layout.schedule
     return [
         sum(getattr(found.time.stages[stage], field) for stage in schedule.stages_of(rank))
         for rank in range(schedule.pp)
@@ -99,10 +99,10 @@ def _replicas(found: RankedLayout) -> float:
     return found.time.reduce + found.time.gather
 
 
-def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
+def sanity(cache: ModelCache, found: RankedLayout) -> list[str]:
     """Compare counted figures with rules of thumb, where the model's options are those of a transformer."""
-    options, config = workbench.config.model.options, found.config
-    elements = max(sum(found.sketch.elements[s].trained for s in stages) for stages in _stages(found))
+    options, config = cache.config.model.options, found.config
+    elements = max(sum(found.layout.elements[s].trained for s in stages) for stages in _stages(found))
     fullest = max(found.memory, key=lambda each: each.at_rest + each.host)
     held, hosted = fullest.at_rest + fullest.host, fullest.host
     zero = f"by ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
@@ -119,7 +119,7 @@ def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
         h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
         wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
         low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t
-        kept = sum(each.kept for each in found.sketch.footprints)
+        kept = sum(each.kept for each in found.layout.footprints)
         between = "within" if low <= kept <= high else "outside"
         lines.append(
             f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {format_size(round(low))} .. "
@@ -130,4 +130,4 @@ def sanity(workbench: ModelCache, found: RankedLayout) -> list[str]:
 
 
 def _stages(found: RankedLayout) -> list[tuple[int, ...]]:
-    return [found.sketch.schedule.stages_of(rank) for rank in range(found.sketch.schedule.pp)]
+    return [found.layout.schedule.stages_of(rank) for rank in range(found.layout.schedule.pp)]

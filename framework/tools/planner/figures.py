@@ -10,7 +10,7 @@ from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.planner.explanation import duration
 from meshwright.tools.planner.memory import RankMemory
-from meshwright.tools.planner.search import Plan, usable_bytes
+from meshwright.tools.planner.plan import Plan, usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

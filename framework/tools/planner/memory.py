@@ -9,116 +9,12 @@ along the row activations    of every micro-batch from its F to its B (or, split
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
-from meshwright.optimizer.eight_bit import table_bytes
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
-from meshwright.tools.planner.profile import LayerProfile
-from meshwright.tools.summary import Elements, held_at_rest
-
-
-class Point(NamedTuple):
-    """One layer's turn in the backward of a stage."""
-
-    bytes: int
-    """Peak bytes, above those live at the start of the stage's backward."""
-    elements: int
-    """Number of the layer's parameters."""
-    elements_before: int
-    """Number of parameters whose gradients exist by then, which are those of the later layers."""
-
-
-class Footprint(NamedTuple):
-    """Memory of one stage for one micro-batch, in bytes."""
-
-    inputs: int
-    """Tensors from the previous stage, held from their receive to their backward."""
-    kept: int
-    """Tensors that the layers keep between forward and backward, with values between layers, without ``inputs``."""
-    forward_peak: int
-    """Peak in forward, above the bytes live before it."""
-    backward: tuple[Point, ...]
-    """Path of a whole backward, or of its first half: from the last layer to the first, then the end."""
-    noted: int
-    """Bytes kept between the halves of a split backward."""
-    weight_half: tuple[Point, ...]
-    """Path of the second half of a split backward."""
-    outputs: int
-    """Outputs sent to the next stage and held for backward."""
-    input_gradients: int
-    output_gradients: int
-    """Gradients received from the next stage."""
-
-
-def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]], *, last: bool) -> Footprint:
-    """Combine the layers of a stage.
-
-    Args:
-        inputs: (bytes, needs gradient) of each tensor from the previous stage. Empty for the first stage: its samples
-            are small, and counted where a layer keeps them.
-        last: True if the stage ends in the loss.
-    """
-    value: list[int] = []
-    sizes: dict[int, int] = {}  # of tensors between layers that the layer before does not keep itself
-    keepers: dict[int, int] = {}  # the first layer that keeps one: the last to let it go
-    for _ in inputs:
-        value.append(len(sizes))
-        sizes[len(sizes)] = 0
-    received = set(value)
-    owned = forward_peak = 0
-    for index, layer in enumerate(layers):
-        if not value:
-            value = [len(sizes) + place for place in range(len(layer.inputs_kept))]
-            sizes |= dict.fromkeys(value, 0)
-        for place, tensor in enumerate(value):
-            if layer.inputs_kept[place]:
-                keepers.setdefault(tensor, index)
-        there = owned + sum(sizes[tensor] for tensor in {*value, *keepers} - received)
-        forward_peak = max(forward_peak, there + layer.forward_peak)
-        owned += layer.kept_bytes
-        handed = []
-        for leaf in layer.outputs:
-            if leaf.comes_from is not None:
-                handed.append(value[leaf.comes_from])
-                continue
-            tensor = len(sizes)
-            sizes[tensor] = 0 if leaf.kept else leaf.bytes
-            handed.append(tensor)
-        value = handed
-    if not last:
-        for leaf, tensor in zip(layers[-1].outputs, value, strict=True):
-            if leaf.needs_gradient:
-                keepers.setdefault(tensor, len(layers))
-    kept = owned + sum(sizes[tensor] for tensor in keepers if tensor not in received)
-    noted = sum(layer.noted_bytes for layer in layers)
-    back: list[Point] = []
-    halves: list[Point] = []
-    remaining, remaining_notes, elements = kept, noted, 0
-    for index in range(len(layers) - 1, -1, -1):
-        layer = layers[index]
-        from_outside = index == len(layers) - 1 and not last
-        peak = layer.backward_peak_from_outside if from_outside else layer.backward_peak
-        back.append(Point(remaining + peak - kept, layer.num_parameters, elements))
-        halves.append(Point(remaining_notes + layer.weight_peak - noted, layer.num_parameters, elements))
-        remaining -= layer.kept_bytes + sum(sizes[t] for t, keeper in keepers.items() if keeper == index)
-        remaining_notes -= layer.noted_bytes
-        elements += layer.num_parameters
-    back.append(Point(noted - kept, 0, elements))
-    halves.append(Point(-noted, 0, elements))
-    handed_on = sum(leaf.bytes for leaf in layers[-1].outputs if leaf.needs_gradient)
-    return Footprint(
-        sum(size for size, _ in inputs),
-        kept,
-        forward_peak,
-        tuple(back),
-        noted,
-        tuple(halves),
-        0 if last else handed_on,
-        sum(size for size, needs in inputs if needs),
-        0 if last else handed_on,
-    )
+from meshwright.tools.planner.footprint import BackwardPoint, Footprint
 
 
 class RankMemory(NamedTuple):
@@ -146,19 +42,19 @@ class RankMemory(NamedTuple):
         return self.at_rest + self.activations + self.messages + self.temporaries
 
 
-class Transport(NamedTuple):
+class Backend(NamedTuple):
     """Extra memory that a communication backend needs besides the tensors themselves."""
 
     holds_sends: bool
     """True if a sent tensor is freed only after 2 x pp others have been sent (gloo reports completion late)."""
-    sums_in_copies: bool
+    copies_reduce_scatter: bool
     """True if a reduce-scatter needs a copy of its whole input (gloo has no buffers of its own)."""
 
 
-GLOO, NCCL = Transport(True, True), Transport(False, False)
+GLOO, NCCL = Backend(True, True), Backend(False, False)
 
 
-class Moment(NamedTuple):
+class ActionMemory(NamedTuple):
     """Bytes held in addition to those at rest while one action runs."""
 
     activations: int
@@ -172,34 +68,11 @@ class Moment(NamedTuple):
         return self.activations + self.messages + self.temporaries
 
 
-def rank_memory(
-    config: RunConfig,
-    schedule: Schedule,
-    pp_rank: int,
-    footprints: Mapping[int, Footprint],
-    elements: Mapping[int, Elements],
-    transport: Transport,
-) -> RankMemory:
-    """Return the peak memory of one pipeline rank.
-
-    Args:
-        footprints: of the stages of this rank.
-        elements: this rank's parameters of those stages.
-    """
-    stages = schedule.stages_of(pp_rank)
-    held = [held_at_rest(config, elements[stage]) for stage in stages]
-    weights, gradients, optimizer, host = (sum(column) for column in zip(*held, strict=True))
-    highest = walk(schedule, pp_rank, footprints, _Sums(config, transport), transport)
-    if config.optimizer.name == "adamw8bit":
-        optimizer += table_bytes(config.train.dtype == "float64")
-    return RankMemory(weights, gradients, optimizer, *highest[:3], host, highest.at)
-
-
-class _Sums(NamedTuple):
+class ReductionBuffers(NamedTuple):
     """Temporary memory of gradient reduction over replicas and of weight all-gathers."""
 
     config: RunConfig
-    transport: Transport
+    backend: Backend
 
     @property
     def narrow(self) -> int:
@@ -211,7 +84,7 @@ class _Sums(NamedTuple):
         """Bytes per element of a gradient that is reduced."""
         return max(4, self.narrow)
 
-    def at(self, point: Point, whole: int, *, reduces: bool, at_once: bool = False) -> int:
+    def at(self, point: BackwardPoint, whole: int, *, reduces: bool, at_once: bool = False) -> int:
         """Return the temporary bytes while one layer's backward runs.
 
         ``whole``: elements of the stage. ``at_once``: the first gradient exists before the first layer's peak.
@@ -224,7 +97,7 @@ class _Sums(NamedTuple):
         if not reduces:
             return 0
         there, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
-        copies = 1 if self.transport.sums_in_copies else 0
+        copies = 1 if self.backend.copies_reduce_scatter else 0
         if parallel.zero == 2 and reduces_each_microbatch(
             self.config
         ):  # a bucket is there, whole, from its first gradient on
@@ -239,12 +112,12 @@ class _Sums(NamedTuple):
             return 0
         if self.config.parallel.zero == 2 and reduces_each_microbatch(self.config):
             return 0
-        return elements * self.wide if self.transport.sums_in_copies else 0
+        return elements * self.wide if self.backend.copies_reduce_scatter else 0
 
 
 def walk(
-    schedule: Schedule, pp_rank: int, footprints: Mapping[int, Footprint], sums: _Sums, transport: Transport
-) -> Moment:
+    schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], sums: ReductionBuffers, backend: Backend
+) -> ActionMemory:
     """Walk along a row and return its moment of peak memory; approximate for a schedule that is not lowered."""
     last = schedule.last_backwards(pp_rank)
     each = reduces_each_microbatch(sums.config)
@@ -252,7 +125,7 @@ def walk(
     gone: set[Action] = set()
     """Forwards whose backward is done while their output is still being sent."""
     activations = messages = under_way = 0
-    highest = Moment(0, 0, 0, "rest")
+    highest = ActionMemory(0, 0, 0, "rest")
     for item in _row(schedule, pp_rank, last):
         group = actions_of(item)
         if group[0].kind in COMPUTE:
@@ -260,14 +133,14 @@ def walk(
             stage = action.stage or 0
             of = footprints[stage]
             if action.kind is Kind.F:
-                largest = Point(0, max(point.elements for point in of.backward), 0)
+                largest = BackwardPoint(0, max(point.elements for point in of.backward), 0)
                 peak = of.forward_peak + sums.at(largest, 0, reduces=False)
             else:
                 reduces = action in last or (each and action.kind is not Kind.I)
                 second, whole = action.kind is Kind.W, of.backward[-1].elements_before
                 points = of.weight_half if second else of.backward
                 peak = max(p.bytes + sums.at(p, whole, reduces=reduces, at_once=second) for p in points)
-            moment = Moment(activations, messages, under_way + peak, str(action))
+            moment = ActionMemory(activations, messages, under_way + peak, str(action))
             if moment.total > highest.total:
                 highest = moment
             if action in last:
@@ -291,7 +164,7 @@ def walk(
                 sends.append((of.outputs, action))
             elif action.kind is Kind.REDUCE:
                 under_way -= sums.after(of.backward[-1].elements_before)
-        while sends and (not transport.holds_sends or len(sends) > 2 * schedule.pp):
+        while sends and (not backend.holds_sends or len(sends) > 2 * schedule.pp):
             size, action = sends.popleft()
             if action.kind is Kind.SEND_B or action in gone:
                 messages -= size
@@ -325,10 +198,10 @@ def _after(schedule: Schedule, action: Action, of: Footprint, activations: int, 
             activations += of.inputs
         return activations + of.kept, messages
     if action.kind is Kind.W:
-        return activations - of.noted, messages
+        return activations - of.deferred, messages
     activations -= of.kept
     if schedule.receive_for(action._replace(kind=Kind.F)) is not None:
         activations -= of.inputs
     if action.kind is Kind.I:
-        activations += of.noted
+        activations += of.deferred
     return activations, messages - of.output_gradients + of.input_gradients

@@ -10,8 +10,8 @@ from meshwright.terminal.format import format_size
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.planner.explanation import duration, sanity, strategy, why
 from meshwright.tools.planner.figures import memory_bars, schedule_picture, trade_off
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.search import Plan, tokens_per_second, usable_bytes
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.plan import Plan, tokens_per_second, usable_bytes
 from meshwright.tools.planner.text import CATEGORIES
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
@@ -19,7 +19,7 @@ MOST_DRAWN = 4096
 """Most actions of a schedule that is drawn."""
 
 
-def page(workbench: ModelCache, plan: Plan) -> str:
+def page(cache: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
     grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
@@ -33,16 +33,16 @@ def page(workbench: ModelCache, plan: Plan) -> str:
         plan=plan,
         first=first,
         facts=[
-            ("model", f"{plan.base.model.builder}, {len(workbench.names)} layers, {plan.base.train.dtype}"),
+            ("model", f"{plan.base.model.builder}, {len(cache.names)} layers, {plan.base.train.dtype}"),
             ("step", f"{duration(first.time.total)} predicted, {first.mfu:.1%} MFU"),
-            ("rate", f"{tokens_per_second(first, workbench):,.0f} {workbench.example(1).unit} a second"),
+            ("rate", f"{tokens_per_second(first, cache):,.0f} {cache.example(1).unit} a second"),
             ("memory", f"{format_size(first.peak_bytes)} of {format_size(room)} on the fullest rank"),
         ],
         layout=str(first.choice),
-        strategy=strategy(workbench, plan),
-        rows=_rows(workbench, plan),
+        strategy=strategy(cache, plan),
+        rows=_rows(cache, plan),
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
-        sanity=sanity(workbench, first),
+        sanity=sanity(cache, first),
         categories=CATEGORIES,
         memory=[
             (rank, [format_size(getattr(each, name)) for name in CATEGORIES], format_size(each.total), each.at)
@@ -59,7 +59,7 @@ def page(workbench: ModelCache, plan: Plan) -> str:
     )
 
 
-def _rows(workbench: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
+def _rows(cache: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(number),

@@ -3,7 +3,7 @@
     Work     -> seconds   product     tiles over processors, short inner dims, the largest rate seen; at least its bytes
                           attention   a share of the peak
                           the rest    bytes over bandwidth
-    messages -> seconds   latency + bytes on the wire over the link's reached bandwidth
+    messages -> seconds   latency + bytes on the wire over the link's effective bandwidth
 
 Constants that no data sheet contains are in :class:`RateFractions`, one set for all devices, models and sources.
 """
@@ -18,7 +18,7 @@ from meshwright.tools.planner.operations import Work, WorkKind
 
 
 class RateFractions(NamedTuple):
-    """Fractions of data sheet rates that are reached, the same for all devices, models and frameworks.
+    """Fractions of data sheet rates that a run reaches, the same for all devices, models and frameworks.
 
     The defaults fit the published runs of ``benchmarks/published_runs.csv`` (``docs/planner-accuracy.md``), rounded.
     """
@@ -56,15 +56,15 @@ class RateFractions(NamedTuple):
 class FrameworkTraits(NamedTuple):
     """Framework-specific choices that affect time. The defaults are meshwright's."""
 
-    reduces_beside: bool = True
+    overlaps_reduce: bool = True
     """Gradient reduction over replicas overlaps the last backward."""
-    gathers_beside: bool = True
+    overlaps_gather: bool = True
     """All-gather of weights overlaps the forward."""
-    tp_beside: bool = False
+    overlaps_tp: bool = False
     """Tensor-parallel messages overlap products."""
-    tp_beside_weight_gradients: bool = False
+    overlaps_tp_with_weight_gradients: bool = False
     """In backward, reductions of input gradients and repeated all-gathers of inputs overlap products."""
-    sends_beside: bool = True
+    overlaps_sends: bool = True
     """A pipeline rank computes on while it sends; otherwise both sides block until the message has arrived."""
     scatters_sends: bool = False
     """Each tp rank sends its part of a replicated tensor, and the receivers all-gather it (Narayanan 2021)."""
@@ -74,7 +74,7 @@ class FrameworkTraits(NamedTuple):
     """Bytes per element of an accumulated gradient, which is reduced over replicas."""
     optimizer_bytes: float = 38.0
     """Bytes read and written per element of a shard: norm, clipping, AdamW, compute weights."""
-    steps_together: bool = True
+    synchronises_steps: bool = True
     """No pipeline rank begins the next step before all are done, because they share the gradient norm."""
     product_dtype: str = ""
     """Dtype of the layers' products if it differs from the rest; their factors are cast to it."""
@@ -82,7 +82,7 @@ class FrameworkTraits(NamedTuple):
     """Casts of both factors per product of a layer. 0.5: each cast serves two products."""
     cast_product_speed: float = 1.0
     """Speed of products of cast factors, relative to the hardware's rate."""
-    tp_in_parts: bool = False
+    splits_tp_products: bool = False
     """A product overlapped with its all-gather or reduce-scatter is cut into one part per rank.
 
     This is torch's ``_micro_pipeline_tp``. An input gradient is the sum of several products, so it is sent after them.
@@ -103,81 +103,16 @@ class FrameworkTraits(NamedTuple):
 
 MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
 """Fractions for measured rates, which need no reduction."""
-ON_CORES = FrameworkTraits(reduces_beside=False, gathers_beside=False)
+CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
 """Habits of devices whose compute cores also carry the messages."""
 
 TILE = (128, 128)
-ROWS = 128
+QUERY_TILE = 128
 """Queries per processor at a time in attention."""
 
 
-def _peak(hardware: Hardware, dtype: str) -> float:
-    return float(hardware.flops_per_s[dtype])
-
-
-def work_s(
-    work: Work,
-    hardware: Hardware,
-    dtype: str,
-    reached: RateFractions,
-    *,
-    backward: bool,
-    habits: FrameworkTraits | None = None,
-) -> float:
-    """Return the seconds of one operation of this kind."""
-    if hardware.products:
-        return _measured(work, hardware)
-    memory_s = work.bytes / (hardware.memory_bytes_per_s * reached.memory)
-    if work.kind is WorkKind.ATTENTION:
-        habits = habits or FrameworkTraits()
-        share = habits.attention_speed * filled(work.shape[3], habits.attention_head_dims)
-        share *= attention_share(work.shape[0] * work.shape[1], hardware, reached, backward=backward)
-        return max(work.flops / (_peak(hardware, "bfloat16") * share), memory_s) + reached.operation_s
-    if work.kind is WorkKind.MEMORY:
-        return memory_s + reached.operation_s
-    share = product_share(work.shape, hardware, reached)
-    return max(work.flops / (_peak(hardware, dtype) * share), memory_s) + reached.operation_s
-
-
-def attention_share(queries: int, hardware: Hardware, reached: RateFractions, *, backward: bool) -> float:
-    """Return the fused kernel's share of the peak, 0..1; ``queries`` is their number over all heads."""
-    measured = hardware.attention_backward_share
-    waves = queries / ROWS / hardware.processors
-    filled_waves = waves / (waves + reached.last_wave)
-    if measured is not None:
-        return measured if backward else hardware.attention_share * filled_waves
-    said = hardware.attention_share * reached.attention
-    return said * (reached.attention_backward if backward else filled_waves)
-
-
-def filled(head_dim: int, made_for: tuple[int, ...]) -> float:
-    """Return the head dim over the next larger dim of the kernel, 0..1."""
-    return max((head_dim / dims for dims in made_for if dims >= head_dim), default=1.0)
-
-
-def product_share(shape: tuple[int, int, int, int], hardware: Hardware, reached: RateFractions) -> float:
-    """Return a product's share of the peak, 0..1; ``shape`` is (batch, m, n, k)."""
-    batch, m, n, k = shape
-    tiles = batch * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
-    waves = tiles / hardware.processors
-    full = (waves / math.ceil(waves)) ** reached.tiling
-    edges = (m / (math.ceil(m / TILE[0]) * TILE[0])) * (n / (math.ceil(n / TILE[1]) * TILE[1]))
-    share: float = hardware.product_share * reached.product * full * edges * k / (k + reached.short_k)
-    return share
-
-
-def _measured(work: Work, hardware: Hardware) -> float:
-    memory_s = (
-        interpolated_seconds(hardware.copies, work.bytes)
-        if hardware.copies
-        else work.bytes / hardware.memory_bytes_per_s
-    )
-    computing_s = 0.0 if work.kind is WorkKind.MEMORY else interpolated_seconds(hardware.products, work.flops)
-    return max(computing_s, memory_s) / hardware.whole_share + hardware.operation_s
-
-
-class Wire(NamedTuple):
-    """Links of one mesh axis in one layout."""
+class GroupLink(NamedTuple):
+    """Links between the ranks of one group in one layout."""
 
     bytes_per_s: float
     ring_s: float
@@ -206,19 +141,88 @@ class Wire(NamedTuple):
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
 
 
-def wire_of(size: int, stride: int, hardware: Hardware, reached: RateFractions) -> Wire:
-    """Return the links between ``size`` ranks that stand ``stride`` apart.
+class PerformanceModel(NamedTuple):
+    """Hardware, with the fractions of its rates that a run reaches and the traits of the framework that runs on it."""
 
-    Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with several
-    ranks per node uses all of theirs.
-    """
-    node, cluster = hardware.node_link, hardware.cluster_link
-    within = node.bytes_per_s * reached.node_link
-    call_s = reached.message_s if hardware.kind == "cuda" else 0.0
-    measured = tuple(hardware.messages.items())
-    if size * stride <= hardware.devices_per_node:
-        return Wire(within, (size - 1) * node.latency_s, size, call_s, measured)
-    in_node = min(max(1, hardware.devices_per_node // stride), size)
-    crossings = math.ceil(size / in_node)
-    ring = crossings * cluster.latency_s + (size - crossings) * node.latency_s
-    return Wire(min(cluster.bytes_per_s * reached.cluster_link * in_node, within), ring, size, call_s)
+    hardware: Hardware
+    fractions: RateFractions = RateFractions()
+    traits: FrameworkTraits = FrameworkTraits()
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> PerformanceModel:
+        """Return the model of this framework on a hardware."""
+        return cls(hardware) if hardware.kind == "cuda" else cls(hardware, MEASURED, CPU_TRAITS)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Memory bandwidth of a device that operations reach."""
+        return float(self.hardware.memory_bytes_per_s * self.fractions.memory)
+
+    def work_s(self, work: Work, dtype: str, *, backward: bool) -> float:
+        """Return the seconds of one operation of this kind."""
+        hardware, operation_s = self.hardware, self.fractions.operation_s
+        if hardware.products:
+            return _measured_s(work, hardware)
+        memory_s = work.bytes / self.memory_bytes_per_s
+        if work.kind is WorkKind.MEMORY:
+            return memory_s + operation_s
+        if work.kind is WorkKind.ATTENTION:
+            share = self.traits.attention_speed * head_dim_share(work.shape[3], self.traits.attention_head_dims)
+            share *= self.attention_share(work.shape[0] * work.shape[1], backward=backward)
+            peak = float(hardware.flops_per_s["bfloat16"])
+        else:
+            share, peak = self.product_share(work.shape), float(hardware.flops_per_s[dtype])
+        return max(work.flops / (peak * share), memory_s) + operation_s
+
+    def attention_share(self, queries: int, *, backward: bool) -> float:
+        """Return the fused kernel's share of the peak, 0..1; ``queries`` is their number over all heads."""
+        hardware, fractions = self.hardware, self.fractions
+        waves = queries / QUERY_TILE / hardware.processors
+        filled_waves = waves / (waves + fractions.last_wave)
+        if hardware.attention_backward_share is not None:
+            return hardware.attention_backward_share if backward else hardware.attention_share * filled_waves
+        share = hardware.attention_share * fractions.attention
+        return share * (fractions.attention_backward if backward else filled_waves)
+
+    def product_share(self, shape: tuple[int, int, int, int]) -> float:
+        """Return a product's share of the peak, 0..1; ``shape`` is (batch, m, n, k)."""
+        batch, m, n, k = shape
+        rows, columns = math.ceil(m / TILE[0]), math.ceil(n / TILE[1])
+        waves = batch * rows * columns / self.hardware.processors
+        full = (waves / math.ceil(waves)) ** self.fractions.tiling
+        edges = (m / (rows * TILE[0])) * (n / (columns * TILE[1]))
+        share: float = self.hardware.product_share * self.fractions.product * full * edges
+        return share * k / (k + self.fractions.short_k)
+
+    def group_link(self, size: int, stride: int) -> GroupLink:
+        """Return the links between ``size`` ranks that stand ``stride`` apart.
+
+        Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with
+        several ranks per node uses all of theirs.
+        """
+        hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
+        within = node.bytes_per_s * self.fractions.node_link
+        call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
+        measured = tuple(hardware.messages.items())
+        if size * stride <= hardware.devices_per_node:
+            return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
+        in_node = min(max(1, hardware.devices_per_node // stride), size)
+        crossings = math.ceil(size / in_node)
+        ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s
+        across = cluster.bytes_per_s * self.fractions.cluster_link * in_node
+        return GroupLink(min(across, within), ring_s, size, call_s, measured)
+
+
+def head_dim_share(head_dim: int, kernel_dims: tuple[int, ...]) -> float:
+    """Return the head dim over the next larger one that the kernel supports, 0..1."""
+    return max((head_dim / dims for dims in kernel_dims if dims >= head_dim), default=1.0)
+
+
+def _measured_s(work: Work, hardware: Hardware) -> float:
+    """Return the seconds of one operation from measured curves."""
+    if hardware.copies:
+        memory_s = interpolated_seconds(hardware.copies, work.bytes)
+    else:
+        memory_s = work.bytes / hardware.memory_bytes_per_s
+    product_s = 0.0 if work.kind is WorkKind.MEMORY else interpolated_seconds(hardware.products, work.flops)
+    return max(product_s, memory_s) / hardware.whole_share + hardware.operation_s

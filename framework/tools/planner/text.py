@@ -10,25 +10,25 @@ from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.schedule.analysis import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.planner.explanation import sanity, strategy, why
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.search import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
 
 MOST_RULES = 14
 WIDTH = 110
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "temporaries")
 
 
-def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
+def describe(cache: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     """Return a plan as text."""
     config, hardware = plan.base, plan.hardware
     lines = [
-        f"model      {config.model.builder}, {len(workbench.names)} layers, {config.train.dtype}",
+        f"model      {config.model.builder}, {len(cache.names)} layers, {config.train.dtype}",
         f"cluster    {plan.nodes:,} x {hardware.devices_per_node} = {plan.size:,} x {hardware.name}, "
         f"{format_size(hardware.memory_bytes)} each, of which {format_size(usable_bytes(hardware))} may be used "
         f"({HEADROOM_SHARE:.0%} left free)",
-        f"batch      {config.batch.global_batch:,} samples of {workbench.example(1).tokens_per_sample:,} "
-        f"{workbench.example(1).unit}",
-        *(f"{'strategy' if i == 0 else '':10} {line}" for i, line in enumerate(strategy(workbench, plan))),
+        f"batch      {config.batch.global_batch:,} samples of {cache.example(1).tokens_per_sample:,} "
+        f"{cache.example(1).unit}",
+        *(f"{'strategy' if i == 0 else '':10} {line}" for i, line in enumerate(strategy(cache, plan))),
         f"search     {plan.num_choices:,} layouts keep the rules, {plan.num_fitting:,} of them fit",
         "",
         *rejections(plan),
@@ -36,7 +36,7 @@ def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     if not plan.best:
         return "\n".join([*lines, "", "no layout fits"])
     first = plan.best[0]
-    lines += ["", *table(workbench, plan.best), ""]
+    lines += ["", *table(cache, plan.best), ""]
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
     grid = Grid(first.config.parallel.pp, first.choice.dp, first.config.parallel.tp)
@@ -44,7 +44,7 @@ def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     lines += [
         "memory of a rank, the first layout, at its highest point",
         *memory_table(first),
-        *sanity(workbench, first),
+        *sanity(cache, first),
     ]
     if first.config.parallel.pp > 1 and first.config.parallel.pp <= 16:
         rows = schedule_text(first.time.timeline, width).splitlines()
@@ -52,7 +52,7 @@ def describe(workbench: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def table(workbench: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
+def table(cache: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
     """Format one line per layout."""
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
@@ -66,7 +66,7 @@ def table(workbench: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
                 str(number),
                 f"{each.time.total:.4g}",
                 f"{each.mfu:.1%}",
-                f"{tokens_per_second(each, workbench):,.0f}",
+                f"{tokens_per_second(each, cache):,.0f}",
                 format_size(each.peak_bytes),
                 str(c.pp),
                 str(c.dp),

@@ -10,8 +10,8 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.launch.plans import remove_layout
 from meshwright.tools.planner.hardware import Hardware, Link
-from meshwright.tools.planner.layout_model import ModelCache
-from meshwright.tools.planner.profile import Practice
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.model_cache import ModelCache
 
 OPTIONS: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {"num_kv_heads": 4, "ffn_size": 64}
@@ -56,11 +56,11 @@ def config(
     )
 
 
-def workbench(
+def cache(
     builder: str = "meshwright.models.llama:build", samples: int = 8, fused: bool = False, **options: Any
 ) -> ModelCache:
     """Of such a model."""
-    return ModelCache(config(builder, samples, **options), Practice(fused=fused))
+    return ModelCache(config(builder, samples, **options), ExecutionOptions(fused=fused))
 
 
 class Tokens:

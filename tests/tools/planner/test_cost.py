@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from meshwright.tools.planner.cost import StepTime, beside_products, exchanged_s, step_time
+from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
-from meshwright.tools.planner.layout_model import LayoutModel, ModelCache
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.layer_profile import LayerProfile
+from meshwright.tools.planner.layer_time import context_exchange_s, overlapped_calls
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.profile import LayerProfile, Practice
-from meshwright.tools.planner.rates import FrameworkTraits, RateFractions, product_share, wire_of, work_s
+from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
 
 IDEAL = RateFractions(
     product=1.0,
@@ -42,6 +45,8 @@ DEVICE = Hardware(
     cluster_link=Link(bytes_per_s=1e10, latency_s=1e-5),
 )
 
+IDEAL_DEVICE = PerformanceModel(DEVICE, IDEAL)
+
 
 def config(**changes: Any) -> RunConfig:
     """A small model of four blocks."""
@@ -59,50 +64,55 @@ def config(**changes: Any) -> RunConfig:
     )
 
 
-def sketch(of: RunConfig, practice: Practice | None = None) -> LayoutModel:
-    return ModelCache(of, practice or Practice(fused=True)).sketch(of)
+def layout(of: RunConfig, execution: ExecutionOptions | None = None) -> LayoutModel:
+    return ModelCache(of, execution or ExecutionOptions(fused=True)).layout(of)
 
 
 def took(
-    of: RunConfig, hardware: Hardware = DEVICE, habits: FrameworkTraits | None = None, **reached: float
+    of: RunConfig, hardware: Hardware = DEVICE, traits: FrameworkTraits | None = None, **fractions: float
 ) -> StepTime:
-    return step_time(sketch(of), hardware, RateFractions()._replace(**reached), habits)
+    performance = PerformanceModel(hardware, RateFractions()._replace(**fractions), traits or FrameworkTraits())
+    return step_time(layout(of), performance)
 
 
 def test_messages_that_were_measured_count_as_measured() -> None:
     links = {"all_reduce": Link(bytes_per_s=1e9, latency_s=1e-3), "send": Link(bytes_per_s=2e9, latency_s=5e-4)}
-    wire = wire_of(4, 1, DEVICE.model_copy(update={"messages": links}), IDEAL)
+    wire = PerformanceModel(DEVICE.model_copy(update={"messages": links}), IDEAL).group_link(4, 1)
     assert wire.seconds(1e9, 2, "all_reduce") == pytest.approx(1 + 2 * 6e-3)
     assert wire.seconds(1e9, 2, "send") == pytest.approx(0.5 + 2 * 5e-4)
-    assert wire.seconds(1e9, 2, "all_gather") == wire_of(4, 1, DEVICE, IDEAL).seconds(1e9, 2, "all_gather")
+    assert wire.seconds(1e9, 2, "all_gather") == IDEAL_DEVICE.group_link(4, 1).seconds(1e9, 2, "all_gather")
 
 
 def test_a_large_product_goes_at_the_peak_and_a_small_one_at_the_memory() -> None:
     large = Work(WorkKind.PRODUCT, 2.0 * 12800**3, 3.0 * 2 * 12800**2, (1, 12800, 12800, 12800))
-    assert work_s(large, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(2 * 12800**3 / 1e14)
+    assert IDEAL_DEVICE.work_s(large, "bfloat16", backward=False) == pytest.approx(2 * 12800**3 / 1e14)
     small = Work(WorkKind.PRODUCT, 2.0 * 128 * 128, 1e9, (1, 128, 128, 1))
-    assert work_s(small, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e-3)
+    assert IDEAL_DEVICE.work_s(small, "bfloat16", backward=False) == pytest.approx(1e-3)
 
 
 def test_a_wave_that_leaves_processors_idle_is_lost_as_far_as_tiling_says() -> None:
-    full = product_share((100, 128, 128, 1000), DEVICE, IDEAL._replace(tiling=1.0))
-    more = product_share((101, 128, 128, 1000), DEVICE, IDEAL._replace(tiling=1.0))
+    full = PerformanceModel(DEVICE, IDEAL._replace(tiling=1.0)).product_share((100, 128, 128, 1000))
+    more = PerformanceModel(DEVICE, IDEAL._replace(tiling=1.0)).product_share((101, 128, 128, 1000))
     assert full == pytest.approx(1.0)
     assert more == pytest.approx(101 / 200)
-    assert product_share((101, 128, 128, 1000), DEVICE, IDEAL) == pytest.approx(1.0)
-    assert product_share((100, 64, 128, 1000), DEVICE, IDEAL) == pytest.approx(0.5)  # half of each tile is empty
+    assert IDEAL_DEVICE.product_share((101, 128, 128, 1000)) == pytest.approx(1.0)
+    assert IDEAL_DEVICE.product_share((100, 64, 128, 1000)) == pytest.approx(0.5)  # half of each tile is empty
 
 
 def test_a_short_inner_dim_halves_the_rate_where_the_constant_says() -> None:
-    assert product_share((100, 128, 128, 250), DEVICE, IDEAL._replace(short_k=250.0)) == pytest.approx(0.5)
+    assert PerformanceModel(DEVICE, IDEAL._replace(short_k=250.0)).product_share((100, 128, 128, 250)) == pytest.approx(
+        0.5
+    )
 
 
 def test_attention_goes_at_its_share_and_loses_a_part_of_a_wave() -> None:
     work = Work(WorkKind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
-    assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False) == pytest.approx(1e12 / 0.5e14)
+    assert IDEAL_DEVICE.work_s(work, "bfloat16", backward=False) == pytest.approx(1e12 / 0.5e14)
     halved = IDEAL._replace(last_wave=1.0)
-    assert work_s(work, DEVICE, "bfloat16", halved, backward=False) == pytest.approx(2e12 / 0.5e14)
-    older = work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=FrameworkTraits(attention_speed=0.5))
+    assert PerformanceModel(DEVICE, halved).work_s(work, "bfloat16", backward=False) == pytest.approx(2e12 / 0.5e14)
+    older = PerformanceModel(DEVICE, IDEAL, FrameworkTraits(attention_speed=0.5)).work_s(
+        work, "bfloat16", backward=False
+    )
     assert older == pytest.approx(2e12 / 0.5e14)
 
 
@@ -110,58 +120,60 @@ def test_constants_leave_an_attention_that_was_measured_as_it_is() -> None:
     work = Work(WorkKind.ATTENTION, 1e12, 1.0, (100, 128, 128, 64))
     fitted = IDEAL._replace(attention=0.5, attention_backward=0.5)
     measured = DEVICE.model_copy(update={"attention_backward_share": 0.25})
-    assert work_s(work, DEVICE, "bfloat16", fitted, backward=False) == pytest.approx(2e12 / 0.5e14)
-    assert work_s(work, DEVICE, "bfloat16", fitted, backward=True) == pytest.approx(4e12 / 0.5e14)
-    assert work_s(work, measured, "bfloat16", fitted, backward=False) == pytest.approx(1e12 / 0.5e14)
-    assert work_s(work, measured, "bfloat16", fitted, backward=True) == pytest.approx(1e12 / 0.25e14)
+    assert PerformanceModel(DEVICE, fitted).work_s(work, "bfloat16", backward=False) == pytest.approx(2e12 / 0.5e14)
+    assert PerformanceModel(DEVICE, fitted).work_s(work, "bfloat16", backward=True) == pytest.approx(4e12 / 0.5e14)
+    assert PerformanceModel(measured, fitted).work_s(work, "bfloat16", backward=False) == pytest.approx(1e12 / 0.5e14)
+    assert PerformanceModel(measured, fitted).work_s(work, "bfloat16", backward=True) == pytest.approx(1e12 / 0.25e14)
 
 
 @pytest.mark.parametrize(("head_dim", "made_for"), [(64, 64), (80, 96), (128, 128), (200, 224), (256, 256), (512, 512)])
 def test_attention_takes_the_time_of_the_head_dim_that_its_kernel_is_made_for(head_dim: int, made_for: int) -> None:
     def seconds(dim: int) -> float:
         work = Work(WorkKind.ATTENTION, dim * 1e10, 1.0, (100, 128, 128, dim))
-        return work_s(work, DEVICE, "bfloat16", IDEAL, backward=False)
+        return IDEAL_DEVICE.work_s(work, "bfloat16", backward=False)
 
     assert seconds(head_dim) == pytest.approx(seconds(made_for))
     older = FrameworkTraits(attention_head_dims=(64, 128))
     work = Work(WorkKind.ATTENTION, 8e11, 1.0, (100, 128, 128, 80))
-    assert work_s(work, DEVICE, "bfloat16", IDEAL, backward=False, habits=older) == pytest.approx(seconds(128))
+    assert PerformanceModel(DEVICE, IDEAL, older).work_s(work, "bfloat16", backward=False) == pytest.approx(
+        seconds(128)
+    )
 
 
 def test_messages_within_a_node_across_nodes_and_on_several_ways_out() -> None:
-    assert wire_of(8, 1, DEVICE, IDEAL).seconds(1e11, 0) == pytest.approx(1.0)
-    assert wire_of(4, 8, DEVICE, IDEAL).seconds(1e10, 0) == pytest.approx(1.0)
-    assert wire_of(16, 1, DEVICE, IDEAL).seconds(8e10, 0) == pytest.approx(1.0)  # 8 ways out of a node
-    ring = wire_of(16, 1, DEVICE, IDEAL)
+    assert IDEAL_DEVICE.group_link(8, 1).seconds(1e11, 0) == pytest.approx(1.0)
+    assert IDEAL_DEVICE.group_link(4, 8).seconds(1e10, 0) == pytest.approx(1.0)
+    assert IDEAL_DEVICE.group_link(16, 1).seconds(8e10, 0) == pytest.approx(1.0)  # 8 ways out of a node
+    ring = IDEAL_DEVICE.group_link(16, 1)
     assert ring.seconds(0, 1) == pytest.approx(2 * 1e-5 + 14 * 1e-6)
     assert ring.seconds(0, 1, "all_reduce") > ring.seconds(0, 1)
-    many = wire_of(1024, 1, DEVICE, IDEAL)
+    many = IDEAL_DEVICE.group_link(1024, 1)
     assert many.seconds(0, 1, "all_reduce") < many.seconds(0, 1)  # a tree
-    assert wire_of(1, 1, DEVICE, IDEAL).seconds(1e12, 5) == 0.0
+    assert IDEAL_DEVICE.group_link(1, 1).seconds(1e12, 5) == 0.0
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
     pp, chunks = 4, 8
     of = config(parallel={"pp": pp}, pipeline={"balance": [2, 1, 1, 3]}, chunks=chunks)
-    drawn = sketch(of)
+    drawn = layout(of)
     blocks = drawn.layers[1]
     drawn.layers = tuple(blocks for _ in drawn.layers)
     drawn.stages = [range(i, i + 1) for i in range(pp)]
     at_once = DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e18, latency_s=0)})
-    found = step_time(drawn, at_once, RateFractions(message_s=0.0))
+    found = step_time(drawn, PerformanceModel(at_once, RateFractions(message_s=0.0)))
     one = found.stages[0].forward + found.stages[0].backward
     assert found.pipeline == pytest.approx((chunks + pp - 1) * one)
     assert found.bubble_share == pytest.approx((pp - 1) / (chunks + pp - 1))
-    quick = step_time(drawn, at_once, RateFractions(message_s=0.0), simulated=False)
-    assert quick.pipeline == pytest.approx(found.pipeline)
+    estimates = step_time(drawn, PerformanceModel(at_once, RateFractions(message_s=0.0)), simulated=False)
+    assert estimates.pipeline == pytest.approx(found.pipeline)
 
 
 def test_a_send_that_both_wait_for_lengthens_every_micro_batch() -> None:
     chunks = 8
-    drawn = sketch(config(parallel={"pp": 2}, pipeline={"balance": [3, 4]}, chunks=chunks))
+    drawn = layout(config(parallel={"pp": 2}, pipeline={"balance": [3, 4]}, chunks=chunks))
     drawn.layers = tuple(drawn.layers[1] for _ in drawn.layers)
     drawn.stages = [range(0, 1), range(1, 2)]
-    waited = step_time(drawn, DEVICE, RateFractions(), FrameworkTraits(sends_beside=False))
+    waited = step_time(drawn, PerformanceModel(DEVICE, traits=FrameworkTraits(overlaps_sends=False)))
     stage = waited.stages[0]
     assert stage.message > 0
     once = stage.forward + stage.backward
@@ -170,7 +182,7 @@ def test_a_send_that_both_wait_for_lengthens_every_micro_batch() -> None:
 
 def test_own_span_leaves_out_the_wait_for_the_first_micro_batch() -> None:
     of = config(parallel={"pp": 4}, pipeline={"schedule": "zb_h2", "balance": [2, 1, 1, 3]}, chunks=16)
-    assert took(of, habits=FrameworkTraits(steps_together=False)).pipeline < took(of).pipeline
+    assert took(of, traits=FrameworkTraits(synchronises_steps=False)).pipeline < took(of).pipeline
 
 
 @pytest.mark.parametrize(
@@ -190,28 +202,28 @@ def test_a_slower_device_or_link_makes_a_longer_step(field: str, slower: Any, la
 
 def test_what_runs_beside_computation_costs_less() -> None:
     of = config(parallel={"dp": 16})
-    assert took(of, habits=FrameworkTraits(reduces_beside=False)).total > took(of).total
+    assert took(of, traits=FrameworkTraits(overlaps_reduce=False)).total > took(of).total
     split = config(parallel={"tp": 4})
     alone = took(split).total
-    assert took(split, habits=FrameworkTraits(tp_beside_weight_gradients=True)).total < alone
+    assert took(split, traits=FrameworkTraits(overlaps_tp_with_weight_gradients=True)).total < alone
     assert (
-        took(split, habits=FrameworkTraits(tp_beside=True)).total
-        < took(split, habits=FrameworkTraits(tp_beside_weight_gradients=True)).total
+        took(split, traits=FrameworkTraits(overlaps_tp=True)).total
+        < took(split, traits=FrameworkTraits(overlaps_tp_with_weight_gradients=True)).total
     )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_of_products_cut_in_parts_the_gradients_of_inputs_go_out_behind_them(recompute: str) -> None:
     of = config(parallel={"tp": 4, "sequence": True}, pipeline={"recompute": recompute})
-    block = sketch(of).layers[1]
-    calls = {message.operation: message.calls for message in block.forward_says}
+    block = layout(of).layers[1]
+    calls = {message.operation: message.calls for message in block.forward_messages}
     assert calls == {"all_gather": 2, "reduce_scatter": 2}
-    forward, backward = beside_products(block, FrameworkTraits(tp_in_parts=True))
-    all_of_them = {message.operation: message.calls for message in block.backward_says}
+    forward, backward = overlapped_calls(block, FrameworkTraits(splits_tp_products=True))
+    all_of_them = {message.operation: message.calls for message in block.backward_messages}
     assert forward == calls
     assert backward == all_of_them | {"reduce_scatter": all_of_them["reduce_scatter"] - 2}
-    assert beside_products(block, FrameworkTraits(tp_beside=True)) == (forward, all_of_them)
-    assert beside_products(block, FrameworkTraits()) == ({}, {})
+    assert overlapped_calls(block, FrameworkTraits(overlaps_tp=True)) == (forward, all_of_them)
+    assert overlapped_calls(block, FrameworkTraits()) == ({}, {})
 
 
 def test_more_devices_wait_longer_for_the_slowest() -> None:
@@ -221,10 +233,10 @@ def test_more_devices_wait_longer_for_the_slowest() -> None:
 
 
 def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_or_keys() -> None:
-    def block(practice: Practice) -> LayerProfile:
-        return sketch(config(), practice).layers[1]
+    def block(execution: ExecutionOptions) -> LayerProfile:
+        return layout(config(), execution).layers[1]
 
-    one, four = block(Practice(fused=True)), block(Practice(fused=True, context=4))
+    one, four = block(ExecutionOptions(fused=True)), block(ExecutionOptions(fused=True, context=4))
 
     def attention(layer: LayerProfile) -> float:
         return sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)
@@ -232,10 +244,12 @@ def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_
     assert attention(four) == 4 * attention(one)
     tokens, hidden = 2 * 512, 256
     assert one.attended == ((tokens * hidden * 2, 2 * tokens * hidden * 2),)
-    wire = wire_of(4, 1, DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e11, latency_s=0)}), IDEAL)
-    heads = exchanged_s(one, wire, FrameworkTraits(context=4))
+    wire = PerformanceModel(
+        DEVICE.model_copy(update={"node_link": Link(bytes_per_s=1e11, latency_s=0)}), IDEAL
+    ).group_link(4, 1)
+    heads = context_exchange_s(one, wire, FrameworkTraits(context=4))
     assert heads[0] == pytest.approx(4 * tokens * hidden * 2 * 3 / 4 / 1e11)
-    keys = exchanged_s(one, wire, FrameworkTraits(context=4, context_exchange="keys"))
+    keys = context_exchange_s(one, wire, FrameworkTraits(context=4, context_exchange="keys"))
     assert keys == pytest.approx((2 * tokens * hidden * 2 * 3 / 1e11, 2 * 2 * tokens * hidden * 2 * 3 / 1e11))
 
 
@@ -245,8 +259,8 @@ def test_kernels_that_keep_their_inputs_only_keep_less() -> None:
         builder="meshwright.models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512}
     )
     of = config().model_copy(update={"model": model})
-    plain = sketch(of, Practice(fused=True)).layers[1].kept_bytes
-    kernels = sketch(of, Practice(fused=True, norm_kernel=True, saves_inputs=True)).layers[1].kept_bytes
+    plain = layout(of, ExecutionOptions(fused=True)).layers[1].kept_bytes
+    kernels = layout(of, ExecutionOptions(fused=True, norm_kernel=True, saves_inputs=True)).layers[1].kept_bytes
     value = 2 * 512 * 256 * 2
     # norm's output, q k v, their turned q and k, attention's output, x, norm's output, gate and up, their product
     assert kernels == pytest.approx((1 + 3 + 2 + 1 + 1 + 1 + 4 + 2) * value, rel=0.02)
@@ -254,8 +268,8 @@ def test_kernels_that_keep_their_inputs_only_keep_less() -> None:
 
 
 def test_an_added_gradient_needs_no_room_besides() -> None:
-    plain = sketch(config(), Practice(fused=True)).layers[1]
-    added = sketch(config(), Practice(fused=True, accumulates=True)).layers[1]
+    plain = layout(config(), ExecutionOptions(fused=True)).layers[1]
+    added = layout(config(), ExecutionOptions(fused=True, accumulates=True)).layers[1]
     assert added.backward_peak < plain.backward_peak
     assert added.kept_bytes == plain.kept_bytes
 
@@ -269,7 +283,7 @@ def test_no_device_is_thought_to_reach_more_than_any_was_seen_to(name: str) -> N
         builder="meshwright.models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096}
     )
     of = config(chunks=1).model_copy(update={"model": model, "data": Data(train="x", sequence_length=4096)})
-    seconds = step_time(sketch(of), hardware).total
+    seconds = step_time(layout(of), PerformanceModel.of(hardware)).total
     weights = 8 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 32000 * 8192
     flops = 2 * 4096 * (6 * weights + 12 * 8 * 8192 * 4096)
     assert 0.2 < flops / seconds / hardware.flops_per_s["bfloat16"] < (0.65 if name.startswith("h") else 0.8)

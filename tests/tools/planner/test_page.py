@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from meshwright.tools.planner.hardware import Link
-from meshwright.tools.planner.layout_model import ModelCache
+from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.page import page
-from meshwright.tools.planner.search import Plan, search
+from meshwright.tools.planner.plan import Plan
+from meshwright.tools.planner.search import search
 from tests.support.chromium import CHROMIUM, Browser
-from tests.tools.planner.small import hardware, workbench
+from tests.tools.planner.small import cache, hardware
 
 RGB = tuple[float, float, float]
 READABLE = 4.5
@@ -54,7 +55,7 @@ LOOSE_ENDS = """(() => {
 @pytest.fixture(scope="module")
 def planned() -> tuple[ModelCache, Plan]:
     """Two nodes whose link is slow: a pipeline, so that a schedule is drawn."""
-    bench = workbench(samples=4)
+    bench = cache(samples=4)
     between = Link(bytes_per_s=1e7, latency_s=1e-6)
     return bench, search(bench, hardware(devices_per_node=1, cluster_link=between, memory_bytes=2**22), 2)
 

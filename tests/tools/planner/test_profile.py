@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tools.planner.operations import ExecutionOptions, Tape, Work, WorkKind
-from meshwright.tools.planner.profile import GroupMessages, LayerProfile, counting_group, profile_layers
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.operations import Tape, Work, WorkKind
+from meshwright.tools.planner.profile import LayerProfiler, counting_group
 from tests.support.processes import Live
-from tests.tools.planner.small import workbench
+from tests.tools.planner.small import cache
 
 B, S, D = 2, 16, 32
 WIDE = 4
@@ -36,15 +38,9 @@ class Attend(nn.Module):
 
 def profile(layer: nn.Module, x: Tensor, **other: Any) -> LayerProfile:
     """Of one layer without a loss."""
-    return profile_layers(
-        [("layer", layer.to("meta"))],
-        x.to("meta").requires_grad_(x.is_floating_point()),
-        None,
-        tp=counting_group(1),
-        loss=cross_entropy,
-        practice=other.pop("practice", ExecutionOptions()),
-        **other,
-    )[0]
+    profiler = LayerProfiler(counting_group(1), cross_entropy, other.pop("execution", ExecutionOptions()))
+    inputs = x.to("meta").requires_grad_(x.is_floating_point())
+    return profiler.profile([("layer", layer.to("meta"))], inputs, None, **other)[0]
 
 
 def kept_for_real(layer: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -97,22 +93,20 @@ def test_halves_of_a_backward_are_the_whole() -> None:
     flops = [sum(w.flops * w.times for w in each) for each in (whole.backward, halves.backward, halves.weight_half)]
     assert flops[0] == flops[1] + flops[2]
     assert flops[1] == flops[2] == 2 * 2.0 * B * S * D * D
-    assert (whole.weight_half, whole.noted_bytes) == ((), 0)
-    assert halves.noted_bytes > 0
+    assert (whole.weight_half, whole.deferred_bytes) == ((), 0)
+    assert halves.deferred_bytes > 0
 
 
 def llama(tp: int = 1, sequence: bool = False, **how: Any) -> dict[str, LayerProfile]:
     """The layers of a small Llama on a rank."""
-    bench = workbench()
+    bench = cache()
     layers, group, _ = bench.split(tp, sequence)
     shapes = bench.example(B)
-    found = profile_layers(
+    execution = how.pop("execution", ExecutionOptions())
+    found = LayerProfiler(group, bench.loss(layers, group), execution).profile(
         [(n, layers.get_submodule(first)) for n, first in zip(bench.names, bench.representatives, strict=True)],
         shapes.inputs,
         shapes.labels,
-        tp=group,
-        loss=bench.loss(layers, group),
-        practice=how.pop("practice", ExecutionOptions()),
         **how,
     )
     return {each.name: each for each in found}
@@ -125,20 +119,20 @@ def calls(said: tuple[GroupMessages, ...]) -> Counter[str]:
 
 def test_a_block_sums_twice_forward_and_twice_backward() -> None:
     block = llama(tp=2)["block0"]
-    assert calls(block.forward_says) == calls(block.backward_says) == {"all_reduce": 2}
+    assert calls(block.forward_messages) == calls(block.backward_messages) == {"all_reduce": 2}
     message = B * S * D * 2  # bfloat16; a ring of two ranks puts 2 (n - 1) / n = 1 of it on the wire
-    assert sum(said.wire_bytes for said in (*block.forward_says, *block.backward_says)) == 4 * message
+    assert sum(said.wire_bytes for said in (*block.forward_messages, *block.backward_messages)) == 4 * message
 
 
 def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
     block = llama(tp=2, sequence=True)["block0"]
-    assert calls(block.forward_says) == {"all_gather": 2, "reduce_scatter": 2}
-    backward = calls(block.backward_says)
+    assert calls(block.forward_messages) == {"all_gather": 2, "reduce_scatter": 2}
+    backward = calls(block.backward_messages)
     assert backward["reduce_scatter"] == 2
     assert backward["all_gather"] in (2, 4)  # four: what was gathered is not kept but gathered again
-    assert "all_reduce" not in calls(block.forward_says)
+    assert "all_reduce" not in calls(block.forward_messages)
     assert block.outputs[0].bytes == B * S * D * 2 // 2
-    assert llama()["block0"].forward_says == ()
+    assert llama()["block0"].forward_messages == ()
 
 
 def test_a_rank_of_two_computes_half_of_the_products() -> None:
@@ -167,7 +161,7 @@ def test_recomputed_whole_a_layer_keeps_only_what_came_in() -> None:
 
 
 def test_attention_that_writes_its_scores_costs_more() -> None:
-    fused, written = llama()["block0"], llama(practice=ExecutionOptions(fused_attention=False))["block0"]
+    fused, written = llama()["block0"], llama(execution=ExecutionOptions(fused_attention=False))["block0"]
 
     def moved(found: LayerProfile) -> float:
         return sum(work.bytes * work.times for work in (*found.forward, *found.backward))
@@ -186,7 +180,7 @@ class Bare(nn.Module):
 
 def test_fused_attention_keeps_a_number_for_a_row_and_the_other_all_scores() -> None:
     heads, x = 4, torch.randn(B, 4, S, D)
-    fused, written = (profile(Bare(), x, practice=ExecutionOptions(fused_attention=f)) for f in (True, False))
+    fused, written = (profile(Bare(), x, execution=ExecutionOptions(fused_attention=f)) for f in (True, False))
     rows = B * heads * S * WIDE
     assert fused.kept_bytes - fused.outputs[0].bytes * fused.outputs[0].kept == rows
     assert written.kept_bytes - written.outputs[0].bytes * written.outputs[0].kept == rows * S
@@ -195,7 +189,7 @@ def test_fused_attention_keeps_a_number_for_a_row_and_the_other_all_scores() -> 
 
 
 def test_operations_that_are_fused_move_fewer_bytes() -> None:
-    apart, fused = llama()["block0"], llama(practice=ExecutionOptions(fused=True))["block0"]
+    apart, fused = llama()["block0"], llama(execution=ExecutionOptions(fused=True))["block0"]
     for a, b in ((apart.forward, fused.forward), (apart.backward, fused.backward)):
         assert sum(w.bytes * w.times for w in b) < sum(w.bytes * w.times for w in a)
         assert sum(w.times for w in b) < sum(w.times for w in a)
@@ -207,14 +201,14 @@ def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> 
     import meshwright.tools.planner.profile as module
 
     run: list[str] = []
-    original = module._profile
+    original = module.LayerRun
 
     def counted(name: str, *rest: Any) -> Any:
         run.append(name)
         return original(name, *rest)
 
-    monkeypatch.setattr(module, "_profile", counted)
-    bench = workbench(num_layers=6)
+    monkeypatch.setattr(module, "LayerRun", counted)
+    bench = cache(num_layers=6)
     found = bench.profiles(bench.config, splits_backward=False)
     assert [each.name for each in found] == bench.names
     assert len(found) == 9

@@ -14,11 +14,12 @@ from meshwright.schedule.analysis import peak_activations
 from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
 from meshwright.tools.planner.estimates import compute_schedule, in_flight, lowered_schedule
 from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.layout_model import ModelCache
 from meshwright.tools.planner.memory import NCCL
-from meshwright.tools.planner.search import Plan, RankedLayout, examine, search, usable_bytes
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
+from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import chosen_config, describe
-from tests.tools.planner.small import OPTIONS, hardware, workbench
+from tests.tools.planner.small import OPTIONS, cache, hardware
 
 KINDS = {
     "llama": ("meshwright.models.llama:build", {}),
@@ -35,7 +36,7 @@ def found(
 ) -> tuple[ModelCache, Plan]:
     """A small search."""
     builder, options = KINDS[kind]
-    bench = workbench(builder, samples, **options)
+    bench = cache(builder, samples, **options)
     return bench, search(bench, hardware(devices_per_node=devices, **box), nodes, best=best)
 
 
@@ -49,7 +50,7 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
         assert each.choice.pp * each.choice.dp * each.choice.tp == 2
         assert each.choice.micro_batch_size * each.choice.chunks * each.choice.dp == bench.config.batch.global_batch
         blueprint = draw_blueprint(resolve(each.config, 2))
-        assert blueprint.stages == each.sketch.stages
+        assert blueprint.stages == each.layout.stages
         assert choice_of(each.config) == each.choice
         assert each.peak_bytes <= usable_bytes(plan.hardware)
     chosen = chosen_config(plan, "best")
@@ -63,42 +64,42 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
 @pytest.fixture(scope="module")
 def everything() -> tuple[ModelCache, list[RankedLayout]]:
     """Every layout of two devices looked at, whatever it takes: time and memory do not depend on the room there is."""
-    bench, box = workbench(), hardware(devices_per_node=2)
+    bench, box = cache(), hardware(devices_per_node=2)
     offered = [each for each in choices(bench, box, 1) if isinstance(each, Choice)]
     assert len(offered) == len(set(offered))
-    return bench, [examine(bench, box, with_choice(bench.config, c), c, lowered_schedule(bench, c)) for c in offered]
+    return bench, [evaluate(bench, box, with_choice(bench.config, c), c, lowered_schedule(bench, c)) for c in offered]
 
 
 @pytest.mark.parametrize("memory_bytes", [2**30, 750_000, 480_000])
 def test_nothing_that_was_left_out_is_better(
     everything: tuple[ModelCache, list[RankedLayout]], memory_bytes: int
 ) -> None:
-    bench, looked_at = everything
+    bench, num_evaluated = everything
     box = hardware(memory_bytes, devices_per_node=2)
     plan = search(bench, box, 1, best=3)
-    assert plan.num_choices == len(looked_at)
-    fitting = [each for each in looked_at if each.peak_bytes <= usable_bytes(box)]
+    assert plan.num_choices == len(num_evaluated)
+    fitting = [each for each in num_evaluated if each.peak_bytes <= usable_bytes(box)]
     assert fitting
     if memory_bytes < 2**30:
-        assert len(fitting) < len(looked_at)
+        assert len(fitting) < len(num_evaluated)
     assert plan.best[0].time.total == min(each.time.total for each in fitting)
 
 
 def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, box = workbench(), hardware(devices_per_node=2)
+    bench, box = cache(), hardware(devices_per_node=2)
     one = next(c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.pp == c.dp == 1)
     alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
     assert {c.recompute for c in alike} == {"none", "selective", "full"}
 
     def grown(of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> RankedLayout:
-        found = examine(of, box, config, choice, *more)
+        found = evaluate(of, box, config, choice, *more)
         too_much = 2**40 * (choice.recompute != "full")
         return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
 
     monkeypatch.setattr("meshwright.tools.planner.search.choices", lambda *_, **__: iter(alike))
-    monkeypatch.setattr("meshwright.tools.planner.search.examine", grown)
+    monkeypatch.setattr("meshwright.tools.planner.search.evaluate", grown)
     plan = search(bench, box, 1)
     assert {each.choice.recompute for each in plan.best} == {"full"}
     assert plan.num_fitting == sum(c.recompute == "full" for c in alike)
@@ -117,13 +118,13 @@ def test_rejections_carry_the_number_that_breaks_the_rule() -> None:
 
 
 def test_heads_that_cannot_be_divided_are_named() -> None:
-    bench = workbench(num_heads=2, num_kv_heads=2)
+    bench = cache(num_heads=2, num_kv_heads=2)
     rejected = [each for each in choices(bench, hardware(), 1) if isinstance(each, Rejection)]
     assert any("has 2 units" in each.rule and "tp = 4 does not divide 2" in each.rule for each in rejected)
 
 
 def test_tensor_parallelism_never_goes_across_nodes() -> None:
-    bench = workbench(samples=8)
+    bench = cache(samples=8)
     offered = [each for each in choices(bench, hardware(devices_per_node=3), 2) if isinstance(each, Choice)]
     assert {each.tp for each in offered} == {1}  # 3 would fit a node, but not the heads; 2 and 6 go across
     offered = [each for each in choices(bench, hardware(devices_per_node=2), 2) if isinstance(each, Choice)]
@@ -150,12 +151,12 @@ def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
 
 
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
-    bench = workbench("meshwright.models.gpt2:build")
+    bench = cache("meshwright.models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
     parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())  # torch counts a shared one once
     assert bench.total_elements(1, False).trained == parts
     pp2 = next(each for each in choices(bench, hardware(), 1) if isinstance(each, Choice) and each.pp == 2)
-    stages = bench.sketch(with_choice(bench.config, pp2)).elements
+    stages = bench.layout(with_choice(bench.config, pp2)).elements
     assert sum(stage.trained for stage in stages) == parts + shared  # both ends hold it
 
 
@@ -170,7 +171,7 @@ def test_what_needs_least_is_named_where_nothing_fits() -> None:
 
 
 def test_the_host_has_an_end_too() -> None:
-    bench = workbench()
+    bench = cache()
     roomy, full = (
         search(bench, hardware(700_000, devices_per_node=2, host_memory_bytes=size), 1, best=3, offload=True)
         for size in (2**30, 1000)
@@ -183,11 +184,11 @@ def test_the_host_has_an_end_too() -> None:
 
 def test_a_dtype_that_nobody_has_timed_is_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
-        search(workbench(), hardware(flops_per_s={"float32": 1e12}), 1)
+        search(cache(), hardware(flops_per_s={"float32": 1e12}), 1)
 
 
 def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
-    bench = workbench()
+    bench = cache()
     layout = Choice(48, 1, 1, "1f1b", 1, 1, 144, 0, 1, False, "none", False)
     for schedule, interleave in SCHEDULES:
         choice = layout._replace(schedule=schedule, interleave=interleave)
@@ -197,12 +198,12 @@ def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
 
 
 def test_the_ranks_that_are_walked_are_enough() -> None:
-    bench = workbench(samples=16, num_layers=29)
+    bench = cache(samples=16, num_layers=29)
     for schedule, interleave in SCHEDULES:
         choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
-        sketch = bench.sketch(with_choice(bench.config, choice), compute_schedule(bench, choice))
-        totals = [sketch.memory(rank, NCCL).total for rank in range(4)]
-        assert max(totals) == max(totals[rank] for rank in sketch.unlike_ranks()), (schedule, totals)
+        layout = bench.layout(with_choice(bench.config, choice), compute_schedule(bench, choice))
+        totals = [layout.memory(rank, NCCL).total for rank in range(4)]
+        assert max(totals) == max(totals[rank] for rank in layout.unlike_ranks()), (schedule, totals)
 
 
 def test_divisors() -> None:

@@ -1,0 +1,116 @@
+"""Memory of one stage for one micro-batch, combined from the profiles of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.tools.planner.layer_profile import LayerProfile
+
+
+class BackwardPoint(NamedTuple):
+    """One layer's turn in the backward of a stage."""
+
+    bytes: int
+    """Peak bytes, above those live at the start of the stage's backward."""
+    elements: int
+    """Number of the layer's parameters."""
+    elements_before: int
+    """Number of parameters whose gradients exist by then, which are those of the later layers."""
+
+
+class Footprint(NamedTuple):
+    """Memory of one stage for one micro-batch, in bytes."""
+
+    inputs: int
+    """Tensors from the previous stage, held from their receive to their backward."""
+    kept: int
+    """Tensors that the layers keep between forward and backward, with values between layers, without ``inputs``."""
+    forward_peak: int
+    """Peak in forward, above the bytes live before it."""
+    backward: tuple[BackwardPoint, ...]
+    """Path of a whole backward, or of its first half: from the last layer to the first, then the end."""
+    deferred: int
+    """Bytes kept between the halves of a split backward."""
+    weight_half: tuple[BackwardPoint, ...]
+    """Path of the second half of a split backward."""
+    outputs: int
+    """Outputs sent to the next stage and held for backward."""
+    input_gradients: int
+    output_gradients: int
+    """Gradients received from the next stage."""
+
+
+def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]], *, last: bool) -> Footprint:
+    """Combine the layers of a stage.
+
+    Args:
+        inputs: (bytes, needs gradient) of each tensor from the previous stage. Empty for the first stage: its samples
+            are small, and counted where a layer keeps them.
+        last: True if the stage ends in the loss.
+    """
+    kept, forward_peak, released = _forward(layers, len(inputs), last)
+    deferred = sum(layer.deferred_bytes for layer in layers)
+    backward: list[BackwardPoint] = []
+    weight_half: list[BackwardPoint] = []
+    live, live_deferred, elements = kept, deferred, 0
+    for index, layer in reversed(list(enumerate(layers))):
+        is_received = index == len(layers) - 1 and not last
+        peak = layer.backward_peak_from_outside if is_received else layer.backward_peak
+        backward.append(BackwardPoint(live + peak - kept, layer.num_parameters, elements))
+        weight_half.append(BackwardPoint(live_deferred + layer.weight_peak - deferred, layer.num_parameters, elements))
+        live -= released[index]
+        live_deferred -= layer.deferred_bytes
+        elements += layer.num_parameters
+    backward.append(BackwardPoint(deferred - kept, 0, elements))
+    weight_half.append(BackwardPoint(-deferred, 0, elements))
+    sent = 0 if last else sum(tensor.bytes for tensor in layers[-1].outputs if tensor.needs_gradient)
+    return Footprint(
+        inputs=sum(size for size, _ in inputs),
+        kept=kept,
+        forward_peak=forward_peak,
+        backward=tuple(backward),
+        deferred=deferred,
+        weight_half=tuple(weight_half),
+        outputs=sent,
+        input_gradients=sum(size for size, needs_gradient in inputs if needs_gradient),
+        output_gradients=sent,
+    )
+
+
+def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tuple[int, int, list[int]]:
+    """Return (bytes kept for backward, peak bytes, bytes that each layer's backward releases).
+
+    A tensor between layers is counted once. The first layer that keeps it is the last to release it in backward.
+    """
+    sizes = dict.fromkeys(range(num_inputs), 0)
+    """Bytes of the tensors between layers, by number; 0 if counted elsewhere: received, or kept by their own layer."""
+    keepers: dict[int, int] = {}
+    """Tensor -> first layer that keeps it; ``len(layers)``: kept to be sent."""
+    value = list(sizes)
+    owned = forward_peak = 0
+    for index, layer in enumerate(layers):
+        if not value:
+            value = [len(sizes) + place for place in range(len(layer.inputs_kept))]
+            sizes |= dict.fromkeys(value, 0)
+        for place, tensor in enumerate(value):
+            if layer.inputs_kept[place]:
+                keepers.setdefault(tensor, index)
+        live = owned + sum(sizes[tensor] for tensor in {*value, *keepers})
+        forward_peak = max(forward_peak, live + layer.forward_peak)
+        owned += layer.kept_bytes
+        outputs = []
+        for output in layer.outputs:
+            if output.input_index is not None:
+                outputs.append(value[output.input_index])
+            else:
+                outputs.append(len(sizes))
+                sizes[len(sizes)] = 0 if output.kept else output.bytes
+        value = outputs
+    for output, tensor in zip(layers[-1].outputs, value, strict=True) if not last else ():
+        if output.needs_gradient:
+            keepers.setdefault(tensor, len(layers))
+    released = [layer.kept_bytes for layer in layers] + [0]
+    for tensor, keeper in keepers.items():
+        released[keeper] += sizes[tensor]
+    return sum(released), forward_peak, released

@@ -1,0 +1,185 @@
+"""Execution options of layers, and the kernels that they choose: fused attention, norm and cross-entropy on a tape."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.model.meter import stored_bytes
+from meshwright.tools.planner.operations import Tape
+
+
+class ExecutionOptions(NamedTuple):
+    """Execution choices that the model does not fix: fusion, kernels, saved tensors."""
+
+    fused: bool = False
+    """Neighbouring operations other than products are fused, by a compiler or by special kernels."""
+    fused_attention: bool = True
+    """Attention never writes its scores."""
+    fuses_any_attention: bool = True
+    """The fused attention kernel supports dropout, and masks that need a gradient."""
+    drops_probabilities: bool = False
+    """Unfused attention applies dropout to its probabilities: one more pass, and a mask."""
+    context: int = 1
+    """Number of ranks over which a sequence is split (context parallelism).
+
+    Inputs are one rank's part, which attends to ``context`` times its own keys.
+    """
+    any_order: bool = False
+    """Copies that only reorder elements are left out: kernels read any memory layout."""
+    norm_kernel: bool = False
+    """An RMSNorm is one operation that keeps only its input (torch's own kernel on CUDA)."""
+    loss_kernel: bool = False
+    """Cross-entropy is one operation, which writes its gradient over the logits."""
+    saves_inputs: bool = False
+    """A gated activation keeps its inputs and recomputes its product in backward."""
+    accumulates: bool = False
+    """A product accumulates into the gradient itself, so a weight's gradient needs no extra memory."""
+    recomputes_whole: bool = False
+    """Recompute runs to its end, even past the last tensor that backward needs."""
+
+
+class KernelMode(TorchFunctionMode):
+    """Context in which ``F.scaled_dot_product_attention`` is one operation on the tape, as on a real device.
+
+    Unless attention is fused, it is computed as two products and a softmax of all scores.
+    """
+
+    def __init__(self, tape: Tape, execution: ExecutionOptions) -> None:
+        super().__init__()
+        self.tape, self.execution = tape, execution
+        self._called: Any = None
+        self._recomputable: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if func is F.rms_norm and self.execution.norm_kernel:
+            return _rms_norm(*args, **(kwargs or {}))
+        if not self.execution.saves_inputs:
+            return func(*args, **(kwargs or {}))
+        self._called = func
+        result = func(*args, **(kwargs or {}))
+        if func is F.silu:
+            self._recomputable.add(self.tape.number_of(result))
+        return result
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the saved form of a tensor: only shape and dtype if it is a SiLU output in a product."""
+        is_factor = self._called is Tensor.mul and not tensor.is_leaf
+        if is_factor and self.tape.number_of(tensor) in self._recomputable:
+            return tensor.shape, tensor.dtype
+        return tensor
+
+    @staticmethod
+    def unpack(kept: Any) -> Tensor:
+        """Restore a saved tensor; one saved as shape and dtype becomes an empty meta tensor."""
+        return kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1], device="meta")
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
+        fused = self.execution.fused_attention
+        if fused and (self.execution.fuses_any_attention or not needs_more):
+            self.tape.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
+            return _FusedAttention.apply(self.tape, is_causal, self.execution, query, key, value, attn_mask)  # type: ignore[no-untyped-call,no-any-return]
+        if fused:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+        probabilities = scores.softmax(-1)
+        if self.execution.drops_probabilities:
+            probabilities = torch.native_dropout(probabilities, 0.1, True)[0]
+        mixed: Tensor = probabilities @ value
+        return mixed
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Fused attention without computation: two products in forward, five in backward, which recomputes the scores.
+
+    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps its
+    inputs, its output and one number per row of scores (float32 or wider). ``context`` multiplies the keys. The output
+    lies as (B, S, H, d) in memory if ``any_order`` or ``saves_inputs`` is set, as the next operation reads it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, is_causal: bool, execution: ExecutionOptions, *tensors: Tensor | None) -> Tensor:
+        query, key, value, _ = tensors
+        assert query is not None and key is not None and value is not None
+        given = [t for t in tensors if t is not None]
+        output = torch.empty_like(query)
+        if execution.any_order or execution.saves_inputs:  # in the order in which the next operation reads it
+            *batch, heads, length, _ = query.shape
+            output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        elif value.shape[-1] != query.shape[-1]:
+            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        context = execution.context
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        flops = 2.0 * query.shape[:-1].numel() * context * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
+        done_share = 0.5 if is_causal else 1.0
+        shape = (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2] * context, query.shape[-1])
+        tape.add(flops, num_bytes, done_share, shape)
+        ctx.save_for_backward(*tensors, output, row_sums)
+        ctx.count = lambda: tape.add(2.5 * flops, 2 * num_bytes, done_share, shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.count()
+        given = ctx.saved_tensors[:-2]
+        found = (
+            torch.empty_like(t) if wanted else None for t, wanted in zip(given, ctx.needs_input_grad[3:], strict=True)
+        )
+        return (None, None, None, *found)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Norm as one kernel that keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return gradient + x, None, None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    found: Tensor = _FusedNorm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return found
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy as one kernel, which writes the gradient over its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        largest = logits.amax(-1)
+        gradient = logits.detach().mul_(1)
+        ctx.gradient = gradient
+        return largest.float()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        gradient: Tensor = ctx.gradient
+        del ctx.gradient
+        return gradient

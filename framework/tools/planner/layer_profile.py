@@ -1,0 +1,65 @@
+"""Profile of one layer for one micro-batch on one tp rank: its operations, its messages and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.tools.planner.operations import Work
+
+
+class GroupMessages(NamedTuple):
+    """Messages of one kind within a tp group."""
+
+    operation: str
+    calls: int
+    wire_bytes: float
+    """Bytes that one rank puts on the wire, all calls together."""
+
+
+class OutputTensor(NamedTuple):
+    """A tensor in the output of a layer."""
+
+    bytes: int
+    input_index: int | None
+    """Index of the input leaf whose storage this tensor shares; None if the layer created it."""
+    kept: bool
+    """True if the layer itself keeps the tensor for its backward."""
+    needs_gradient: bool
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Profile of a layer for one micro-batch on one tp rank; the last includes the loss. Bytes are of live tensors."""
+
+    name: str
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    weight_half: tuple[Work, ...]
+    """Weight-gradient half of a split backward; ``backward`` is then the input-gradient half."""
+    forward_messages: tuple[GroupMessages, ...]
+    backward_messages: tuple[GroupMessages, ...]
+    num_parameters: int
+    """Number of local parameter elements; a weight tied to another layer's counts in both."""
+    kept_bytes: int
+    """Bytes kept between forward and backward, without inputs; includes the output if the layer keeps it."""
+    inputs_kept: tuple[bool, ...]
+    """True for each input leaf that the layer keeps for backward."""
+    outputs: tuple[OutputTensor, ...]
+    forward_peak: int
+    """Peak bytes in forward, above the bytes live before it, without inputs."""
+    backward_peak: int
+    """Peak bytes in backward, above the bytes live before it, including those kept (which are freed gradually)."""
+    backward_peak_from_outside: int
+    """The same peak if the incoming gradient is held and counted elsewhere."""
+    deferred_bytes: int = 0
+    """Bytes kept between the halves of a split backward."""
+    weight_peak: int = 0
+    """Peak bytes in the second half of a split backward, above the bytes live before it and those kept."""
+    attended: tuple[tuple[int, int], ...] = ()
+    """(bytes of queries, bytes of keys and values) of each attention in forward."""
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output tensors."""
+        return sum(leaf.bytes for leaf in self.outputs)

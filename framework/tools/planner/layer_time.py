@@ -1,0 +1,126 @@
+"""Time of one layer for one micro-batch: its products and other operations, and the collectives of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer for one micro-batch."""
+
+    forward: float
+    backward: float
+    weight_half: float
+    messages: float
+    """Seconds of messages in forward and backward, which both include."""
+
+
+def layer_time(
+    layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: GroupLink, context: GroupLink
+) -> LayerTime:
+    """Return a layer's seconds; ``tp`` and ``context`` are the links of its groups."""
+    traits = performance.traits
+
+    def messages_s(messages: Sequence[GroupMessages], overlapped: Mapping[str, float]) -> float:
+        seconds = 0.0
+        for message in messages:
+            share = min(1.0, overlapped.get(message.operation, 0.0) / message.calls)
+            whole_s = tp.seconds(message.wire_bytes, message.calls, message.operation)
+            seconds += whole_s * (1 - performance.fractions.hidden * share)
+        return seconds
+
+    forward_overlap, backward_overlap = overlapped_calls(layer, traits)
+    forward_messages = messages_s(layer.forward_messages, forward_overlap)
+    backward_messages = messages_s(layer.backward_messages, backward_overlap)
+    if context.size > 1:
+        in_forward, in_backward = context_exchange_s(layer, context, traits)
+        forward_messages += in_forward
+        backward_messages += in_backward
+    works = _WorkTimer(layer, performance, dtype, tp.size)
+    backward, weight_half = works.seconds(layer.backward, True), works.seconds(layer.weight_half, True)
+    if not traits.accumulates_in_product:
+        add_bytes = layer.num_parameters * (2 + 2 * traits.wide_gradient_bytes)
+        add_s = add_bytes / performance.memory_bytes_per_s
+        if layer.weight_half:
+            weight_half += add_s
+        else:
+            backward += add_s
+    return LayerTime(
+        works.seconds(layer.forward, False) + forward_messages,
+        backward + backward_messages,
+        weight_half,
+        forward_messages + backward_messages,
+    )
+
+
+class _WorkTimer:
+    """Timer of the operations of one layer."""
+
+    def __init__(self, layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: int) -> None:
+        self._performance, self._dtype, self._tp = performance, dtype, tp
+        low = performance.traits.product_dtype
+        self._product_dtype = low if layer.attended and low in performance.hardware.flops_per_s else ""
+        self._token_counts = {work.shape[1] for work in layer.forward if work.kind is WorkKind.PRODUCT}
+
+    def seconds(self, works: Sequence[Work], backward: bool) -> float:
+        """Return the seconds of all operations."""
+        return sum(work.times * self._one_s(work, backward) for work in works)
+
+    def _one_s(self, work: Work, backward: bool) -> float:
+        if work.kind is not WorkKind.PRODUCT:
+            return self._performance.work_s(work, self._dtype, backward=backward)
+        (batch, m, n, k), tp = work.shape, self._tp
+        splits = self._performance.traits.splits_tp_products and tp > 1
+        if not splits or m not in self._token_counts or m % tp:
+            return self._product_s(work, backward)
+        part = work._replace(flops=work.flops / tp, bytes=work.bytes / tp, shape=(batch, m // tp, n, k))
+        return tp * self._product_s(part, backward)
+
+    def _product_s(self, work: Work, backward: bool) -> float:
+        performance = self._performance
+        if not self._product_dtype:
+            return performance.work_s(work, self._dtype, backward=backward)
+        batch, m, n, k = work.shape
+        cast_bytes = 5 * batch * k * (m + n)  # read for the largest value, read and written for the cast
+        cast_s = cast_bytes / performance.memory_bytes_per_s + 2 * performance.fractions.operation_s
+        product_s = performance.work_s(work, self._product_dtype, backward=backward)
+        return product_s / performance.traits.cast_product_speed + performance.traits.casts * cast_s
+
+
+def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict[str, float], dict[str, float]]:
+    """Count the calls of each collective that products can hide, in forward and in backward.
+
+    For ``overlaps_tp_with_weight_gradients``, backward hides as many reductions as forward has, and the all-gathers in
+    excess of the reduce-scatters (of inputs that were kept as shards).
+    """
+    forward = {message.operation: float(message.calls) for message in layer.forward_messages}
+    backward = {message.operation: float(message.calls) for message in layer.backward_messages}
+    gathers, scatters = forward.get("all_gather", 0.0), backward.get("reduce_scatter", 0.0)
+    if traits.overlaps_tp:
+        return forward, backward
+    if traits.splits_tp_products:
+        return forward, backward | {"reduce_scatter": max(0.0, scatters - gathers)}
+    if not traits.overlaps_tp_with_weight_gradients:
+        return {}, {}
+    found = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
+    return {}, found | {"all_gather": max(0.0, backward.get("all_gather", 0.0) - scatters)}
+
+
+def context_exchange_s(layer: LayerProfile, context: GroupLink, traits: FrameworkTraits) -> tuple[float, float]:
+    """Return the seconds of context-parallel messages, in forward and in backward."""
+    forward = backward = 0.0
+    others = context.size - 1
+    for queries, keys in layer.attended:
+        if traits.context_exchange == "heads":
+            num_bytes = (2 * queries + keys) * others / context.size
+            forward += context.seconds(num_bytes, 4)
+            backward += context.seconds(num_bytes, 4)
+        else:
+            forward += context.seconds(keys * others)
+            backward += context.seconds(2 * keys * others, 2)
+    return forward, backward

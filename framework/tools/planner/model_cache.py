@@ -1,0 +1,273 @@
+"""Cache of what the layouts of one model share: its layers, their profiles, costs and stages.
+
+A :class:`ModelCache` holds one model and caches results: equal layers are profiled once, and layouts share what they
+have in common. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, cut
+from meshwright.config import RunConfig
+from meshwright.data.example import example
+from meshwright.mesh.fake import CountingGroup
+from meshwright.model.build import PlainModel, build_model
+from meshwright.model.meter import reference
+from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.pipeline.costs import LayerCost, count_layers
+from meshwright.pipeline.outline import outline_of
+from meshwright.pipeline.recompute import check_recompute, recomputed_names
+from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.load import draw_schedule
+from meshwright.tensor_parallel import plan as sharding
+from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tensor_parallel.layers import VocabHead
+from meshwright.tools.planner.footprint import Footprint, footprint
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.layer_profile import LayerProfile
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.profile import LayerProfiler, counting_group
+from meshwright.tools.summary import Elements
+
+T = TypeVar("T")
+
+
+class LocalParameter(NamedTuple):
+    """Parameter of a layer, as one tp rank holds it."""
+
+    name: str
+    """Name within the layer."""
+    num_elements: int
+    in_blocks: bool
+    """True if its optimizer state is held in 8-bit blocks."""
+    trained: bool
+
+
+class SplitLayers(NamedTuple):
+    """Layers of a model on one tp rank; of equal layers, the first."""
+
+    layers: nn.Sequential
+    group: CountingGroup
+    parameters: dict[str, list[LocalParameter]]
+    """Parameters of each layer."""
+
+
+@dataclass
+class ModelCache:
+    """One model with cached results about it."""
+
+    config: RunConfig
+    """Configuration with the model, the data and the precision; its layout is not used."""
+    execution: ExecutionOptions
+    draw: Callable[[RunConfig], Schedule] = draw_schedule
+    """Function that returns the schedule of a layout; the default also checks it, as for a run."""
+    results: dict[Any, Any] = field(default_factory=dict)
+    """Cache of results that layouts share, by the values on which they depend."""
+    _layers: dict[Any, Any] = field(default_factory=dict)
+
+    def cached(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return the result stored under ``key``, computed at the first call."""
+        if key not in self.results:
+            self.results[key] = compute()
+        result: T = self.results[key]
+        return result
+
+    @cached_property
+    def model(self) -> PlainModel:
+        """Whole plain model, on meta."""
+        return build_model(self.config.model.builder, self.config.model.options, self.config.run.seed)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the layers."""
+        return list(self.model.layers._modules)
+
+    @cached_property
+    def representatives(self) -> list[str]:
+        """Name of the first equal layer, for each layer: equal outline and sharding kinds, no own tie."""
+        first: dict[Any, str] = {}
+        tied = {name.partition(".")[0] for names in self.model.tied for name in names}
+        found = []
+        for name, layer in self.model.layers.named_children():
+            key = (outline_of(layer), name if name in tied else "", self._patterns_of(name))
+            found.append(first.setdefault(key, name))
+        return found
+
+    def _patterns_of(self, name: str) -> tuple[str, ...]:
+        """Return the sharding plan's kind for each module of a layer; "" if no pattern matches."""
+        parts = [part for part, _ in self.model.layers.get_submodule(name).named_modules(prefix=name)]
+        return tuple(
+            next((kind for pattern, kind in self.model.plan.items() if fnmatchcase(part, pattern)), "")
+            for part in parts
+        )
+
+    def example(self, micro_batch_size: int) -> MetaMicrobatch:
+        """Return a micro-batch on meta, in the training dtype."""
+        dtype = DTYPES[self.config.train.dtype]
+        return MetaMicrobatch(*example(self.config, micro_batch_size)).cast(dtype)
+
+    def recomputed(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the names of the layers, or parts of layers, that are recomputed in backward."""
+
+        def find() -> tuple[str, ...]:
+            check_recompute(config.pipeline, self.model, config.model.builder)
+            return tuple(recomputed_names(config.pipeline, self.model))
+
+        key = ("recomputed", config.pipeline.recompute, tuple(config.pipeline.recompute_layers))
+        return self.cached(key, find)
+
+    def costs(self, config: RunConfig) -> list[LayerCost]:
+        """Count the layers' costs by which layers are assigned to stages, exactly as for a run."""
+        size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
+
+        def count() -> list[LayerCost]:
+            shapes = MetaMicrobatch(*example(self.config, size))
+            whole = nn.Sequential()
+            for name, first in zip(self.names, self.representatives, strict=True):
+                whole.add_module(name, self.model.layers.get_submodule(first))
+            return count_layers(
+                whole,
+                shapes.inputs,
+                shapes.labels,
+                reference(config.train.device, config.train.dtype),
+                dtype=DTYPES[config.train.dtype],
+                loss=self.model.loss or cross_entropy,
+                recompute=names,
+            )
+
+        return self.cached(("costs", size, names), count)
+
+    def split(self, tp: int, sequence: bool) -> SplitLayers:
+        """Shard the representative layers over ``tp`` ranks."""
+        return self.cached(("split", tp, sequence), lambda: self._split(tp, sequence))
+
+    def _split(self, tp: int, sequence: bool) -> SplitLayers:
+        kept = nn.Sequential()
+        for name in dict.fromkeys(self.representatives):
+            kept.add_module(name, self.model.layers.get_submodule(name))
+        layers, group = copy.deepcopy(kept), counting_group(tp)
+        infos = sharding.apply(
+            layers,
+            plan=self.model.plan,
+            tied=[names for names in self.model.tied if all(n.partition(".")[0] in kept._modules for n in names)],
+            group=group,
+            sequence=sequence,
+            divisible=self.model.divisible,
+        )
+        if self.config.optimizer.name == "adamw8bit":
+            infos = with_blocks(infos, self.config.optimizer.block_size)
+        cast_parameters(layers, DTYPES[self.config.train.dtype])
+        parameters: dict[str, list[LocalParameter]] = {}
+        for name, parameter in layers.named_parameters(remove_duplicate=False):
+            layer, _, rest = name.partition(".")
+            numel, in_blocks = math.prod(infos[name].local_shape), infos[name].in_blocks
+            parameters.setdefault(layer, []).append(LocalParameter(rest, numel, in_blocks, parameter.requires_grad))
+        return SplitLayers(layers, group, parameters)
+
+    def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer."""
+        parallel, size = config.parallel, batch_numbers(config).micro_batch_size
+        names = self.recomputed(config)
+        sequence = parallel.sequence and parallel.tp > 1
+
+        def profile() -> tuple[LayerProfile, ...]:
+            layers, group, _ = self.split(parallel.tp, sequence)
+            shapes = self.example(size)
+            return LayerProfiler(group, self.loss(layers, group), self.execution, self._layers).profile(
+                [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
+                shapes.inputs,
+                shapes.labels,
+                recompute=names,
+                splits_backward=splits_backward,
+            )
+
+        return self.cached(("profiles", parallel.tp, sequence, size, names, splits_backward), profile)
+
+    def total_elements(self, tp: int, sequence: bool) -> Elements:
+        """Count the parameter elements of a tp rank over all stages."""
+        parameters = self.split(tp, sequence and tp > 1).parameters
+        whole = [range(len(self.names))]
+        return self.cached(("all elements", tp, sequence), lambda: self._elements(parameters, whole)[0])
+
+    def flops_per_step(self, config: RunConfig) -> float:
+        """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
+        batch = batch_numbers(config)
+        forward = sum(cost.forward.flops for cost in self.costs(config))
+        return 3.0 * forward * batch.global_batch / batch.micro_batch_size
+
+    def loss(self, layers: nn.Sequential, group: CountingGroup) -> Loss:
+        """Return the loss that ``meshwright.build`` would choose."""
+        if self.model.loss is not None:
+            return self.model.loss
+        heads = [name for name, module in layers[-1].named_modules() if isinstance(module, VocabHead)]
+        if not heads:
+            return cross_entropy
+        vocab_size = self.model.layers[-1].get_submodule(heads[-1]).get_parameter("weight").shape[0]
+
+        def loss(output: Any, labels: Tensor) -> Tensor:
+            return vocab_parallel_cross_entropy(output, labels, group, vocab_size)
+
+        return loss
+
+    def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
+        """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.
+
+        ``schedule``: None draws and checks one. ``approximate``: stages are cut as for micro-batches of one sample.
+
+        Raises:
+            UserError: the layout cannot be run, for the reason that a launch would give.
+        """
+        schedule = schedule or self.draw(config)
+        layers = self.profiles(config, splits_backward=schedule.splits_backward)
+        stages = self.cut(_of_samples(config, 1) if approximate else config, schedule.num_stages)
+        tp = config.parallel.tp
+        parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
+        key = ("elements", tp, tuple(run.start for run in stages))
+        elements = self.cached(key, lambda: self._elements(parameters, stages))
+        return LayoutModel(config, schedule, stages, layers, elements, self._footprints(layers, stages))
+
+    def _elements(self, parameters: dict[str, list[LocalParameter]], stages: list[range]) -> list[Elements]:
+        """Count the parameter elements of each stage; a weight shared by several of its layers counts once."""
+        elements = []
+        for run in stages:
+            counted: set[str] = set()
+            found = [0, 0, 0]
+            for index in run:
+                for rest, numel, in_blocks, trained in parameters.get(self.representatives[index], []):
+                    name = self.model.canonical(f"{self.names[index]}.{rest}")
+                    if name not in counted:
+                        counted.add(name)
+                        found[(0 if in_blocks else 1) if trained else 2] += numel
+            elements.append(Elements(*found))
+        return elements
+
+    def cut(self, config: RunConfig, num_stages: int) -> list[range]:
+        """Cut the layers into stages, as a run does."""
+        size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
+        key = ("cut", size, names, num_stages, config.parallel.pp, str(config.pipeline.balance))
+        return self.cached(key, lambda: cut(config, self.costs(config), num_stages))
+
+    def _footprints(self, layers: tuple[LayerProfile, ...], stages: list[range]) -> list[Footprint]:
+        def combine() -> list[Footprint]:
+            found = []
+            for index, run in enumerate(stages):
+                received = layers[run.start - 1].outputs if index else ()
+                inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
+                found.append(footprint(layers[run.start : run.stop], inputs, last=index == len(stages) - 1))
+            return found
+
+        return self.cached(("footprints", id(layers), tuple(run.start for run in stages)), combine)
+
+
+def _of_samples(config: RunConfig, size: int) -> RunConfig:
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": size})})

@@ -1,0 +1,103 @@
+"""Plan: the layouts of a model on a cluster that fit, by time, and the reasons against the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.schedule.action import Schedule
+from meshwright.tools.planner.choices import Choice, Rejection
+from meshwright.tools.planner.cost import StepTime, step_time
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.memory import GLOO, NCCL, Backend, RankMemory
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.rates import PerformanceModel
+
+HEADROOM_SHARE = 0.08
+"""Fraction of a device's usable memory that is left free for allocator fragmentation and kernel workspaces."""
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout that fits."""
+
+    choice: Choice
+    config: RunConfig
+    layout: LayoutModel
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Memory of each pipeline rank; for a layout that was not drawn whole, only of ranks that may have the peak."""
+    mfu: float
+    """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes of the fullest rank."""
+        return max(each.total for each in self.memory)
+
+
+@dataclass
+class Plan:
+    """Result of a search."""
+
+    base: RunConfig
+    hardware: Hardware
+    nodes: int
+    best: list[RankedLayout]
+    """Best layouts, ordered by predicted time."""
+    rejected: list[Rejection]
+    num_choices: int
+    """Number of layouts that the rules allow."""
+    num_fitting: int
+    """Number of those layouts that fit into memory by formula."""
+    trade_off: list[tuple[float, int, Choice]] = field(default_factory=list)
+    """(seconds, bytes, choice) of fitting layouts, by formula."""
+    closest: tuple[int, Choice] | None = None
+    """(bytes, choice) of the layout that needs the least memory, if nothing fits."""
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.hardware.devices_per_node
+
+
+def backend_of(hardware: Hardware) -> Backend:
+    """Return the communication backend of a hardware: gloo on CPU, NCCL on GPUs."""
+    return GLOO if hardware.kind == "cpu" else NCCL
+
+
+def usable_bytes(hardware: Hardware) -> int:
+    """Return the bytes of a device that a layout may use."""
+    return int(hardware.usable_bytes * (1 - HEADROOM_SHARE))
+
+
+def evaluate(
+    cache: ModelCache, hardware: Hardware, config: RunConfig, choice: Choice, schedule: Schedule | None = None
+) -> RankedLayout:
+    """Evaluate a configuration as it stands."""
+    hardware.check_dtype(config.train.dtype)
+    layout = cache.layout(config, schedule)
+    memory = tuple(layout.memory(rank, backend_of(hardware)) for rank in range(layout.schedule.pp))
+    return ranked_layout(cache, PerformanceModel.of(hardware), choice, layout, memory)
+
+
+def ranked_layout(
+    cache: ModelCache,
+    performance: PerformanceModel,
+    choice: Choice,
+    layout: LayoutModel,
+    memory: tuple[RankMemory, ...],
+) -> RankedLayout:
+    """Time a layout whose memory is known."""
+    time = step_time(layout, performance)
+    peak_flops_per_s = layout.grid.size * performance.hardware.flops_per_s[layout.config.train.dtype]
+    mfu = cache.flops_per_step(layout.config) / time.total / peak_flops_per_s
+    return RankedLayout(choice, layout.config, layout, time, memory, mfu)
+
+
+def tokens_per_second(found: RankedLayout, cache: ModelCache) -> float:
+    """Return the throughput of all devices together, in tokens/s."""
+    batch = batch_numbers(found.config)
+    return batch.global_batch * cache.example(1).tokens_per_sample / found.time.total
