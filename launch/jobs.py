@@ -161,7 +161,8 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         find_run(options.place)  # before seconds of imports
     check_place(options.out, folder=False, example="eval.json")
     launcher = launch_environment()
-    from meshwright.tools.inference.evaluate import EvaluationJob, check, with_corpus
+    from meshwright.tools.inference.corpora import with_corpus
+    from meshwright.tools.inference.evaluate import EvaluationJob, check
     from meshwright.tools.inference.load import config_for, locate
 
     place = locate(options.place, options.step)

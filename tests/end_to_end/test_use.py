@@ -25,7 +25,8 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.terminal.output import visible
-from meshwright.tools.inference.evaluate import EvaluationJob, with_corpus
+from meshwright.tools.inference.corpora import with_corpus
+from meshwright.tools.inference.evaluate import EvaluationJob
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
 from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, generate, sample
@@ -140,11 +141,11 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
     ask = SamplingRequest(("the mesh waits. ", "a rank"), 12, seed=3)
-    monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: set())
+    monkeypatch.setattr(meshwright.tools.inference.sample, "ends_of_document", lambda *_: set())
     free = generate(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
-    monkeypatch.setattr(meshwright.tools.inference.sample, "_ends_of_document", lambda *_: {end})
+    monkeypatch.setattr(meshwright.tools.inference.sample, "ends_of_document", lambda *_: {end})
     first, second = generate(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]

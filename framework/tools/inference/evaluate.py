@@ -12,23 +12,15 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from tokenizers import Tokenizer
+from typing import Any
 
 from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.data import fingerprint
-from meshwright.data.causal import CorpusSource, validation_steps
-from meshwright.data.corpus import IGNORE, Blend, Corpus
-from meshwright.data.indexed import idx_path
+from meshwright.data.causal import validation_steps
 from meshwright.data.sources import AnySource, open_validation, unigram_nats
-from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
-from meshwright.data.tokenizer import load
-from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
 from meshwright.errors import ConfigError, DataError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
@@ -39,6 +31,7 @@ from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import say, tell
+from meshwright.tools.inference.corpora import check_tokenizer, count_text
 from meshwright.tools.inference.load import ModelLocation, open_trained
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
@@ -46,15 +39,6 @@ from meshwright.watch.hang.watchdog import LATER_S
 
 SAY_EVERY_S = 10.0
 """Seconds between two progress messages."""
-WINDOWS_AT_ONCE = 256
-"""Number of samples whose label bytes are counted together."""
-
-
-class TextSize(NamedTuple):
-    """Number of labels that are not ignored, and the bytes of their text."""
-
-    tokens: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -219,115 +203,8 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
             "the run has no validation set (data.validation): name a prepared corpus with --data, such as the folder "
             "that `meshwright data` has written",
         )
-    _check_tokenizer(config, source)
+    check_tokenizer(config, source)
     return config
-
-
-def _check_tokenizer(config: RunConfig, source: AnySource) -> None:
-    """Check that the tokenizer is the one that made the tokens; another one would count the bytes of another text."""
-    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
-        return
-    named = Path(config.data.tokenizer)
-    for corpus in corpora_of(source):
-        known, beside = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
-        made_by = None if known is None else known.files.get(TOKENIZER_FILE)
-        if made_by is None or fingerprint.file_sha256(named) == made_by:
-            continue
-        is_same = beside.is_file() and fingerprint.file_sha256(beside) == made_by
-        if not is_same or load(beside).to_str() != load(named).to_str():
-            raise DataError(
-                "MW-INFERENCE-002",
-                f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
-                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one",
-            )
-
-
-def with_corpus(config: RunConfig, place: Path) -> RunConfig:
-    """Return the configuration with another corpus as its validation set.
-
-    ``place``: path of a .bin/.idx pair without its suffix, or a folder with one pair, or with one called validation.
-
-    Raises:
-        ConfigError: the model was not trained on tokens of a corpus.
-        DataError: there is no corpus, or several, or it was made with another tokenizer.
-    """
-    if config.data.builder is not None:
-        raise ConfigError(
-            "MW-INFERENCE-003",
-            f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use",
-        )
-    prefix = place
-    if place.is_dir():
-        names = sorted(path.stem for path in place.glob("*.idx"))
-        if not names:
-            raise DataError(
-                "MW-INFERENCE-004",
-                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data` makes one",
-            )
-        if "validation" not in names and names[1:]:
-            raise DataError(
-                "MW-INFERENCE-005",
-                f"--data {place}: the folder holds {', '.join(names)}: name one, as in {place / names[0]}",
-            )
-        prefix = place / ("validation" if "validation" in names else names[0])
-    tokenizer, own = config.data.tokenizer, prefix.parent / "tokenizer.json"
-    if own.is_file() and idx_path(prefix).is_file():
-        if tokenizer is None:
-            tokenizer = str(own)
-        elif Path(tokenizer).is_file() and load(own).to_str() != load(Path(tokenizer)).to_str():
-            raise DataError(
-                "MW-INFERENCE-006",
-                f"--data {place}: its tokens were made with {own}, which is another tokenizer than the run's, "
-                f"{tokenizer}: prepare that text with the run's own",
-            )
-    data = config.data.model_copy(update={"validation": str(prefix), "tokenizer": tokenizer})
-    return config.model_copy(update={"data": data})
-
-
-def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize | None:
-    """Return the number of labels that are not ignored in ``batches`` global batches, and the bytes of their text.
-
-    None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
-
-    Raises:
-        DataError: a token that the tokenizer does not have.
-    """
-    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
-        return None
-    tokenizer, corpora = load(Path(config.data.tokenizer)), corpora_of(source)
-    table = bytes_of_tokens(tokenizer)
-    blank, before = blank_of(tokenizer, table), _before_texts(corpora, tokenizer)
-    num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
-    tokens = total = 0
-    for start in range(0, num_samples, WINDOWS_AT_ONCE):
-        inputs, found = source.read(range(start, min(start + WINDOWS_AT_ONCE, num_samples)))
-        ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
-        counted = labels[labels != IGNORE]
-        if counted.size and int(counted.max()) >= len(table):
-            names = ", ".join(str(each.prefix) for each in corpora)
-            raise DataError(
-                "MW-INFERENCE-007",
-                f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
-                f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it",
-            )
-        tokens += counted.size
-        total += int(table[counted].sum())
-        if blank:
-            first = beginnings(ids, labels, before, has_mask=any(each.mask for each in corpora))
-            total -= blank * int((table[labels[first]] > 0).sum())
-    return TextSize(tokens, total)
-
-
-def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens after which a text begins: ends of documents, and tokens that precede each document."""
-    found = {each.eod_id for each in corpora}
-    found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}
-    return {number for number in found if number is not None}
-
-
-def corpora_of(source: CorpusSource) -> tuple[Corpus, ...]:
-    """Return the corpora of a feed: one, or those of a blend."""
-    return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
 
 
 def logged_loss(run: Path, step: int) -> float | None:

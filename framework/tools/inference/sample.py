@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import split_vocab_size
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
-from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.tokenizer import ending_ids, load
+from meshwright.data.tokenizer import load
 from meshwright.data.tokenizer_files import begin_id
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
@@ -40,6 +38,7 @@ from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import say
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained
+from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
 from meshwright.watch.hang.watchdog import LATER_S
 
 SHORTEST = 16
@@ -159,7 +158,7 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingR
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
-    ends = _ends_of_document(Path(config.data.tokenizer), tokenizer, known)
+    ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
     blueprint = draw_blueprint(config, mesh.tp)
     windows = _windows(blueprint, len(ask.prompts))
     logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
@@ -272,19 +271,6 @@ def _run_forward(
     forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
 
 
-def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
-    """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S) ids and (B, S) bool starts.
-
-    A document starts after each end token. An end token at position 0 that equals ``begin`` closes no document.
-    """
-    starts = torch.zeros_like(ids, dtype=torch.bool)
-    starts[:, 0] = True
-    closed = torch.isin(ids[:, :-1], torch.tensor(sorted(ends), dtype=ids.dtype, device=ids.device))
-    closed[:, 0] &= ids[:, 0] != (-1 if begin is None else begin)
-    starts[:, 1:] = closed
-    return {"tokens": ids, "starts": starts}
-
-
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     """Return window length -> specs of the values that the stages pass on, found on meta."""
     longest = blueprint.config.data.sequence_length
@@ -297,32 +283,6 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
         inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
         found[length] = describe_boundaries(meta_copy(blueprint.model.layers), blueprint.stages, inputs)[0]
     return found
-
-
-def _ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
-    """Return the ends of documents in the tokenizer, in the files beside it, and in the corpus of the same folder."""
-    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
-    """Encode a prompt with the beginning that the model's training documents had.
-
-    ``known`` describes the corpus beside the tokenizer. In it nothing precedes a text except a token added by --bos.
-    Without a corpus (an imported model) the tokenizer's own special tokens apply, minus an end token that it appends to
-    a text.
-    """
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    text = list(tokenizer.encode(prompt, add_special_tokens=False).ids)
-    if known is not None:
-        begin = begin_id(known, tokenizer)
-        return text if begin is None else [begin, *text]
-    ids = list(tokenizer.encode(prompt).ids)
-    added = len(ids) - len(text)
-    while added > 0 and ids and ids[-1] in ends:
-        ids.pop()
-        added -= 1
-    return ids
 
 
 def _draws(ask: SamplingRequest, seed: int) -> list[torch.Generator]:

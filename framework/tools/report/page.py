@@ -16,14 +16,16 @@ from meshwright.mesh.grid import Axis, Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.terminal.format import format_bytes, format_duration
+from meshwright.tools.interop.configs.readers import flat
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.report.account import Account, account, measured_costs, without_early_steps
+from meshwright.tools.report.checkpoints import CheckpointInfo
 from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
-from meshwright.tools.report.run import Attempt, CheckpointInfo, RunContents, clock
+from meshwright.tools.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MOST_DRAWN = 2000
@@ -288,20 +290,11 @@ def config_text(run: RunContents) -> str:
 
 def differences(runs: Sequence[RunContents]) -> list[tuple[str, ...]]:
     """List configuration keys whose values differ between runs, except the run's name and directory."""
-    flat = [dict(_leaves(run.config)) for run in runs]
-    keys = list(dict.fromkeys(key for each in flat for key in each))
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for each in configs for key in each))
     rows = []
     for key in keys:
-        values = [json.dumps(each[key], ensure_ascii=False) if key in each else "–" for each in flat]
+        values = [json.dumps(each[key], ensure_ascii=False) if key in each else "–" for each in configs]
         if len(set(values)) > 1 and key not in ("run.name", "run.directory"):
             rows.append((key, *values))
     return rows
-
-
-def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{above}.{key}".lstrip(".")
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, name)
-        else:
-            yield name, value

@@ -7,7 +7,6 @@ needed when something is wrong.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,16 +21,15 @@ from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, f
 from meshwright.run.peaks import Peaks, read_peaks
 from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.bounded import (
-    MAX_MANIFEST_BYTES,
     MIB,
     check_values,
     lines,
     open_regular,
     parse_json,
-    read_bytes,
     read_text,
     real_path,
 )
+from meshwright.tools.report.checkpoints import CheckpointInfo, read_checkpoints
 from meshwright.tracking.record import StepRecord, from_json
 from meshwright.watch.hang.heartbeat import read_status
 from meshwright.watch.hang.status import read_standing
@@ -41,20 +39,6 @@ from meshwright.watch.trace import read as read_trace
 MOST_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB
 """Largest size of a small text file of a run, in bytes."""
-
-
-class CheckpointInfo(NamedTuple):
-    """A checkpoint, as described by its manifest alone; its data files are not read."""
-
-    step: int
-    samples_seen: int
-    layout: str
-    size: int
-    """Size of its files, in bytes."""
-    parameters: int
-    """Number of weight elements."""
-    at_s: float
-    """Time of saving, in seconds since 1970."""
 
 
 class Attempt(NamedTuple):
@@ -143,7 +127,7 @@ def read_run(place: Path) -> RunContents:
         resolved=resolved,
         records=records,
         attempts=_attempts(directory / STARTS, records, list(again.values()), remarks),
-        checkpoints=_checkpoints(directory / "checkpoints", remarks),
+        checkpoints=read_checkpoints(directory / "checkpoints", remarks),
         trace=_trace(directory, remarks),
         state=state,
         is_live=is_live,
@@ -223,34 +207,6 @@ def _attempts(
         )
         for number in sorted({*range(len(lines)), *of_kept, *of_again})
     )
-
-
-def _checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInfo, ...]:
-    found = []
-    for path in sorted(directory.glob("step-*")) if directory.is_dir() else ():
-        manifest = path / "manifest.json"
-        try:
-            tree = parse_json(read_bytes(manifest, MAX_MANIFEST_BYTES))
-            shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
-            parallel = tree["config"]["parallel"]
-            saved = CheckpointInfo(
-                int(tree["step"]),
-                int(tree["samples_seen"]),
-                " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),
-                sum(int(file["size"]) for file in tree["files"].values()),
-                sum(math.prod(shape) for shape in shapes),
-                manifest.stat().st_mtime,
-            )
-        except FileNotFoundError:
-            remarks.append(f"{path} has no manifest.json: it counts for nothing")
-        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-            remarks.append(f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` tells more")
-        else:
-            found.append(saved)
-            missing = [name for name in tree["files"] if not (path / name).is_file()]
-            if missing:
-                remarks.append(f"{path} lacks {', '.join(missing[:3])}: it is damaged")
-    return tuple(sorted(found))
 
 
 def _trace(directory: Path, remarks: list[str]) -> Measured | None:

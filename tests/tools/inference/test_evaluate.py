@@ -15,7 +15,8 @@ from meshwright.data.corpus import Corpus
 from meshwright.data.order import OnceInOrder
 from meshwright.data.prepare.records import Form
 from meshwright.errors import DataError
-from meshwright.tools.inference.evaluate import check, count_text
+from meshwright.tools.inference.corpora import count_text
+from meshwright.tools.inference.evaluate import check
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 TEXTS = ["a", "two words", "straße 東京", "\n", "z" * 40]

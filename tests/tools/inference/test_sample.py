@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from meshwright.tools.inference.sample import SamplingRequest, choose, encode_prompt, with_starts
+from meshwright.tools.inference.prompts import encode_prompt, with_starts
+from meshwright.tools.inference.sample import SamplingRequest, choose
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
-from meshwright.tools.interop.configs.torchtitan_sizes import FLAVORS, VARIANTS
+from meshwright.tools.interop.configs.torchtitan_model import model
 from meshwright.tools.interop.configs.translation import Draft, DropReason, is_off
 
 
@@ -22,7 +22,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     Raises:
         ConfigError: torchtitan does not accept a value, or meshwright has no such model.
     """
-    num_layers = None if draft.own_model else _model(draft)
+    num_layers = None if draft.own_model else model(draft)
     _layout(draft, ranks)
     _batch(draft, _pipeline(draft, num_layers))
     _optimizer(draft)
@@ -31,36 +31,6 @@ def translate(draft: Draft, ranks: int | None) -> None:
     _services(draft)
     _switched_off(draft)
     draft.leave_rest(REST)
-
-
-def _model(draft: Draft) -> int:
-    """Translate the model's name and flavor to its sizes, and return the number of layers."""
-    name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
-    if name not in FLAVORS:
-        raise draft.no_such_model("model.name", f"the sizes of {name}, only of {' and '.join(FLAVORS)},")
-    plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
-    if plain not in FLAVORS[name]:
-        known = ", ".join(FLAVORS[name])
-        raise draft.no_such_model("model.flavor", f"the sizes of {name} {flavor}, only of {known},")
-    size = FLAVORS[name][plain]
-    draft.put("model.builder", "meshwright.models.llama:build")
-    for option, value in size._asdict().items():
-        draft.put(f"model.options.{option}", value)
-    draft.put("model.options.norm_eps", 1e-5)
-    shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
-    draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
-    if plain != flavor:
-        draft.put(
-            "data.document_boundaries", True, f"{flavor}'s mask keeps documents apart; here positions and labels too"
-        )
-    assets = draft.items.get("model.hf_assets_path")
-    if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
-        why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"
-        draft.put("model.options.rope_scaling_factor", 8.0, why)
-    draft.leave(
-        "model.hf_assets_path", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"
-    )
-    return size.num_layers
 
 
 def _layout(draft: Draft, ranks: int | None) -> None:

@@ -16,7 +16,7 @@ from meshwright.config import default_world_size, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
-from meshwright.tools.interop.configs.torchtitan_sizes import LLAMA3
+from meshwright.tools.interop.configs.torchtitan_model import LLAMA3
 from tests.tools.interop.configs import samples
 
 ROOT = Path(__file__).parents[4]

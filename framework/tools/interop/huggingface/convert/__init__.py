@@ -2,7 +2,8 @@
 
 importing.py  a Hugging Face directory -> a run directory, ready for training
 exporting.py  a checkpoint, saved under any layout -> a Hugging Face directory
-families.py   the supported model types: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3), t5.py
+weights.py    the tensors of the files, checked against the model
+families.py   the supported model types: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3) with rope.py, t5.py
 family.py     table of one model type: config.json <-> model.options, transformers <-> meshwright tensors
 settings.py   validated access to the fields of a config.json
 side_files.py tokenizer and generation files: checked against the model, written if they are missing

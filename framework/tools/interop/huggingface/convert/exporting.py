@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from meshwright.checkpoint import open_checkpoint
 from meshwright.config import RunConfig, parse
 from meshwright.tools.interop.huggingface.convert import side_files
-from meshwright.tools.interop.huggingface.convert.decoders import ORIGINAL_LENGTH
 from meshwright.tools.interop.huggingface.convert.families import family_of_model, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
+from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH
 from meshwright.tools.interop.huggingface.destination import (
     OnBytes,
     check_output_directory,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +22,21 @@ from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, Tens
 from meshwright.checkpoint.save import final_directory
 from meshwright.checkpoint.shard import MAX_FILE_BYTES
 from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve, to_toml, write_snapshot
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import ConfigError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.families import family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.settings import Settings
+from meshwright.tools.interop.huggingface.convert.weights import (
+    check_tensors,
+    dtype_notes,
+    has_own_head,
+    open_weights,
+    under_first_names,
+    with_prefix,
+)
 from meshwright.tools.interop.huggingface.destination import (
     OnBytes,
     check_output_directory,
@@ -39,14 +46,12 @@ from meshwright.tools.interop.huggingface.destination import (
 from meshwright.tools.interop.huggingface.files import (
     CONFIG,
     DTYPES,
-    INDEX,
-    SINGLE,
     TOKENIZER,
     copy_companions,
     read_config,
 )
 from meshwright.tools.interop.huggingface.rules import TensorMapping
-from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source, pickled_files
+from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 
 LONGEST_SEQUENCE = 2048
 """Upper limit, in tokens, of the default data.sequence_length: the memory of a step grows with it."""
@@ -89,22 +94,22 @@ def import_model(
     out = check_output_directory(out)
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
-    source = _opened(source_path)
+    source = open_weights(source_path)
     settings = Settings(fields, str(source_path / CONFIG), family.aliases)
     options = family.read(settings)
     settings.end()
     side_files.check(source_path)
-    source = _named_as_theirs(source, family)
+    source = with_prefix(source, family)
     if family.head_by_file:
-        source = _under_first_names(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
-        options["tied"] = not _has_own_head(source)
+        source = under_first_names(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
+        options["tied"] = not has_own_head(source)
     config = _config(family, options, source, out, overrides)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
-    source = _under_first_names(source, rules)
-    _check(source, family, rules, shapes)
-    notes += _dtypes(source, rules, config)
+    source = under_first_names(source, rules)
+    check_tensors(source, family, rules, shapes)
+    notes += dtype_notes(source, rules, config)
     resolved = resolve(config, default_world_size(config, 0))
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
     with published_directory(out, num_bytes) as temporary:
@@ -114,58 +119,6 @@ def import_model(
         write_snapshot(temporary, resolved)
         (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
     return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
-
-
-def _opened(path: Path) -> SafetensorsDirectory:
-    """Open the safetensors weights of a directory.
-
-    Raises:
-        CheckpointError: there are no weights, or only pickled ones.
-    """
-    source = open_source(path)
-    if source is not None:
-        return source
-    found = pickled_files(path)
-    if not found:
-        raise CheckpointError(
-            "MW-INTEROP-034", f"{path} has neither {SINGLE} nor {INDEX}: the weights are missing; get them too"
-        )
-    raise CheckpointError(
-        "MW-INTEROP-035",
-        f"{path} has its weights in pickled files only ({', '.join(found[:3])}), which can run code when they are "
-        f'opened: they are not read. Where you trust them, write them as safetensors first: python -c "from '
-        f"transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safe')\" "
-        f"(AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and convert that directory",
-    )
-
-
-def _named_as_theirs(source: SafetensorsDirectory, family: Family) -> SafetensorsDirectory:
-    """Add the family's prefix to tensor names of a bare model, such as the released GPT-2, saved without head class."""
-    names = source.tensors
-    if not family.prefix or any(name.startswith(family.prefix) for name in names):
-        return source
-    renamed = {
-        name if name in family.unprefixed else f"{family.prefix}{name}": stored for name, stored in names.items()
-    }
-    return SafetensorsDirectory(source.path, renamed)
-
-
-def _under_first_names(source: SafetensorsDirectory, rules: Sequence[TensorMapping]) -> SafetensorsDirectory:
-    """Rename each tied weight that the files hold only under a second name to its first name."""
-    found = dict(source.tensors)
-    for rule in rules:
-        others = [name for name in rule.same_as if name in found]
-        if others and rule.theirs[0] not in found:
-            found[rule.theirs[0]] = found.pop(others[0])
-    return SafetensorsDirectory(source.path, found)
-
-
-def _has_own_head(source: SafetensorsDirectory) -> bool:
-    """Return True if the files have a head (``lm_head``) that differs from the embedding (``shared``)."""
-    if "lm_head.weight" not in source.tensors or "shared.weight" not in source.tensors:
-        return False
-    head, shared = source.tensors["lm_head.weight"], source.tensors["shared.weight"]
-    return head.shape != shared.shape or not torch.equal(source.read("lm_head.weight"), source.read("shared.weight"))
 
 
 def _config(
@@ -214,68 +167,6 @@ def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     parameters = model.layers.named_parameters(remove_duplicate=False)
     return {name: tuple(outline.shape) for name, outline in parameters if model.canonical(name) == name}
-
-
-def _check(
-    source: SafetensorsDirectory, family: Family, rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Check that the files hold exactly the tensors of the model, with its shapes and supported element types.
-
-    Raises:
-        CheckpointError: the problems, a line each with file and tensor; at most 20.
-    """
-    assert {rule.ours for rule in rules} == shapes.keys(), sorted({rule.ours for rule in rules} ^ shapes.keys())
-    there, known = source.tensors, set()
-    problems = []
-    for rule in rules:
-        for name, shape in rule.shapes(shapes[rule.ours]).items():
-            known.add(name)
-            if name not in there:
-                problems.append(f"{source.path}: tensor {name} {list(shape)} is in none of the files")
-            elif there[name].shape != shape:
-                problems.append(
-                    f"{there[name].file}: tensor {name} has shape {list(there[name].shape)}, {CONFIG} asks for "
-                    f"{list(shape)}"
-                )
-            elif there[name].dtype not in DTYPES:
-                problems.append(
-                    f"{there[name].file}: tensor {name} is of {there[name].dtype}: only {', '.join(DTYPES)} are read; "
-                    f"take the weights before they were quantised"
-                )
-        known.update(rule.same_as)
-        problems += source.apart(rule.theirs[0], rule.same_as)
-    for name, stored in there.items():
-        if name not in known and not any(fnmatchcase(name, pattern) for pattern in family.left_out):
-            problems.append(f"{stored.file}: tensor {name} {list(stored.shape)} is not of a {family.architecture}")
-    if problems:
-        more = f"\nand {len(problems) - 20} more" if problems[20:] else ""
-        raise CheckpointError(
-            "MW-INTEROP-037",
-            "\n".join(problems[:20])
-            + more
-            + f"\nthe weights and {CONFIG} do not belong together, or a file is missing; nothing is written",
-        )
-
-
-def _dtypes(source: SafetensorsDirectory, rules: Sequence[TensorMapping], config: RunConfig) -> list[str]:
-    """Return notes on the treatment of mixed element types, and of float16, which is no training dtype."""
-    counted = source.dtypes(name for rule in rules for name in rule.theirs)
-    notes = []
-    if len(counted) > 1:
-        said = ", ".join(f"{number:,} {dtype}" for dtype, number in counted.most_common())
-        notes.append(
-            f"tensors of several element types ({said}): each is kept as it is, and trained in train.dtype = "
-            f'"{config.train.dtype}"'
-        )
-        for rule in rules:
-            mixed = sorted({source.tensors[name].dtype for name in rule.theirs})
-            if len(mixed) > 1:
-                notes.append(f"{', '.join(rule.theirs)} are one tensor here, in the wider of {' and '.join(mixed)}")
-    elif "F16" in counted:
-        notes.append(
-            f'the weights are F16, which is not trained in: they are kept, and trained in "{config.train.dtype}"'
-        )
-    return notes
 
 
 def _write(

@@ -1,7 +1,9 @@
 """Any causal LM of transformers as layers of an nn.Sequential, and its export.
 
 layers.py     model.builder = "hf:DIRECTORY": the layers, with sharding plan, tied weights and initialisation
+cut.py        the cut of the model at the modules of its pipeline plan
 frame.py      computations between the layers (positions, masks, scalings), run by the model's own code
+marks.py      placeholders for the planned modules during such a run
 float64.py    float64 runs without casts to float32
 plans.py      the model's own tensor-parallel plan -> a sharding plan
 probe.py      a traced forward on meta: functional dropout, and the weights that act on sharded tensors

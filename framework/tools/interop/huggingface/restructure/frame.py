@@ -31,91 +31,16 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
+from meshwright.tools.interop.huggingface.restructure.marks import (
+    Arguments,
+    RunState,
+    TargetReached,
+    first_argument,
+    with_first_argument,
+)
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
 """Keys of the dict between layers. ``document_position_ids``: positions that restart with each document of a row."""
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class TargetReached(BaseException):
-    """Signal that ends a run at its target mark; a BaseException, so that no ``except Exception`` catches it."""
-
-
-class RunState:
-    """Shared state of the marks of one frame during a run of the model's forward.
-
-    Each mark records its arguments and returns its input. The mark before ``target`` returns ``handed`` instead, and
-    the target ends the run by raising :class:`TargetReached`.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.positions: dict[str, int] = {}
-        """Mark name -> its index in the order of the forward; empty until ``ModelSkeleton.find_order`` has run."""
-        self.direct: set[int] = set()
-        """Indices of the marks whose input is the output of the mark before, without a computation between."""
-        self.met: list[str] = []
-        self.last: Any = None
-        self.target = -1
-        self.handed: Any = None
-        self.calls: list[Arguments] = []
-        """Arguments of each mark called in this run, in order."""
-
-    def begin(self, target: int, handed: Any) -> None:
-        """Reset the state before a run."""
-        self.target, self.handed, self.calls = target, handed, []
-
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of a mark, and return the mark's output.
-
-        While the order is unknown, the output is a new tensor, so that its identity shows whether the next mark
-        receives it unchanged.
-
-        Raises:
-            Reached: the mark is the target of this run.
-        """
-        given = first_argument(args, kwargs)
-        if not self.positions:
-            if given is self.last:
-                self.direct.add(len(self.met))
-            self.met.append(name)
-            self.last = given.clone() if given.is_floating_point() else torch.zeros(*given.shape, self.width)
-            return self.last
-        position = self.positions[name]
-        self.calls.append((args, kwargs))
-        if position == self.target:
-            raise TargetReached
-        return self.handed if position == self.target - 1 and self.handed is not None else given
-
-
-def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the first argument of a call, positional or keyword: the module's input."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def with_first_argument(arguments: Arguments, value: Any) -> Arguments:
-    """Return the arguments with the first one replaced by ``value``."""
-    args, kwargs = arguments
-    if args:
-        return (value, *args[1:]), dict(kwargs)
-    return (), {**kwargs, next(iter(kwargs)): value}
-
-
-class ModulePlaceholder(nn.Module):
-    """Placeholder for a planned module. It keeps the plain attributes that a model may read, such as attention type."""
-
-    def __init__(self, name: str, module: nn.Module, play: RunState) -> None:
-        super().__init__()
-        own = vars(self).keys()
-        for attribute, value in vars(module).items():
-            if attribute not in own and not isinstance(value, Tensor | nn.Module):
-                setattr(self, attribute, value)
-        self.mark_name = name
-        self.play = play
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.play.enter(self.mark_name, args, kwargs)
 
 
 class ModelSkeleton:
@@ -202,13 +127,10 @@ class ModelSkeleton:
         ``value`` is the output of the mark before. With ``of_all`` the hidden states are placeholder zeros instead, and
         ``value`` only gives dtype and device.
         """
-        model, play = self._at(value.device)
         try:
-            self._run(model, play, position, None if of_all else value, positions, documents, first, value)
-        except TargetReached:
-            return play.calls
-        finally:
-            play.begin(-1, None)
+            self._run(position, None if of_all else value, positions, documents, first, value)
+        except TargetReached as reached:
+            return reached.calls
         raise AssertionError(f"{self!r} ended before mark {position}")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -217,18 +139,12 @@ class ModelSkeleton:
 
         ``value`` and logits: (B, S, V), or (B, S, V/tp) if the head is sharded. ``positions``: (B, S).
         """
-        model, play = self._at(value.device)
-        try:
-            logits = self._run(model, play, self.num_marks, value, positions, documents, None, value).logits
-        finally:
-            play.begin(-1, None)
+        logits = self._run(self.num_marks, value, positions, documents, None, value).logits
         assert isinstance(logits, Tensor)
         return logits
 
     def _run(
         self,
-        model: nn.Module,
-        play: RunState,
         target: int,
         handed: Tensor | None,
         positions: Tensor,
@@ -239,8 +155,6 @@ class ModelSkeleton:
         """Run the model's forward up to the mark at ``target``.
 
         Args:
-            model: the model with marks.
-            play: state of its marks.
             target: index of the mark that ends the run.
             handed: output of the mark before ``target``; None: its input.
             positions: (B, S).
@@ -249,12 +163,16 @@ class ModelSkeleton:
                 their own, of the whole sequence also if ``handed`` is a shard of it.
             like: tensor that gives the dtype and device of these zeros.
         """
-        play.begin(target, handed)
+        model, play = self._at(like.device)
         if first is None:
             first = like.new_zeros(()).expand(*positions.shape, play.width)
         key = "inputs_embeds" if first.is_floating_point() else IDS
-        with whole_rows(not documents):
-            return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)
+        play.begin(target, handed)
+        try:
+            with whole_rows(not documents):
+                return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)
+        finally:
+            play.begin(-1, None)
 
     def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
         if device not in self._on:

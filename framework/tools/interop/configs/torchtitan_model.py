@@ -1,0 +1,76 @@
+"""Model sizes that torchtitan's files name by a flavor, ``model.flavor = "8B"``; torchtitan defines them in code.
+
+Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` of February 2026 (the last version with TOML
+files), and ``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. torchtitan computes the ffn size: 2/3 of
+4 x hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is written out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.tools.interop.configs.translation import Draft, DropReason
+
+
+class Size(NamedTuple):
+    """Arguments of ``meshwright.models.llama:build`` for one flavor."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_size: int
+    vocab_size: int
+    rope_theta: float
+
+
+LLAMA3 = {
+    "debugmodel": Size(256, 6, 16, 16, 768, 2048, 500_000.0),
+    "8B": Size(4096, 32, 32, 8, 14336, 128256, 500_000.0),
+    "70B": Size(8192, 80, 64, 8, 28672, 128256, 500_000.0),
+    "405B": Size(16384, 126, 128, 8, 53248, 128256, 500_000.0),
+}
+LLAMA2 = {
+    "debugmodel": Size(256, 8, 16, 16, 768, 32000, 10_000.0),
+    "271M": Size(1024, 16, 8, 8, 2816, 32000, 10_000.0),
+    "1B": Size(2048, 18, 16, 16, 5632, 32000, 10_000.0),
+    "7B": Size(4096, 32, 32, 32, 11008, 32000, 10_000.0),
+    "13B": Size(5120, 40, 40, 40, 13824, 32000, 10_000.0),
+    "26B": Size(5120, 80, 40, 40, 13824, 32000, 10_000.0),
+    "70B": Size(8192, 80, 64, 8, 28672, 32000, 10_000.0),
+}
+FLAVORS = {"llama3": LLAMA3, "llama2": LLAMA2}
+"""Model name -> flavor -> sizes."""
+
+VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
+"""Suffixes of a flavor that change its attention and not its sizes."""
+
+
+def model(draft: Draft) -> int:
+    """Translate the model's name and flavor to its sizes, and return the number of layers."""
+    name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
+    if name not in FLAVORS:
+        raise draft.no_such_model("model.name", f"the sizes of {name}, only of {' and '.join(FLAVORS)},")
+    plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
+    if plain not in FLAVORS[name]:
+        known = ", ".join(FLAVORS[name])
+        raise draft.no_such_model("model.flavor", f"the sizes of {name} {flavor}, only of {known},")
+    size = FLAVORS[name][plain]
+    draft.put("model.builder", "meshwright.models.llama:build")
+    for option, value in size._asdict().items():
+        draft.put(f"model.options.{option}", value)
+    draft.put("model.options.norm_eps", 1e-5)
+    shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
+    draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
+    if plain != flavor:
+        draft.put(
+            "data.document_boundaries", True, f"{flavor}'s mask keeps documents apart; here positions and labels too"
+        )
+    assets = draft.items.get("model.hf_assets_path")
+    if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
+        why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"
+        draft.put("model.options.rope_scaling_factor", 8.0, why)
+    draft.leave(
+        "model.hf_assets_path", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"
+    )
+    return size.num_layers

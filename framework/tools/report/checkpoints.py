@@ -1,0 +1,56 @@
+"""Checkpoints of a run as their manifests describe them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.system.bounded import (
+    MAX_MANIFEST_BYTES,
+    parse_json,
+    read_bytes,
+)
+
+
+class CheckpointInfo(NamedTuple):
+    """A checkpoint, as described by its manifest alone; its data files are not read."""
+
+    step: int
+    samples_seen: int
+    layout: str
+    size: int
+    """Size of its files, in bytes."""
+    parameters: int
+    """Number of weight elements."""
+    at_s: float
+    """Time of saving, in seconds since 1970."""
+
+
+def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInfo, ...]:
+    """Read the manifests of a run, oldest first. A damaged checkpoint becomes a remark."""
+    found = []
+    for path in sorted(directory.glob("step-*")) if directory.is_dir() else ():
+        manifest = path / "manifest.json"
+        try:
+            tree = parse_json(read_bytes(manifest, MAX_MANIFEST_BYTES))
+            shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
+            parallel = tree["config"]["parallel"]
+            saved = CheckpointInfo(
+                int(tree["step"]),
+                int(tree["samples_seen"]),
+                " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),
+                sum(int(file["size"]) for file in tree["files"].values()),
+                sum(math.prod(shape) for shape in shapes),
+                manifest.stat().st_mtime,
+            )
+        except FileNotFoundError:
+            remarks.append(f"{path} has no manifest.json: it counts for nothing")
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
+            remarks.append(f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` tells more")
+        else:
+            found.append(saved)
+            missing = [name for name in tree["files"] if not (path / name).is_file()]
+            if missing:
+                remarks.append(f"{path} lacks {', '.join(missing[:3])}: it is damaged")
+    return tuple(sorted(found))
