@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import nn
 
 from meshwright.config import RunConfig, load, resolve
 from meshwright.data.span_corruption import lengths
+from meshwright.tools.interop.huggingface.convert.families import FAMILIES
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encoder)
     "demo": (8, None, 4, 32 * 128),
     "t5-demo": (8, None, 4, 32 * 128),
@@ -79,3 +82,34 @@ def test_the_t5_demo_has_room_for_just_its_sentinels() -> None:
     config = load(CONFIGS / "t5-demo.toml")
     assert config.model.options["vocab_size"] == 4096 + lengths(config.data.sequence_length).sentinels
     assert lengths(config.data.sequence_length).decoder % config.parallel.tp == 0
+
+
+def documented(first_column: str) -> dict[str, list[str]]:
+    """Return a table of docs/models.md, without backticks: first cell -> the other cells."""
+    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    cells = [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
+    return {first: others for first, *others in cells}
+
+
+def test_the_documentation_lists_each_builder_with_the_models_it_converts() -> None:
+    modules = [path for path in (ROOT / "models").glob("*.py") if "\ndef build(" in path.read_text()]
+    table = documented("builder")
+    assert table.keys() == {f"meshwright.models.{path.stem}:build" for path in modules}
+    for builder, cells in table.items():
+        assert cells[-1] == ", ".join(family.model_type for family in FAMILIES if family.builder == builder)
+
+
+def test_the_documentation_lists_each_config_with_its_sizes() -> None:
+    table = documented("configuration")
+    assert table.keys() == {path.stem for path in CONFIGS.glob("*.toml")}
+    for name, (builder, layers, hidden_size, heads, parameters) in table.items():
+        config = load(CONFIGS / f"{name}.toml")
+        options = config.model.options
+        assert builder == config.model.builder
+        assert [int(layers.split()[0]), int(hidden_size), int(heads)] == [
+            options[option] for option in ("num_layers", "hidden_size", "num_heads")
+        ]
+        model = build_on_meta(config)
+        assert parameters == f"{sum(parameter.numel() for parameter in model.parameters()):,}"
