@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 
 from meshwright.data.sources import unigram_nats
 from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats
-from meshwright.run.files import RunFiles
+from meshwright.run import RunFiles
 from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
-from meshwright.run.saving import Saver
 from meshwright.step import take_step, validate
 from meshwright.system.process import StopRequest
 from meshwright.tracking.observer import Records
@@ -75,16 +74,15 @@ def observe(
     parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]
 ) -> list[Observer]:
     """Return the observers of a run, in their order; ``request`` raises the step's flag STOP from now on."""
-    saver = Saver(parts, files.directory, say, files=files)
-    parts.flags[STOP] = request.is_requested
+    checkpoints = Checkpoints(parts, files, request, say)
     return [
-        RunFilesCheck(saver),
+        RunFilesCheck(checkpoints.saver),
         Timing(parts, files.directory, say),
         Validation(validate, lambda loss: say(describe_validation(parts, loss))),
         Records(tracker),
         DriftCheck(),
         PeakMemory(files.directory),
-        Checkpoints(saver, request),
+        checkpoints,
     ]
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint import Candidate, CheckpointReader, find, open_checkpoint
 from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.checkpoint.manifest import MANIFEST, TensorEntry
-from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.trust import foreign_builders
@@ -158,7 +157,7 @@ def _shape(entry: TensorEntry) -> str:
 
 def size_of(entry: TensorEntry) -> int:
     """Return the bytes of a tensor's elements."""
-    return math.prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
+    return math.prod(entry.shape) * entry.dtype.as_torch.itemsize
 
 
 def layout(config: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.config import default_world_size
     from meshwright.launch import local, restarts
     from meshwright.launch.environment import Launcher
-    from meshwright.run.lock import RunLock
+    from meshwright.run import RunLock
 
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:

@@ -12,24 +12,18 @@ from collections.abc import Callable
 
 from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
 from meshwright.build import build
-from meshwright.checkpoint.files import to_stderr
-from meshwright.checkpoint.space import check_space, checkpoint_bytes
-from meshwright.config import RunConfig, resolve, write_snapshot
+from meshwright.config import RunConfig, resolve
 from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources
 from meshwright.errors import Preempted, RunFilesError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
-from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
+from meshwright.run import RunFiles, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
-from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.lock import lock_directory
-from meshwright.run.resume import resume
-from meshwright.run.saving import check_manifest
-from meshwright.run.starts import note_start
-from meshwright.run.tensors import saved_weights
+from meshwright.run.resume import prepare, record_start, resume
 from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
+from meshwright.terminal.output import print_warning
 from meshwright.terminal.output import say as speak
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import open_tracker
@@ -48,14 +42,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
     source, _ = open_sources(config)
-    check_manifest(blueprint, data_fingerprint(source))
-    check_space(
-        make_directory(config),
-        checkpoint_bytes(saved_weights(blueprint), len(states_of(config.optimizer))),
-        keep_last=config.checkpoint.keep_last,
-        steps=config.train.steps,
-        warn=to_stderr if environment_rank()[0] == 0 else _keep_quiet,
-    )
+    prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _keep_quiet)
     return config, blueprint
 
 
@@ -90,13 +77,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         say(of_data)
     request = StopRequest()
     resume(parts, directory, say)
-    if mesh.rank == 0:  # only now: a run that may not go on keeps the configuration it was trained with
-        write_snapshot(directory, config)
-        if parts.state.step < config.train.steps:
-            parts.restarts = note_start(
-                directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times(parts.source), say
-            )
-        files.remember()
+    record_start(parts, files, corpus_times(parts.source), say)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     watchdog = Watchdog(mesh, directory / STATUS, config.launch.timeout_s, steps, lambda: parts.state.step, give_up)

@@ -31,10 +31,10 @@ afterwards. There is no "latest" pointer that could dangle: the newest directory
 from meshwright.checkpoint.async_writer import AsyncWriter, SaveAttempt, to_host
 from meshwright.checkpoint.compatible import check_compatible
 from meshwright.checkpoint.manifest import CheckpointMetadata, Manifest, TensorKind
-from meshwright.checkpoint.read import Candidate, CheckpointReader, find, newest_valid, open_checkpoint
+from meshwright.checkpoint.read import Candidate, CheckpointReader, find, first_sound, newest_valid, open_checkpoint
 from meshwright.checkpoint.retention import prune
 from meshwright.checkpoint.save import begin, publish
-from meshwright.checkpoint.shard import ShardReport, TensorPiece, write_shard
+from meshwright.checkpoint.shard import TensorPiece, write_shard
 
 __all__ = [
     "AsyncWriter",
@@ -43,12 +43,12 @@ __all__ = [
     "CheckpointReader",
     "Manifest",
     "SaveAttempt",
-    "ShardReport",
     "TensorKind",
     "TensorPiece",
     "begin",
     "check_compatible",
     "find",
+    "first_sound",
     "newest_valid",
     "open_checkpoint",
     "prune",

@@ -22,9 +22,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory, temporary_directory
 from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
-from meshwright.checkpoint.save import final_directory, publish, temporary_directory
-from meshwright.checkpoint.shard import MAX_FILE_BYTES, REPORT_SUFFIX, TensorPiece, write_shard
+from meshwright.checkpoint.save import publish
+from meshwright.checkpoint.shard import REPORT_SUFFIX, TensorPiece, write_shard
 from meshwright.errors import CheckpointError
 
 POLL_S = 0.02, 0.5

@@ -1,9 +1,10 @@
-"""Paths of checkpoints, and durable file operations: write, fsync, hash, rename."""
+"""Paths of checkpoints, and their file operations: write with fsync and hash, read with retries, delete."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -14,17 +15,12 @@ from typing import TypeVar
 
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system.atomic import sync
-from meshwright.terminal.output import tell
 
-Warn = Callable[[str], None]
 Found = TypeVar("Found")
+MAX_FILE_BYTES = 512 * 2**20
+"""Default size at which a shard starts another file."""
 READ_PAUSES_S = 0.1, 0.5, 2.0
 """Seconds between attempts to read after an OSError."""
-
-
-def to_stderr(message: str) -> None:
-    """Print a warning to stderr: the default for ``warn``."""
-    tell(f"warning: {message}")
 
 
 def checkpoints_directory(run_directory: Path) -> Path:
@@ -35,6 +31,17 @@ def checkpoints_directory(run_directory: Path) -> Path:
 def step_name(step: int) -> str:
     """Return the name of the directory of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def final_directory(run_directory: Path, step: int) -> Path:
+    """Return the directory of a step's published checkpoint."""
+    return checkpoints_directory(run_directory) / step_name(step)
+
+
+def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
+    """Return the directory that an attempt writes to. It is beside the final one, so that one rename publishes it."""
+    assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
+    return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
 
 
 @contextmanager

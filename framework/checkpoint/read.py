@@ -15,14 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.checkpoint.check import intersection, parse
 from meshwright.checkpoint.files import (
-    Warn,
     checkpoints_directory,
     regular_size,
     retried,
     sha256_of,
     step_name,
-    to_stderr,
 )
 from meshwright.checkpoint.manifest import (
     MANIFEST,
@@ -30,14 +29,13 @@ from meshwright.checkpoint.manifest import (
     Manifest,
     PieceEntry,
     TensorKind,
-    intersection,
-    parse,
     render_sums,
 )
-from meshwright.checkpoint.shard import TORCH_DTYPES, local_box
+from meshwright.checkpoint.shard import local_box
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.terminal.output import Warn, print_warning
 
 
 class Candidate(NamedTuple):
@@ -102,7 +100,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     return CheckpointReader(path, manifest, digest)
 
 
-def newest_valid(run_directory: Path, *, warn: Warn = to_stderr) -> CheckpointReader | None:
+def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> CheckpointReader | None:
     """Return the newest checkpoint that verifies, hashes included. For each one passed over, warn with the bad file.
 
     Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
@@ -242,7 +240,7 @@ class CheckpointReader:
                 f"{list(info.global_shape)} in this model: give model.options the values that were saved, "
                 f"or choose another run.name",
             )
-        local = torch.zeros(info.local_shape, dtype=TORCH_DTYPES[entry.dtype])
+        local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
         inside = info.unpadded(local)
         offset, shape = local_box(info)
         for part in entry.pieces:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.checkpoint.files import Warn, as_checkpoint_error, remove_directory, to_stderr
+from meshwright.checkpoint.files import as_checkpoint_error, remove_directory
 from meshwright.checkpoint.read import Candidate, find, open_checkpoint
 from meshwright.errors import CheckpointError
+from meshwright.terminal.output import Warn, print_warning
 
 
-def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = to_stderr) -> list[Candidate]:
+def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = print_warning) -> list[Candidate]:
     """Delete all but the newest ``keep_last`` sound checkpoints. Return the deleted ones. Only one rank calls it.
 
     A damaged checkpoint never counts as one of the newest. Everything older than the last kept checkpoint is deleted,

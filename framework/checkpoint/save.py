@@ -13,18 +13,17 @@ After a kill at any moment there is either no ``step-*`` directory of this step 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.checkpoint.check import check
 from meshwright.checkpoint.files import (
-    Warn,
     as_checkpoint_error,
     checkpoints_directory,
     delete,
+    final_directory,
     regular_size,
-    step_name,
-    to_stderr,
+    temporary_directory,
     write_synced,
 )
 from meshwright.checkpoint.manifest import (
@@ -37,7 +36,6 @@ from meshwright.checkpoint.manifest import (
     Manifest,
     PieceEntry,
     TensorEntry,
-    check,
     render,
     render_sums,
 )
@@ -47,20 +45,10 @@ from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system.atomic import sync
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import versions
+from meshwright.terminal.output import Warn, print_warning
 
 
-def final_directory(run_directory: Path, step: int) -> Path:
-    """Return the directory of a step's published checkpoint."""
-    return checkpoints_directory(run_directory) / step_name(step)
-
-
-def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
-    """Return the directory that an attempt writes to. It is beside the final one, so that one rename publishes it."""
-    assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
-    return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
-
-
-def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = to_stderr) -> Path:
+def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_warning) -> Path:
     """Create the temporary directory of this attempt, and remove those of dead attempts.
 
     One rank calls it before the others write. A published checkpoint of this step is never modified. A damaged one,

@@ -16,26 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.files import as_checkpoint_error, write_synced
+from meshwright.checkpoint.files import MAX_FILE_BYTES, as_checkpoint_error, write_synced
 from meshwright.checkpoint.manifest import Dtype, FileEntry, PieceEntry, StrictModel, TensorEntry, TensorKind
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.atomic import sync
 
-MAX_FILE_BYTES = 512 * 2**20
 BYTES_AT_ONCE = 16 * 2**20
 REPORT_SUFFIX = ".shard.json"
-
-TORCH_DTYPES = {
-    Dtype.F64: torch.float64,
-    Dtype.F32: torch.float32,
-    Dtype.F16: torch.float16,
-    Dtype.BF16: torch.bfloat16,
-    Dtype.I64: torch.int64,
-    Dtype.I32: torch.int32,
-    Dtype.U8: torch.uint8,
-}
-DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class TensorPiece(NamedTuple):
@@ -88,46 +76,11 @@ def write_shard(
         CheckpointError: A tensor occurs twice, or its dtype is not supported.
     """
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
-    tensors: dict[str, TensorEntry] = {}
-    files: dict[str, FileEntry] = {}
-    pending: dict[str, Tensor] = {}
-    pending_bytes = 0
-
-    def flush() -> None:
-        nonlocal pending_bytes
-        if pending:
-            name = file_name(shard_name, len(files))
-            size, sha256 = write_safetensors(temporary / name, pending, on_bytes)
-            files[name] = FileEntry(size=size, sha256=sha256)
-            pending.clear()
-            pending_bytes = 0
-
+    shard = _ShardFiles(temporary, shard_name, max_file_bytes, on_bytes)
     for piece in pieces:
-        name = piece.kind.of(piece.info.name)
-        offset, shape = local_box(piece.info)
-        assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
-        if name in tensors:
-            raise CheckpointError(
-                "MW-CHECKPOINT-027",
-                f"{temporary}: shard {shard_name} was given the tensor {name!r} twice: tied weights are saved once, "
-                f"under the first name of their tie",
-            )
-        if piece.tensor.dtype not in DTYPES:
-            raise CheckpointError(
-                "MW-CHECKPOINT-028", f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint"
-            )
-        num_bytes = piece.tensor.numel() * piece.tensor.element_size()
-        if pending_bytes + num_bytes > max_file_bytes:
-            flush()
-        parts: tuple[PieceEntry, ...] = ()
-        if num_bytes:
-            parts = (PieceEntry(file=file_name(shard_name, len(files)), key=name, offset=offset, shape=shape),)
-            found = piece.tensor.detach()
-            pending[name] = found if copied else torch.empty(shape, dtype=found.dtype).copy_(found)
-            pending_bytes += num_bytes
-        tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=DTYPES[piece.tensor.dtype], pieces=parts)
-    flush()
-    report = ShardReport(tensors=tensors, files=files)
+        shard.add(piece, copied)
+    shard.flush()
+    report = ShardReport(tensors=shard.tensors, files=shard.files)
     unnamed = temporary / f"{shard_name}.part"
     write_synced(unnamed, [report.model_dump_json().encode()])
     with as_checkpoint_error(temporary):
@@ -138,9 +91,55 @@ def write_shard(
     return report
 
 
-def file_name(shard_name: str, index: int) -> str:
-    """Return the name of the ``index``-th file of a shard."""
-    return f"{shard_name}-{index:05d}.safetensors"
+class _ShardFiles:
+    """Files of one shard in progress. Pieces are held in host memory until they fill a file."""
+
+    def __init__(self, temporary: Path, shard_name: str, max_file_bytes: int, on_bytes: Callable[[int], None]) -> None:
+        self.tensors: dict[str, TensorEntry] = {}
+        self.files: dict[str, FileEntry] = {}
+        self._temporary, self._shard_name = temporary, shard_name
+        self._max_file_bytes, self._on_bytes = max_file_bytes, on_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, piece: TensorPiece, copied: bool) -> None:
+        """Hold a piece for the next file; write the current file first if the piece does not fit into it."""
+        name = piece.kind.of(piece.info.name)
+        offset, shape = local_box(piece.info)
+        assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
+        if name in self.tensors:
+            raise CheckpointError(
+                "MW-CHECKPOINT-027",
+                f"{self._temporary}: shard {self._shard_name} was given the tensor {name!r} twice: tied weights are "
+                f"saved once, under the first name of their tie",
+            )
+        dtype = Dtype.of(piece.tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                "MW-CHECKPOINT-028", f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint"
+            )
+        num_bytes = piece.tensor.numel() * piece.tensor.element_size()
+        if self._pending_bytes + num_bytes > self._max_file_bytes:
+            self.flush()
+        parts: tuple[PieceEntry, ...] = ()
+        if num_bytes:
+            parts = (PieceEntry(file=self._file_name(), key=name, offset=offset, shape=shape),)
+            found = piece.tensor.detach()
+            self._pending[name] = found if copied else torch.empty(shape, dtype=found.dtype).copy_(found)
+            self._pending_bytes += num_bytes
+        self.tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=parts)
+
+    def flush(self) -> None:
+        """Write the pending pieces as the shard's next file. Blocks until it is on the disk."""
+        if self._pending:
+            name = self._file_name()
+            size, sha256 = write_safetensors(self._temporary / name, self._pending, self._on_bytes)
+            self.files[name] = FileEntry(size=size, sha256=sha256)
+            self._pending.clear()
+            self._pending_bytes = 0
+
+    def _file_name(self) -> str:
+        return f"{self._shard_name}-{len(self.files):05d}.safetensors"
 
 
 def write_safetensors(
@@ -159,7 +158,7 @@ def write_safetensors(
     start = 0
     for name, tensor in ordered:
         stop = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        header[name] = {"dtype": Dtype.of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

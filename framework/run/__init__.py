@@ -1,1 +1,6 @@
-"""One run on disk: its directory and lock, saving and resuming, signals, and the files it keeps."""
+"""One run on disk: directory, lock, files. `observers` saves checkpoints, `resume` reads them. No torch here."""
+
+from meshwright.run.files import RunFiles, make_directory
+from meshwright.run.lock import RunLock, lock_directory
+
+__all__ = ["RunFiles", "RunLock", "lock_directory", "make_directory"]

@@ -1,18 +1,25 @@
-"""Run directories and their names on the command line; an error lists the runs that exist. No torch."""
+"""Directories of runs: their files, and how the command line names them. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.config import RunConfig
-from meshwright.errors import ConfigError
-from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text, real_path
+from meshwright.errors import ConfigError, DataError
+from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, read_text, real_path
 
 RESOLVED = "resolved.json"
 """File that marks a run directory; written at the first start."""
 METRICS, METRICS_AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 """Records of the steps that count, and of the steps that a resume has repeated."""
+STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
+"""Log of the run's starts, and the nodes and ranks of the last one."""
+PEAKS = "memory.json"
+"""Peak memory of every rank."""
 STATUS = "status.json"
 """Heartbeats of all ranks."""
 MANIFEST = "manifest.json"
@@ -25,6 +32,44 @@ MOST_NAMED = 8
 def run_directory(config: RunConfig) -> Path:
     """Return the directory that holds all files of a run."""
     return Path(config.run.directory) / config.run.name
+
+
+class Peaks(BaseModel):
+    """Contents of ``memory.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["meshwright memory 1"] = "meshwright memory 1"
+    step: NonNegativeInt
+    """Step after which the peaks were gathered."""
+    device: str
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
+    """Degrees (pp, dp, tp)."""
+    peaks: tuple[NonNegativeInt, ...]
+    """Peak bytes of each rank since its start."""
+
+    @model_validator(mode="after")
+    def _one_for_each_rank(self) -> Peaks:
+        pp, dp, tp = self.grid
+        if len(self.peaks) != pp * dp * tp:
+            raise ValueError(f"{len(self.peaks)} peaks of {pp * dp * tp} ranks")
+        return self
+
+
+def read_peaks(run: Path) -> Peaks | None:
+    """Read the peaks of a run; None: none were gathered yet.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    place = run / PEAKS
+    try:
+        return Peaks.model_validate_json(read_bytes(place))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise DataError("MW-RUN-015", f"{place} is damaged ({said}): the next checkpoint writes it anew") from None
 
 
 def is_run(place: Path) -> bool:

@@ -19,15 +19,13 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.files import Warn
-from meshwright.checkpoint.read import find
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
-from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, run_directory
+from meshwright.run.directory import METRICS, METRICS_AGAIN, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
-from meshwright.run.starts import PLACEMENT, STARTS
 from meshwright.system.atomic import make_directory_synced, sync, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
+from meshwright.terminal.output import Warn
 
 KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
@@ -176,7 +174,9 @@ def _open(directory: Path) -> int:
 def _is_anothers(directory: Path) -> bool:
     """Return True if a directory has files that only another run writes. Files that this run may have made do not
     count."""
-    return any((directory / name).exists() for name in (*PRESUPPOSED, FILE)) or bool(find(directory))
+    return any((directory / name).exists() for name in (*PRESUPPOSED, FILE)) or any(
+        directory.glob("checkpoints/step-*")
+    )
 
 
 def sync_run_files(directory: Path, warn: Warn) -> None:

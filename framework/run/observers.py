@@ -8,9 +8,11 @@ from pathlib import Path
 
 from meshwright.checkpoint import find
 from meshwright.errors import CheckpointError, DriftError, NonFiniteError, Preempted
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, Observer, Parts, StepEvent
-from meshwright.run.peaks import note_peaks
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent
+from meshwright.run.directory import PEAKS, Peaks
+from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
+from meshwright.system.atomic import write_atomic
 from meshwright.system.process import StopRequest
 
 
@@ -54,22 +56,36 @@ class Validation(Observer):
 
 
 class PeakMemory(Observer):
-    """Observer that writes ``memory.json``: peak memory of all ranks, after the first step and at each checkpoint."""
+    """Observer that writes ``memory.json``: peak memory of all ranks, after the first step and at each checkpoint.
+
+    It differs by stage, and metrics.jsonl has that of rank 0 alone.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Gather and write the peaks, if due. Collective over all ranks; blocks."""
-        if event.is_saving or event.is_first:
-            note_peaks(parts.mesh, self._directory, parts.state.step)
+        """Gather the peaks and write them on rank 0, if due. Collective over all ranks; blocks.
+
+        Errors of writing are ignored, so they never stop the training.
+        """
+        if not (event.is_saving or event.is_first):
+            return
+        mesh = parts.mesh
+        peaks = tuple(mesh.world.gather_objects(mesh.peak_memory_bytes()))
+        if mesh.rank == 0:
+            grid = (mesh.grid.pp, mesh.grid.dp, mesh.grid.tp)
+            found = Peaks(step=parts.state.step, device=mesh.device.type, grid=grid, peaks=peaks)
+            with contextlib.suppress(OSError):
+                write_atomic(self._directory / PEAKS, found.model_dump_json() + "\n", is_durable=False)
 
 
 class Checkpoints(Observer):
     """Observer that saves checkpoints when due, after a request to end the run, and after the last step."""
 
-    def __init__(self, saver: Saver, request: StopRequest) -> None:
-        self._saver, self._request = saver, request
+    def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, say: Callable[[str], None]) -> None:
+        self.saver, self._request = Saver(parts, files.directory, say, files=files), request
+        parts.flags[STOP] = request.is_requested
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Start a save that is due, and end the run if a rank was asked to stop. Collective over all ranks; blocks.
@@ -78,8 +94,8 @@ class Checkpoints(Observer):
             CheckpointError: on every rank, when a checkpoint cannot be written and the run may not go on without.
             Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
         """
-        saver, flags = self._saver, event.stats.flags
-        saver.look(NOT_WRITTEN in flags and FILES_LOST not in flags)
+        saver, flags = self.saver, event.stats.flags
+        saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
         if event.is_saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start()
@@ -102,7 +118,7 @@ class Checkpoints(Observer):
         """
         if isinstance(error, NonFiniteError | DriftError):  # on all ranks alike
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
-                self._saver.finish()
+                self.saver.finish()
 
     def _signals(self, parts: Parts) -> str:
         """Return the signal's name, and the rank that received it if not all did. Collective over all ranks; blocks."""
@@ -113,7 +129,7 @@ class Checkpoints(Observer):
 
     def _kept(self, parts: Parts) -> str:
         """Finish the save and return a phrase on the state to resume from. Collective over all ranks; blocks."""
-        saver = self._saver
+        saver = self.saver
         with parts.mesh.activity.during("saving a checkpoint"):
             saver.finish(retention=False)
         if saver.saved_step == parts.state.step:

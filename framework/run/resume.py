@@ -1,18 +1,47 @@
-"""Resuming a saved run with the same command, on any layout."""
+"""Start of a run: checks before any process exists, then the newest sound checkpoint, read on any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshwright import checkpoint as checkpoints
-from meshwright.checkpoint.files import Warn, to_stderr
+from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.read import first_sound
+from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
+from meshwright.config import write_snapshot
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
-from meshwright.parts import Parts
-from meshwright.run.tensors import restore
+from meshwright.optimizer.flat import states_of
+from meshwright.parts import Parts, TrainState
+from meshwright.run.files import RunFiles, make_directory
+from meshwright.run.starts import note_start
+from meshwright.run.tensors import checkpoint_metadata, restore, saved_tensors
+from meshwright.terminal.output import Warn, print_warning
+
+
+def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: Warn = print_warning) -> None:
+    """Make the run's directory, and check that checkpoints of the run can be written there and read back.
+
+    Raises:
+        ConfigError: a checkpoint would not be readable or does not fit on the disk; or the directory is not usable.
+    """
+    config = blueprint.config
+    samples = config.train.steps * batch_numbers(config).global_batch
+    at_end = TrainState(
+        step=config.train.steps,
+        optimizer_steps=config.train.steps,
+        samples_seen=samples,
+        tokens_seen=samples * blueprint.example.labels_per_sample,
+    )
+    check_manifest(checkpoint_metadata(config, at_end, data_fingerprint), saved_tensors(blueprint))
+    check_space(
+        make_directory(config),
+        checkpoint_bytes(saved_tensors(blueprint), len(states_of(config.optimizer))),
+        keep_last=config.checkpoint.keep_last,
+        steps=config.train.steps,
+        warn=warn,
+    )
 
 
 def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
@@ -54,8 +83,27 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
         say(f"  changed: {change}")
 
 
+def record_start(
+    parts: Parts, files: RunFiles, corpus_times: Mapping[str, int] | None, say: Callable[[str], None]
+) -> None:
+    """Record this start in the run's directory, on rank 0: configuration, log of starts, placement of the ranks.
+
+    Called after :func:`resume`, so that a run that may not go on keeps the configuration it was trained with.
+
+    Args:
+        corpus_times: modification time of each file of the corpus in ns, by path.
+    """
+    config, mesh = parts.config, parts.mesh
+    if mesh.rank != 0:
+        return
+    write_snapshot(files.directory, config)
+    if parts.state.step < config.train.steps:
+        parts.restarts = note_start(files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, say)
+    files.remember()
+
+
 def newest_sound(
-    directory: Path, mesh: Mesh, warn: Warn = to_stderr, only: Sequence[Path] | None = None
+    directory: Path, mesh: Mesh, warn: Warn = print_warning, only: Sequence[Path] | None = None
 ) -> Path | None:
     """Find the newest checkpoint that verifies; None: there is none yet. Collective: each rank hashes some of the
     files.
@@ -87,7 +135,7 @@ def newest_sound(
 
     mine = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
     paths: list[Path] = mesh.world.gather_objects(mine)[0]
-    return first_sound(directory, paths, look, warn if mesh.rank == 0 else lambda message: None)
+    return checkpoints.first_sound(directory, paths, look, warn if mesh.rank == 0 else lambda message: None)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:

@@ -1,46 +1,29 @@
-"""Asynchronous checkpoints of a run in training: what all ranks do together around the writer threads.
+"""Asynchronous checkpoints of a run in training: the collective part, around the writer thread of each rank.
 
-    every rank   start    end the save before, agree on the attempt, copy to host memory: the step waits for no more
-    every rank   look     after each step: did the step's reduction report a failed share?
-    every rank   finish   block until the checkpoint has appeared or failed: before the next one, and at the end
+    every rank   start    end the save before, agree on the attempt, copy to host memory; the step waits only for this
+    every rank   check    after each step: has the all-reduce of the step reported a failed share?
+    every rank   finish   block until the checkpoint is published or failed: before the next one, and at the end
 
 When a share fails, nothing of that attempt is published, and its files are removed. Earlier checkpoints stand.
-
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.checkpoint import (
-    AsyncWriter,
-    CheckpointMetadata,
-    SaveAttempt,
-    ShardReport,
-    TensorKind,
-    begin,
-    find,
-    prune,
-    to_host,
-)
-from meshwright.checkpoint.files import Warn, to_stderr
-from meshwright.checkpoint.manifest import FileEntry, PieceEntry, TensorEntry, parse, render
-from meshwright.checkpoint.save import merge
-from meshwright.checkpoint.shard import DTYPES, file_name
-from meshwright.config import RunConfig
-from meshwright.errors import CheckpointError, ConfigError, RunFilesError
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts, TrainState
+from meshwright.checkpoint import AsyncWriter, SaveAttempt, begin, find, prune, to_host
+from meshwright.errors import CheckpointError, RunFilesError
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import named_weights, pieces
+from meshwright.run.tensors import checkpoint_metadata, pieces, shard_name
+from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
 """Attempts to recreate a directory that is lost at the end of a run."""
@@ -48,8 +31,8 @@ LONGEST_PAUSE_S = 0.5
 """Longest pause between two polls while all ranks wait for their writer threads."""
 
 
-class _Begun(NamedTuple):
-    """Result of preparing a save on rank 0."""
+class _BeginResult(NamedTuple):
+    """Result of beginning a save on rank 0."""
 
     attempt: str
     problem: str | None = None
@@ -65,7 +48,7 @@ class Saver:
         parts: Parts,
         directory: Path,
         say: Callable[[str], None],
-        warn: Warn = to_stderr,
+        warn: Warn = print_warning,
         files: RunFiles | None = None,
     ) -> None:
         """Save ``parts`` below ``directory``. ``files``: the run's files, watched for loss; None: not watched."""
@@ -82,14 +65,14 @@ class Saver:
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
         self.saved_step: int | None = None
-        """Last step whose checkpoint is confirmed to have appeared; the same on all ranks."""
+        """Last step whose checkpoint is known to be published; the same on all ranks."""
         self._save_s: float | None = None
 
     def start(self) -> None:
         """Start to save this step. Collective over all ranks.
 
         Blocks until the save before is finished and the tensors are copied to host memory; with
-        ``checkpoint.asynchronous = false`` until the checkpoint has appeared.
+        ``checkpoint.asynchronous = false`` until the checkpoint is published.
 
         Raises:
             CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be
@@ -97,13 +80,13 @@ class Saver:
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
-        head = head_of(parts.config, parts.state, self.parts.data_fingerprint)
+        head = checkpoint_metadata(parts.config, parts.state, self.parts.data_fingerprint)
         mine = self._begin(head.step) if mesh.rank == 0 else None
-        begun: _Begun = mesh.world.gather_objects(mine, _Begun)[0]
+        begun: _BeginResult = mesh.world.gather_objects(mine, _BeginResult)[0]
         if begun.problem is not None:
             if not begun.may_pass:
                 raise CheckpointError("MW-RUN-020", begun.problem)
-            self._tell(head.step, [begun.problem])
+            self._report_failure(head.step, [begun.problem])
             return
         grid = mesh.grid
         self._attempt = SaveAttempt(
@@ -124,7 +107,7 @@ class Saver:
         if not checkpoint.asynchronous:
             self.finish()
 
-    def look(self, not_written: bool) -> None:
+    def check(self, not_written: bool) -> None:
         """React to the flags of a step; ``not_written``: the share of some rank has failed.
 
         Raises:
@@ -132,10 +115,10 @@ class Saver:
         """
         if not_written and self._attempt is not None:
             self._give_up(self._attempt, self._problems())
-        self._tell_published()
+        self._report_published()
 
     def finish(self, *, retention: bool = True) -> None:
-        """Block until the save in progress has appeared or failed. Collective over all ranks.
+        """Block until the save in progress is published or has failed. Collective over all ranks.
 
         ``retention``: block also until older checkpoints are deleted.
 
@@ -143,21 +126,21 @@ class Saver:
             CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is "fail" or the run has
                 no checkpoint yet.
         """
-        attempt, behind = self._attempt, self.writer
+        attempt, writer = self._attempt, self.writer
         if attempt is not None:
-            problems = self._problems() if self._wait(behind.settled) else []
+            problems = self._problems() if self._wait(writer.settled) else []
             if problems:
                 self._give_up(attempt, problems)
             else:
                 self.saved_step = attempt.head.step
             self._attempt = None
-        self._tell_published()
+        self._report_published()
         if retention:
-            self._wait(behind.idle, to_the_end=True)
-            behind.end()
+            self._wait(writer.idle, to_the_end=True)
+            writer.end()
 
     def take_save_s(self) -> float | None:
-        """Return, on rank 0, the seconds of the checkpoint that appeared since the last call; None: none did."""
+        """Return, on rank 0, the seconds that the checkpoint published since the last call took; None: none was."""
         taken, self._save_s = self._save_s, None
         return taken
 
@@ -186,9 +169,9 @@ class Saver:
             RunFilesError: on every rank; the directory now belongs to another run, or cannot be made again.
         """
         assert self._files is not None
-        mesh, behind = self.parts.mesh, self.writer
-        behind.abandon()
-        behind.end()
+        mesh, writer = self.parts.mesh, self.writer
+        writer.abandon()
+        writer.end()
         self._attempt = None
         mine = self._files.recover() if mesh.rank == 0 else None
         found: Recovery = mesh.world.gather_objects(mine, Recovery)[0]
@@ -221,19 +204,17 @@ class Saver:
         """Return True if the run's files are lost. Collective; equal on every rank."""
         return bool(self.parts.mesh.world.gather_objects(self.parts.flags[FILES_LOST]())[0])
 
-    # -------------------------------------------------------------------------------------------------------- pieces
-
-    def _begin(self, step: int) -> _Begun:
+    def _begin(self, step: int) -> _BeginResult:
         attempt = secrets.token_hex(4)
         if self.parts.flags[FILES_LOST]() and self._files is not None:  # what would be made there is not this run's
-            return _Begun(attempt, f"{self.directory} is gone, or another's", may_pass=True)
+            return _BeginResult(attempt, f"{self.directory} is gone, or another's", may_pass=True)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
-            return _Begun(attempt, error.message, may_pass=isinstance(error.__cause__, OSError))
+            return _BeginResult(attempt, error.message, may_pass=isinstance(error.__cause__, OSError))
         except OSError as error:
-            return _Begun(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
-        return _Begun(attempt)
+            return _BeginResult(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
+        return _BeginResult(attempt)
 
     def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
         """Wait until ``done`` is true on every rank; return True if a share has failed. Collective over all ranks.
@@ -278,9 +259,9 @@ class Saver:
         self.writer.abandon()
         if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
             self.writer.end()  # what was written is removed before this process ends
-        self._tell(attempt.head.step, problems)
+        self._report_failure(attempt.head.step, problems)
 
-    def _tell(self, step: int, problems: list[str]) -> None:
+    def _report_failure(self, step: int, problems: list[str]) -> None:
         text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
         if self._are_files_lost():
             self._warn(f"{text}\n  the run's directory is not there any more: see the next step")
@@ -296,83 +277,21 @@ class Saver:
         self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
 
     def _has_saved(self) -> bool:
-        """Return True if the run has a checkpoint, not counting an imported model (step 0). Collective over all
-        ranks."""
+        """Return True if the run has a checkpoint of a step > 0 (0: an imported model). Collective over all ranks."""
         if self.saved_step is not None:
             return True
         stands = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
         return bool(self.parts.mesh.world.gather_objects(stands)[0])
 
-    def _tell_published(self) -> None:
+    def _report_published(self) -> None:
         published = self.writer.take_published()
         if published is not None:
             path, self._save_s = published
             self._say(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete older checkpoints, on the writer's thread, after one has appeared. An error here harms no
-        checkpoint."""
+        """Delete older checkpoints, on the writer's thread, after one is published. An error harms no checkpoint."""
         try:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:
             self._warn(f"older checkpoints could not be deleted: {error}")
-
-
-def head_of(config: RunConfig, state: TrainState, fingerprint: Mapping[str, str]) -> CheckpointMetadata:
-    """Return the metadata of a checkpoint of this state."""
-    return CheckpointMetadata(
-        step=state.step,
-        samples_seen=state.samples_seen,
-        seed=config.run.seed,
-        config=config.model_dump(mode="json"),
-        data_fingerprint=fingerprint,
-        state={
-            "tokens_seen": state.tokens_seen,
-            "optimizer_steps": state.optimizer_steps,
-            "skipped_in_a_row": state.skipped_in_a_row,
-        },
-    )
-
-
-def check_manifest(blueprint: Blueprint, data_fingerprint: Mapping[str, str]) -> None:
-    """Check that a manifest of the run's last step can be written and read back, in memory, before the training.
-
-    Raises:
-        ConfigError: it cannot be written or read back; the message contains the reason.
-    """
-    config = blueprint.config
-    samples = config.train.steps * batch_numbers(config).global_batch
-    state = TrainState(
-        step=config.train.steps,
-        optimizer_steps=config.train.steps,
-        samples_seen=samples,
-        tokens_seen=samples * blueprint.example.labels_per_sample,
-    )
-    file, tensors = file_name(shard_name(0, 0), 0), {}
-    try:
-        for name, weight in named_weights(blueprint):
-            if weight.dtype not in DTYPES:
-                raise CheckpointError(
-                    "MW-RUN-026", f"tensor {name!r}: dtype {weight.dtype} has no place in a checkpoint"
-                )
-            key, offset = TensorKind.WEIGHTS.of(name), (0,) * len(weight.shape)
-            parts = (
-                (PieceEntry(file=file, key=key, offset=offset, shape=weight.shape),) if math.prod(weight.shape) else ()
-            )
-            tensors[key] = TensorEntry(shape=weight.shape, dtype=DTYPES[weight.dtype], pieces=parts)
-        report = ShardReport(tensors=tensors, files={file: FileEntry(size=0, sha256="0" * 64)})
-        manifest = merge(head_of(config, state, data_fingerprint), [report])
-        is_same = parse(render(manifest), "manifest.json") == manifest
-    except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
-        raise ConfigError(
-            "MW-RUN-027", f"no checkpoint of this run could be written and read again:\n  {error}"
-        ) from error
-    if not is_same:
-        raise ConfigError(
-            "MW-RUN-028", "no checkpoint of this run could be read again: its manifest reads back as something else"
-        )
-
-
-def shard_name(pp_rank: int, tp_rank: int) -> str:
-    """Return the name of the shard that the ranks of one pp and tp rank write."""
-    return f"pp{pp_rank}-tp{tp_rank}"

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.mesh.grid import Grid
+from meshwright.run.directory import PLACEMENT, STARTS
 from meshwright.system.atomic import append_synced, write_atomic
 from meshwright.system.bounded import parse_json, read_bytes
 from meshwright.terminal.output import tell
-
-STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
 
 
 def written_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:

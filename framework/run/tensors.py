@@ -8,29 +8,50 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import CheckpointReader, TensorKind, TensorPiece
-from meshwright.checkpoint.space import SavedTensor
+from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
+from meshwright.checkpoint.preflight import SavedTensor
+from meshwright.config import RunConfig
 from meshwright.data_parallel.sharding import Replica, ShardedParameters, StageParameter
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
+from meshwright.parts import TrainState
 
 
-def saved_weights(blueprint: Blueprint) -> Iterator[SavedTensor]:
-    """Yield the tensors of the model that are saved, each once, in full."""
-    return (weight for _, weight in named_weights(blueprint))
-
-
-def named_weights(blueprint: Blueprint) -> Iterator[tuple[str, SavedTensor]]:
-    """Yield (name, weight) of every weight and running buffer that a checkpoint holds, each once, with full shapes."""
+def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
+    """Yield every weight and running buffer that a checkpoint holds, each once, with its global shape."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if blueprint.model.canonical(name) == name:
-            yield name, SavedTensor(blueprint.infos[name].global_shape, parameter.dtype, parameter.requires_grad)
+            shape = blueprint.infos[name].global_shape
+            yield SavedTensor(name, shape, parameter.dtype, parameter.requires_grad)
     for name in blueprint.running:
         buffer = layers.get_buffer(name)
-        yield name, SavedTensor(tuple(buffer.shape), buffer.dtype, False)
+        yield SavedTensor(name, tuple(buffer.shape), buffer.dtype, False)
+
+
+def checkpoint_metadata(
+    config: RunConfig, state: TrainState, data_fingerprint: Mapping[str, str]
+) -> CheckpointMetadata:
+    """Return the metadata of a checkpoint of this state."""
+    return CheckpointMetadata(
+        step=state.step,
+        samples_seen=state.samples_seen,
+        seed=config.run.seed,
+        config=config.model_dump(mode="json"),
+        data_fingerprint=data_fingerprint,
+        state={
+            "tokens_seen": state.tokens_seen,
+            "optimizer_steps": state.optimizer_steps,
+            "skipped_in_a_row": state.skipped_in_a_row,
+        },
+    )
+
+
+def shard_name(pp_rank: int, tp_rank: int) -> str:
+    """Return the name of the shard that the ranks of one pp and tp rank write."""
+    return f"pp{pp_rank}-tp{tp_rank}"
 
 
 def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[TensorPiece]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
+
+Warn = Callable[[str], None]
+"""Receiver of warnings."""
 
 _CONTROLS = re.compile(
     # C0, C1, bidirectional marks, lone surrogates
@@ -60,3 +63,8 @@ def say(text: str) -> None:
 def abridge(items: Sequence[object], most: int = 8) -> str:
     """Format items as ``2, 3``; of many only the first ``most``, and the number left out."""
     return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"
+
+
+def print_warning(message: str) -> None:
+    """Print a warning to stderr: the default receiver of warnings."""
+    tell(f"warning: {message}")

@@ -33,8 +33,7 @@ from meshwright.checkpoint import (
     publish,
     write_shard,
 )
-from meshwright.checkpoint.save import final_directory
-from meshwright.checkpoint.shard import MAX_FILE_BYTES
+from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import (
     RunConfig,
     bucket_bytes,
@@ -53,7 +52,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo
-from meshwright.run.lock import RunLock
+from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
 from meshwright.tools.trust import check_trusted, same_builders
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
-from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.files import final_directory
 from meshwright.parameters import ParameterInfo, Slice
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -19,7 +19,7 @@ from meshwright.checkpoint import (
     write_shard,
 )
 from meshwright.checkpoint.compatible import REFUSED
-from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.files import final_directory
 from meshwright.config.schema import RunConfig
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo

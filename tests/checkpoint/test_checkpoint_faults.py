@@ -26,8 +26,9 @@ from meshwright.checkpoint import (
     publish,
     write_shard,
 )
-from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.files import final_directory
 from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.system import atomic
 
 FILES = ["manifest.json", "SHA256SUMS", "pp0-tp0-00000.safetensors", "pp0-tp1-00001.safetensors"]
 
@@ -193,9 +194,7 @@ def save_and_die(run: Path, fake: Any, step: int, last_line: int | None) -> int:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if not any(
-            place in frame.f_code.co_filename for place in ("/framework/checkpoint/", "/framework/system/durable.py")
-        ):
+        if not frame.f_code.co_filename.startswith((str(Path(files.__file__).parent), atomic.__file__)):
             return None
         if event == "line":
             lines += 1

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.checkpoint import TensorKind
-from meshwright.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry, check
+from meshwright.checkpoint.check import check
+from meshwright.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
@@ -53,7 +54,7 @@ def test_the_manifest_has_the_fields_that_there_are() -> None:
         assert all(list(piece) == list(PieceEntry.model_fields) for piece in entry["pieces"])
     assert all(list(file) == list(FileEntry.model_fields) for file in example["files"].values())
     for field in Manifest.model_fields:
-        assert f"`{field}`" in GUIDE.partition("| field | says |")[2].partition("## ")[0], field
+        assert f"`{field}`" in GUIDE.partition("| field | content |")[2].partition("## ")[0], field
     assert all(f"`{kind}`" in GUIDE for kind in TensorKind)
 
 

@@ -29,8 +29,9 @@ from meshwright.checkpoint import (
     to_host,
     write_shard,
 )
-from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry, coverage
-from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.check import coverage
+from meshwright.checkpoint.files import final_directory
+from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo, Slice
 

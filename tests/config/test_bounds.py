@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
 from meshwright.checkpoint import CheckpointMetadata
-from meshwright.checkpoint.manifest import parse as parse_manifest
+from meshwright.checkpoint.check import parse as parse_manifest
 from meshwright.checkpoint.manifest import render
 from meshwright.checkpoint.save import merge
 from meshwright.config import RunConfig, dump, parse, resolve

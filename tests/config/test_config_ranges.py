@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry, coverage
+from meshwright.checkpoint.check import coverage
+from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry
 from meshwright.config import layout_rules, load
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.cli import main

@@ -13,8 +13,7 @@ import meshwright.models.gpt2
 from meshwright.config import RunConfig, load, parse
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
-from meshwright.run.directory import run_directory
-from meshwright.run.peaks import read_peaks
+from meshwright.run.directory import read_peaks, run_directory
 from tests.end_to_end.driving import GPT2, layout, run_config, tensors, train
 
 

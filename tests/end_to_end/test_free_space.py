@@ -11,19 +11,19 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.checkpoint import find
-from meshwright.checkpoint.space import checkpoint_bytes
+from meshwright.checkpoint.preflight import checkpoint_bytes
 from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.launch.work import check
 from meshwright.run.directory import run_directory
-from meshwright.run.tensors import saved_weights
+from meshwright.run.tensors import saved_tensors
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 
 
 def needed(config: RunConfig) -> int:
-    return checkpoint_bytes(saved_weights(draw_blueprint(resolve(config, size(config)))), 2)
+    return checkpoint_bytes(saved_tensors(draw_blueprint(resolve(config, size(config)))), 2)
 
 
 def taken(run: Path) -> int:

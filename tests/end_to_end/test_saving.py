@@ -38,7 +38,7 @@ def opened(config: RunConfig, world_size: int) -> Parts:
 def step(parts: Parts, saver: Saver, times: int = 1) -> None:
     """As the loop does."""
     for _ in range(times):
-        saver.look(NOT_WRITTEN in take_step(parts).flags)
+        saver.check(NOT_WRITTEN in take_step(parts).flags)
 
 
 def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, dropout_callback, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.checkpoint.files import to_stderr
 from meshwright.config import RunConfig, given_keys, load_saved, parse, read_resolved
 from meshwright.config.keys import KEYS
 from meshwright.errors import CheckpointError, ConfigError
@@ -30,6 +29,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
 from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
+from meshwright.terminal.output import print_warning
 from meshwright.tools.trust import check_trusted, same_builders
 
 LAYOUT = ("parallel", "pipeline", "launch")
@@ -152,7 +152,7 @@ def open_trained(
     """
     blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
-    path = newest_sound(place.run, mesh, to_stderr, only=place.checkpoints)
+    path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
     chosen = loss or pick_loss(blueprint, mesh.tp)
     try:

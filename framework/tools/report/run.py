@@ -17,9 +17,17 @@ from typing import Any, NamedTuple
 from meshwright.config import RunConfig, parse
 from meshwright.data import fingerprint
 from meshwright.errors import ConfigError, DataError, UserError
-from meshwright.run.directory import METRICS, METRICS_AGAIN, RESOLVED, STATUS, find_run
-from meshwright.run.peaks import Peaks, read_peaks
-from meshwright.run.starts import PLACEMENT, STARTS
+from meshwright.run.directory import (
+    METRICS,
+    METRICS_AGAIN,
+    PLACEMENT,
+    RESOLVED,
+    STARTS,
+    STATUS,
+    Peaks,
+    find_run,
+    read_peaks,
+)
 from meshwright.system.bounded import (
     MIB,
     check_values,

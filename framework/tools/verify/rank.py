@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.build import build
-from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
 from meshwright.data.example import example
 from meshwright.data.sources import Source, open_sources
@@ -21,7 +20,6 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
-from meshwright.run.tensors import flat_pieces
 from meshwright.step import take_step, total_loss
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
@@ -117,7 +115,8 @@ def _stands_for(parts: Parts, bucket: ShardedParameters) -> bool:
 
 
 def _parts_of(bucket: ShardedParameters, flat: Tensor) -> list[Part]:
-    return [(piece.info, _copy(piece.tensor)) for piece in flat_pieces(TensorKind.WEIGHTS, bucket, flat)]
+    parts = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
+    return [(info, _copy(info.unpadded(part.view(info.local_shape)))) for info, part in parts]
 
 
 def _weights(parts: Parts) -> list[Part]:

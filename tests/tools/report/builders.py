@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.mesh.grid import Grid
-from meshwright.run.peaks import PEAKS, Peaks
+from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.starts import note_start
 from meshwright.schedule.action import format_schedule
 from meshwright.schedule.analysis import Costs, simulate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
-from meshwright.checkpoint.save import final_directory
+from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig, default_world_size, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.files import as_checkpoint_error
-from meshwright.checkpoint.shard import TORCH_DTYPES
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.destination import OnBytes, ignore_progress
@@ -86,7 +85,7 @@ class WeightExport:
         """Tensors to write, in the order of the rules."""
         for rule in rules:
             entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
-            written = TORCH_DTYPES[entry.dtype] if dtype is None else dtype
+            written = entry.dtype.as_torch if dtype is None else dtype
             self.planned += [OutgoingTensor(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
         self.num_bytes = sum(each.num_bytes for each in self.planned)
 

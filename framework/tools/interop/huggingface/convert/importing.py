@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, TensorPiece, begin, publish, write_shard
-from meshwright.checkpoint.save import final_directory
-from meshwright.checkpoint.shard import MAX_FILE_BYTES
+from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve, to_toml, write_snapshot
 from meshwright.errors import ConfigError
 from meshwright.model.build import build_model

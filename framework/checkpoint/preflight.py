@@ -1,4 +1,4 @@
-"""Disk space of checkpoints, checked before any rank starts instead of at the first save.
+"""Checks of a run's checkpoints before any rank starts, instead of at the first save: their manifest and disk space.
 
     bfloat16   weights 2 + master 4 + exp_avg 4 + exp_avg_sq 4 = 14 bytes for each parameter
     float32    weights 4            + exp_avg 4 + exp_avg_sq 4 = 12
@@ -21,26 +21,73 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint.files import Warn, checkpoints_directory, to_stderr
+from meshwright.checkpoint.check import parse
+from meshwright.checkpoint.files import checkpoints_directory
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointMetadata,
+    Dtype,
+    FileEntry,
+    PieceEntry,
+    TensorEntry,
+    TensorKind,
+    render,
+)
 from meshwright.checkpoint.read import find
-from meshwright.errors import ConfigError
+from meshwright.checkpoint.save import merge
+from meshwright.checkpoint.shard import ShardReport
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.terminal.output import Warn, print_warning
 
 BYTES_PER_TENSOR = 512
 """Bytes of header and manifest for one tensor of one kind."""
 
 
 class SavedTensor(NamedTuple):
-    """Global shape and dtype of one tensor of the model."""
+    """Name, global shape and dtype of one tensor of the model."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
 
 
+def check_manifest(metadata: CheckpointMetadata, weights: Iterable[SavedTensor]) -> None:
+    """Write and read back, in memory, the manifest of a checkpoint with these weights.
+
+    Raises:
+        ConfigError: The manifest cannot be written or read back; the message contains the reason.
+    """
+    file = "pp0-tp0-00000.safetensors"
+    tensors: dict[str, TensorEntry] = {}
+    try:
+        for weight in weights:
+            dtype = Dtype.of(weight.dtype)
+            if dtype is None:
+                raise CheckpointError(
+                    "MW-RUN-026", f"tensor {weight.name!r}: dtype {weight.dtype} has no place in a checkpoint"
+                )
+            key, offset = TensorKind.WEIGHTS.of(weight.name), (0,) * len(weight.shape)
+            whole = PieceEntry(file=file, key=key, offset=offset, shape=weight.shape)
+            pieces = (whole,) if math.prod(weight.shape) else ()
+            tensors[key] = TensorEntry(shape=weight.shape, dtype=dtype, pieces=pieces)
+        report = ShardReport(tensors=tensors, files={file: FileEntry(size=0, sha256="0" * 64)})
+        manifest = merge(metadata, [report])
+        is_same = parse(render(manifest), MANIFEST) == manifest
+    except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
+        raise ConfigError(
+            "MW-RUN-027", f"no checkpoint of this run could be written and read again:\n  {error}"
+        ) from error
+    if not is_same:
+        raise ConfigError(
+            "MW-RUN-028", "no checkpoint of this run could be read again: its manifest reads back as something else"
+        )
+
+
 def checkpoint_bytes(weights: Iterable[SavedTensor], num_states: int) -> int:
     """Return the bytes of one checkpoint, in any layout. ``num_states``: optimizer states per trained element."""
     total = 0
-    for shape, dtype, trained in weights:
+    for _, shape, dtype, trained in weights:
         numel, itemsize, tensors = math.prod(shape), dtype.itemsize, 1
         if trained:
             summed = max(itemsize, 4)  # gradients, moments and master weights are float32, or float64
@@ -50,7 +97,7 @@ def checkpoint_bytes(weights: Iterable[SavedTensor], num_states: int) -> int:
     return total
 
 
-def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, warn: Warn = to_stderr) -> None:
+def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, warn: Warn = print_warning) -> None:
     """Refuse a run whose next checkpoint does not fit on the disk. Warn if the checkpoints to keep do not fit.
 
     During a save the ``keep_last`` earlier checkpoints still exist. A finished run needs no space.
