@@ -34,7 +34,7 @@ from meshwright.pipeline.values import Loss, cross_entropy
 from meshwright.seeding import Draw
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
-from meshwright.watch.nonfinite.guard import handle_nonfinite
+from meshwright.watch.observers import handle_nonfinite
 
 
 def split_vocab_size(blueprint: Blueprint) -> int | None:

@@ -25,12 +25,12 @@ from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_warning
 from meshwright.terminal.output import say as speak
+from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import open_tracker
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import describe_validation, observe, train
 from meshwright.watch.hang.watchdog import LATER_S, Watchdog
-from meshwright.watch.nodes import check_nodes
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:

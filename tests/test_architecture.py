@@ -47,7 +47,8 @@ PURE = (
     *("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.placement", "meshwright.pipeline.partition"),
     *("meshwright.errors", "meshwright.config", "meshwright.tools.interop.configs", "meshwright.run.directory"),
     *("meshwright.system", "meshwright.terminal", "meshwright.mesh.activity", "meshwright.watch.hang.heartbeat"),
-    *("meshwright.watch.hang.diagnosis", "meshwright.launch.status", "meshwright.tools.picture"),
+    *("meshwright.watch.hang.diagnosis", "meshwright.watch.hang.status", "meshwright.launch.status"),
+    "meshwright.tools.picture",
 )
 """No torch: planning and the command line run where there is none, and start at once where there is."""
 
@@ -72,7 +73,6 @@ MOST_DOORS = {
     "tensor_parallel": 5,
     "pipeline": 10,
     "data": 14,
-    "watch": 8,
 }
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
@@ -88,7 +88,6 @@ LARGE_FILES = {
     "framework/tools/dryrun/agreement.py": 421,
     "framework/tools/dryrun/replay.py": 427,
     "framework/tools/interop/configs/shell.py": 349,
-    "framework/watch/hang/watchdog.py": 340,
     "launch/local.py": 332,
     "launch/pool.py": 327,
 }

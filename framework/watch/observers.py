@@ -1,4 +1,12 @@
-"""Observers of drift, of stragglers, and of one traced step; see :class:`meshwright.parts.Observer`."""
+"""Observers and hooks that watch a run; see :class:`meshwright.parts.Observer`.
+
+    Timing             one traced step per start, for `meshwright draw`        watch/trace.py
+                       stragglers: a slow rank, link or gradient sum           watch/stragglers.py
+    DriftCheck         replicas are bitwise equal                              watch/drift.py
+    handle_nonfinite   NaN or Inf in loss or gradient: no rank takes the step  watch/nonfinite/
+
+Hangs are watched by threads, not by an observer: watch/hang/watchdog.py.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +16,14 @@ from pathlib import Path
 
 import torch
 
+from meshwright.errors import NonFiniteError
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
+from meshwright.pipeline.executor import Feed
 from meshwright.schedule.action import Action, Kind, Span, format_schedule
 from meshwright.terminal.output import tell
 from meshwright.watch.drift import check_drift
+from meshwright.watch.nonfinite.search import find_cause
 from meshwright.watch.stragglers import Stragglers
 from meshwright.watch.trace import RankSpans, Trace, on_one_clock, traced_step, write
 
@@ -29,7 +40,6 @@ class Timing(Observer):
         self._traced = traced_step(config.tracking.trace_step, parts.state.step, config.train.steps)
         self._stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
         self._ticks: tuple[float, ...] = ()
-        self._seen: list[RankSpans] = []
 
     def before_step(self, parts: Parts) -> None:
         """Align the ranks if this step is traced or searched for stragglers. Collective over all ranks; blocks."""
@@ -41,17 +51,17 @@ class Timing(Observer):
 
         An aligned step is collective: over pp for the spans, over all ranks for the search; blocks.
         """
-        self._stragglers.note(parts.last, event.step_s)
+        self._stragglers.record(parts.last, event.step_s)
         if not self._ticks:
             return
-        seen = gather(parts, self._ticks)
+        seen = gather_spans(parts, self._ticks)
         if parts.state.step == self._traced:
-            keep(seen, parts, self._directory)
+            write_trace(seen, parts, self._directory)
         if self._stragglers.due(parts.state.step):
-            found = self._stragglers.look(seen)
+            found = self._stragglers.search(seen)
             if found is not None:
                 event.straggler = StragglerShare(found.who, found.rank, found.share)
-                if self._stragglers.is_news(found):
+                if self._stragglers.should_report(found):
                     self._say(str(found))
 
 
@@ -84,7 +94,7 @@ def align(mesh: Mesh) -> tuple[float, ...]:
     return tuple(ticks)
 
 
-def gather(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
+def gather_spans(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
     """Gather the spans of the last step within each pipeline, by pp rank. Collective over pp; blocks."""
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
@@ -93,17 +103,17 @@ def gather(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
     return everyone
 
 
-def keep(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
+def write_trace(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
     """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
     if parts.mesh.rank != 0:
         return
     try:
-        write(assemble(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
+        write(build_trace(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
     except Exception as error:
         tell(f"watch: the trace of step {parts.state.step} is not written, the run goes on: {error}")
 
 
-def assemble(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
+def build_trace(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
     """Build a trace with the spans of all pipeline ranks on one clock. ``everyone``: by pp rank."""
     spans, readings, error_s = on_one_clock(everyone)
     return Trace(
@@ -116,4 +126,34 @@ def assemble(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
         schedule=format_schedule(parts.blueprint.schedule),
         spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),
         data=tuple((each.rank, each.start, each.end) for each in readings),
+    )
+
+
+def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
+    """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
+
+    No rank has taken the step. ``numbers``: text that names the values.
+
+    Raises:
+        NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row
+            were skipped before this one.
+    """
+    watch, state = parts.config.watch, parts.state
+    step = f"step {state.step + 1}: {numbers}"
+    if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
+        why = find_cause(parts, feed, again=False)
+        state.skipped_in_a_row += 1
+        if parts.mesh.rank == 0:
+            row = f"{state.skipped_in_a_row} in a row, at most {watch.most_skipped}"
+            tell(f"watch: {step}: the step is skipped ({row}). {why}")
+        return
+    skipped = ""
+    if state.skipped_in_a_row:
+        skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
+    raise NonFiniteError(
+        "MW-WATCH-008",
+        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, again=True)}\n"
+        f"Nothing is saved of it: the same command goes on from the last checkpoint. Lower optimizer.learning_rate, "
+        f"set optimizer.clip_norm, or look at these samples"
+        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps'),
     )

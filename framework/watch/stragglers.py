@@ -1,8 +1,8 @@
 """Straggler search: a rank with more work than the others, a slow link, or a slow all-reduce of gradients.
 
-    every step      each rank      note    busy seconds: all time before STEP in which the rank waited for no other
-    now and then    all ranks      look    messages that were waited for after they had been sent, on one clock
-                    all            judge   from the means of all ranks since the last look
+    every step      each rank      record    busy seconds: all time before STEP in which the rank waited for no other
+    now and then    all ranks      search    messages that were waited for after they had been sent, on one clock
+                    rank 0         judge     from the means of all ranks since the last search
 
 A rank's delay is its busy time minus that of the next slowest rank: a slower device, a busy node, slow data reading,
 more layers. A wait for a message that is already sent counts for its link. A wait in a gradient sum that even the last
@@ -54,11 +54,11 @@ class Straggler(NamedTuple):
         return f"{self.who} makes the others wait, {self.held_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
 
 
-NOBODY = Straggler("", 0, 0.0, 1.0, "")
+NO_STRAGGLER = Straggler("", 0, 0.0, 1.0, "")
 
 
 class StragglerReport(NamedTuple):
-    """Measurements of one rank since the last look, in seconds per step."""
+    """Measurements of one rank since the last search, in seconds per step."""
 
     own_s: float
     reducing_s: tuple[float, ...]
@@ -71,48 +71,48 @@ class StragglerReport(NamedTuple):
 
 
 class Stragglers:
-    """Straggler search of one rank: its measurements since the last look, and the last result."""
+    """Straggler search of one rank: its measurements since the last search, and the last result."""
 
     def __init__(self, mesh: Mesh, every: int) -> None:
         self._mesh = mesh
         self._every = every if mesh.grid.size > 1 else 0
         self._num_steps = 0
-        self._last = self._said = ""
-        self._notes: list[tuple[float, float, float]] = []
+        self._last = self._reported = ""
+        self._times: list[tuple[float, float, float]] = []
         """Seconds of each step: (busy, waited in gradient sums, whole step)."""
 
     def due(self, step: int) -> bool:
         """Check whether a search is due after this step; the ranks must be aligned before the step."""
         return self._every > 0 and step % self._every == 0
 
-    def note(self, result: RowResult | None, step_s: float) -> None:
+    def record(self, result: RowResult | None, step_s: float) -> None:
         """Record the times of a step that was taken."""
         assert result is not None
         self._num_steps += 1
         if self._every and self._num_steps > WARM_UP:
-            self._notes.append((result.own_s(), result.reducing_s(), step_s))
+            self._times.append((result.own_s(), result.reducing_s(), step_s))
 
-    def is_news(self, straggler: Straggler) -> bool:
-        """Check whether to report a straggler: the last look found the same one, and it is not yet reported."""
+    def should_report(self, straggler: Straggler) -> bool:
+        """Check whether to report a straggler: the last search found the same one, and it is not yet reported."""
         again, self._last = straggler.who == self._last, straggler.who
-        if not again or straggler.who == self._said:
+        if not again or straggler.who == self._reported:
             return False
-        self._said = straggler.who
+        self._reported = straggler.who
         return bool(straggler.who)
 
-    def look(self, pipeline: Sequence[RankSpans]) -> Straggler | None:
+    def search(self, pipeline: Sequence[RankSpans]) -> Straggler | None:
         """Gather all measurements and judge them on rank 0. Collective over all ranks; blocks.
 
         Args:
             pipeline: measurements of the last step, one for each rank of this pipeline.
 
         Returns:
-            The straggler on rank 0; None on the others, if no step was measured since the last look, or on an error.
+            The straggler on rank 0; None on the others, if no step was measured since the last search, or on an error.
         """
-        if not self._notes:
+        if not self._times:
             return None
-        own, reducing, steps = zip(*self._notes, strict=True)
-        self._notes.clear()
+        own, reducing, steps = zip(*self._times, strict=True)
+        self._times.clear()
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
         mine = StragglerReport(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
@@ -122,7 +122,7 @@ class Stragglers:
         try:
             return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
         except Exception as error:
-            tell(f"watch: who makes the others wait cannot be told, the run goes on: {error!r}")
+            tell(f"watch: the search for stragglers failed, the run goes on: {error!r}")
             return None
 
 
@@ -143,7 +143,7 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
 
 
 def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
-    """Return the greatest delay, or ``NOBODY`` if it is shorter than ``SHARE`` of the step. Pure.
+    """Return the greatest delay, or ``NO_STRAGGLER`` if it is shorter than ``SHARE`` of the step. Pure.
 
     Args:
         everyone: measurements of all ranks, by global rank.
@@ -152,16 +152,16 @@ def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         alike: neighbouring ranks that cannot be distinguished, since their times contain the waits for each other.
     """
     found = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
-    worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=NOBODY)
-    return worst if worst.share >= SHARE else NOBODY
+    worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=NO_STRAGGLER)
+    return worst if worst.share >= SHARE else NO_STRAGGLER
 
 
 def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
     """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].own_s)
     first = slowest - slowest % alike
-    beside_s = [told.own_s for rank, told in enumerate(everyone) if not first <= rank < first + alike]
-    elsewhere_s = [told.own_s for told, node in zip(everyone, nodes, strict=False) if node != nodes[slowest]]
+    beside_s = [report.own_s for rank, report in enumerate(everyone) if not first <= rank < first + alike]
+    elsewhere_s = [report.own_s for report, node in zip(everyone, nodes, strict=False) if node != nodes[slowest]]
     if not beside_s:
         return None
     own_s, next_s = everyone[slowest].own_s, max(beside_s)
@@ -170,15 +170,15 @@ def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         who = f"one of the tensor-parallel ranks {first}..{first + alike - 1} on {nodes[slowest]}"
     if elsewhere_s and own_s - next_s < (own_s - max(elsewhere_s)) / 2:
         who, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
-    why = f"it takes {own_s:.3g} s for itself, the next {next_s:.3g} s"
-    same_stages = [told.own_s for told in everyone if told.pp_rank == everyone[slowest].pp_rank]
-    if len({told.pp_rank for told in everyone}) > 1 and min(same_stages) > next_s:
-        why += ", as do all that have its stages: it, or the cut (`meshwright stages`)"
+    why = f"it is busy for {own_s:.3g} s, the next slowest for {next_s:.3g} s"
+    same_stages = [report.own_s for report in everyone if report.pp_rank == everyone[slowest].pp_rank]
+    if len({report.pp_rank for report in everyone}) > 1 and min(same_stages) > next_s:
+        why += "; all ranks with its stages are slow: look at it, or at the cut into stages (`meshwright stages`)"
     return Straggler(who, slowest, own_s - next_s, step_s, why)
 
 
 def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
-    waits_s = {ranks: seconds for told in everyone for ranks, seconds in told.on_their_way_s.items()}
+    waits_s = {ranks: seconds for report in everyone for ranks, seconds in report.on_their_way_s.items()}
     if not waits_s:
         return None
     sender, receiver = max(waits_s, key=waits_s.__getitem__)
@@ -190,7 +190,7 @@ def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         slow = [pair for pair, seconds in pairs if seconds >= held_s / 2]
         common = set.intersection(*slow)
         who = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
-        if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: nothing to tell it by
+        if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: the measurements cannot distinguish
             who = "the network between the nodes"
         elif len(slow) > 1 and len(common) == 1:
             who = f"the link of {common.pop()}"
@@ -214,13 +214,13 @@ def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
     In each step the last rank to enter a sum waits for no other rank, so its wait is the duration of the sum.
     """
     groups: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
-    for told in everyone:
-        if len(told.replicas) > 1:
-            groups[told.replicas].append(told.reducing_s)
+    for report in everyone:
+        if len(report.replicas) > 1:
+            groups[report.replicas].append(report.reducing_s)
     shortest = {ranks: mean(map(min, zip(*waits, strict=True))) for ranks, waits in groups.items()}
     if not shortest:
         return None
     ranks = max(shortest, key=shortest.__getitem__)
     hosts = abridge(list(dict.fromkeys(nodes[rank] for rank in ranks)))
     who = f"the sum of gradients over ranks {abridge(ranks)} on {hosts}"
-    return Straggler(who, ranks[0], shortest[ranks], step_s, "so long even the last to come to it waits")
+    return Straggler(who, ranks[0], shortest[ranks], step_s, "even the last rank to enter it waits that long")

@@ -1,9 +1,9 @@
 """Trace of one measured step: the spans of every pipeline rank on one clock, in a file that `draw` reads.
 
-    all ranks           align    barriers, and the clock after each
+    all ranks           barriers, and the clock after each
     all ranks           the step itself
-    each pipeline       gather   spans, data readings, start of the row
-    rank 0              keep     the spans of its pipeline: traces/step-00000005.json, written atomically
+    each pipeline       gather of spans, data readings, start of the row
+    rank 0              traces/step-00000005.json with the spans of its pipeline, written atomically
 
 On one machine all processes read the same monotonic clock. Clocks of several machines are aligned by their readings
 after the same barriers. The file stores how far these disagree: ``clock_error_s``. No error here stops a run: a trace
@@ -132,7 +132,7 @@ def newest(run_directory: Path) -> Path:
         raise DataError(
             "MW-WATCH-009",
             f"{run_directory} has no trace (traces/step-*.json): give the directory of a run that has taken the step "
-            f"that tracking.trace_step says (0 traces none), or the configuration of one to draw its schedule",
+            f"that tracking.trace_step names (0 traces none), or a configuration to draw its schedule",
         )
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 

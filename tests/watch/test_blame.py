@@ -11,7 +11,8 @@ from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import STATUS
 from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, does, in_words, read_status
+from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, does, in_words
+from meshwright.watch.hang.status import read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"

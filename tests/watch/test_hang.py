@@ -16,7 +16,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
 from meshwright.run.directory import STATUS, run_directory
-from meshwright.watch.hang.heartbeat import Status, read_status
+from meshwright.watch.hang.status import Status, read_status
 from meshwright.watch.hang.watchdog import LATER_S
 from tests.end_to_end.driving import GPT2, layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written

@@ -14,7 +14,7 @@ from meshwright.run.directory import run_directory
 from meshwright.schedule.action import Action, Kind, Span
 from meshwright.schedule.analysis import Timeline, on_their_way
 from meshwright.tracking.jsonl import read_records
-from meshwright.watch.stragglers import NOBODY, Straggler, StragglerReport, judge
+from meshwright.watch.stragglers import NO_STRAGGLER, Straggler, StragglerReport, judge
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, LATER, layout, run_config, train
 
@@ -31,27 +31,28 @@ def told(
 
 
 def test_nobody() -> None:
-    assert judge([told(0.5), told(0.5, _0_1=0.01), told(0.54)], HOSTS, 1.0) is NOBODY
+    assert judge([told(0.5), told(0.5, _0_1=0.01), told(0.54)], HOSTS, 1.0) is NO_STRAGGLER
 
 
 def test_a_rank_that_takes_longer_for_itself() -> None:
     found = judge([told(0.2), told(0.2), told(0.6), told(0.21)], HOSTS, 0.8)
-    assert found == Straggler("rank 2 on h2", 2, 0.6 - 0.21, 0.8, "it takes 0.6 s for itself, the next 0.21 s")
+    assert found == Straggler("rank 2 on h2", 2, 0.6 - 0.21, 0.8, "it is busy for 0.6 s, the next slowest for 0.21 s")
     assert found.share == pytest.approx(0.4875)
     assert str(found) == (
-        "rank 2 on h2 makes the others wait, 0.39 s of a step of 0.8 s: it takes 0.6 s for itself, the next 0.21 s"
+        "rank 2 on h2 makes the others wait, 0.39 s of a step of 0.8 s: "
+        "it is busy for 0.6 s, the next slowest for 0.21 s"
     )
 
 
 def test_a_node_whose_ranks_are_all_late_is_named_whole() -> None:
     found = judge([told(0.2), told(0.21), told(0.6), told(0.59), told(0.25), told(0.2)], HOSTS, 1.0)
     assert (found.who, found.held_s) == ("the node h2", 0.6 - 0.25)
-    assert found.why == "it takes 0.6 s for itself, the next 0.25 s"
+    assert found.why == "it is busy for 0.6 s, the next slowest for 0.25 s"
 
 
 def test_two_that_are_as_slow_as_each_other_are_no_stragglers() -> None:
     """A cut that gives most of the work to two stages on two nodes."""
-    assert judge([told(0.1), told(0.6), told(0.59), told(0.1)], HOSTS, 1.0) is NOBODY
+    assert judge([told(0.1), told(0.6), told(0.59), told(0.1)], HOSTS, 1.0) is NO_STRAGGLER
 
 
 def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
@@ -60,7 +61,7 @@ def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
     assert found.who == "one of the tensor-parallel ranks 2..3 on h1"
     found = judge(late, HOSTS, 0.8, alike=2)
     assert found.held_s == pytest.approx(0.4)
-    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is NOBODY, "nobody to compare them with"
+    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is NO_STRAGGLER, "nobody to compare them with"
 
 
 def test_a_link() -> None:
@@ -95,13 +96,13 @@ def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
 def test_two_that_are_late_in_turns_are_no_slow_sum() -> None:
     """Each of them waits in every second step, and in each step one does not wait at all."""
     in_turns = [told(0.2, 0.6, 0.0, 0.6, 0.0, replicas=(0, 1)), told(0.2, 0.0, 0.6, 0.0, 0.6, replicas=(0, 1))]
-    assert judge(in_turns, HOSTS, 1.0) is NOBODY
+    assert judge(in_turns, HOSTS, 1.0) is NO_STRAGGLER
 
 
 def test_a_stage_with_more_to_do_may_be_the_cut() -> None:
     two_stages = [told(0.2, pp_rank=0), told(0.2, pp_rank=0), told(0.5, pp_rank=1), told(0.49, pp_rank=1)]
     found = judge(two_stages, HOSTS, 1.0)
-    assert found.who == "the node h2" and found.why.endswith("it, or the cut (`meshwright stages`)")
+    assert found.who == "the node h2" and found.why.endswith("the cut into stages (`meshwright stages`)")
     found = judge([*two_stages[:3], told(0.21, pp_rank=1)], HOSTS, 1.0)
     assert found.who == "rank 2 on h2" and "cut" not in found.why
 

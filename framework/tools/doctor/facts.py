@@ -13,7 +13,7 @@ import torch
 
 from meshwright.mesh.mesh import Mesh
 from meshwright.system.process import versions
-from meshwright.watch.nodes import clock_ahead_s, sees_directory
+from meshwright.tools.doctor.nodes import clock_ahead_s, sees_directory
 
 WRITTEN_BYTES = 2**26
 CLOCK_ROUNDS = 5

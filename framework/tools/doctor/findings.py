@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.links import LinkMeasurement, by_node, slow_pairs
-from meshwright.watch.nodes import unseen, wrong_clocks
+from meshwright.tools.doctor.nodes import unseen, wrong_clocks
 
 SLOW = 0.5
 """Share of the usual rate on this cluster below which a node or link is reported."""

@@ -39,8 +39,7 @@ from meshwright.system.bounded import (
 )
 from meshwright.tools.report.checkpoints import CheckpointInfo, read_checkpoints
 from meshwright.tracking.record import StepRecord, from_json
-from meshwright.watch.hang.heartbeat import read_status
-from meshwright.watch.hang.status import read_standing
+from meshwright.watch.hang.status import read_status, run_state
 from meshwright.watch.trace import Measured, newest
 from meshwright.watch.trace import read as read_trace
 
@@ -233,11 +232,11 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     if not (directory / STATUS).is_file():
         return "no status.json: nothing was heard of it", False
     try:
-        found = read_standing(read_status(directory / STATUS))
+        found = run_state(read_status(directory / STATUS))
     except DataError as error:
         remarks.append(str(error))
         return "its status.json is damaged", False
-    return found.told, found.is_live
+    return found.text, found.is_live
 
 
 def _peaks(directory: Path, remarks: list[str]) -> Peaks | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.system.atomic import write_atomic
-from meshwright.watch.hang.heartbeat import Status
+from meshwright.watch.hang.status import Status
 
 IO_S = 5.0
 """Seconds to wait for a write; a slower one continues in its own thread."""

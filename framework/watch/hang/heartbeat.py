@@ -1,24 +1,13 @@
-"""Heartbeats that each rank sends every few seconds, and ``status.json``, where rank 0 stores them. Pure: no torch."""
+"""Heartbeats that each rank sends every few seconds, and their text forms. Pure: no torch."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
-from meshwright.system.bounded import read_bytes
 
 MISSED = 3
 """Ticks without a new heartbeat after which a rank counts as silent."""
@@ -36,11 +25,13 @@ _VERBS = {
 }
 
 
-class _File(BaseModel):
+class StatusModel(BaseModel):
+    """Base of what is read from a file or from another rank: exact types, no unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Waited(_File):
+class Waited(StatusModel):
     """Operation that a rank waits for, as in ``meshwright.mesh.activity.Waits``."""
 
     how: Literal["receive", "send", "collective"]
@@ -51,7 +42,7 @@ class Waited(_File):
     number: NonNegativeInt = 0
 
 
-class Heartbeat(_File):
+class Heartbeat(StatusModel):
     """Activity of one rank at one moment."""
 
     rank: NonNegativeInt
@@ -77,39 +68,6 @@ class ReceivedHeartbeat(NamedTuple):
 
     beat: Heartbeat | None
     silent_s: float
-
-
-class Ended(_File):
-    """End of a run."""
-
-    how: Literal["finished", "stopped", "failed"]
-    message: str = ""
-
-
-class RankStatus(_File):
-    """Entry of one rank in the status file."""
-
-    silent_s: NonNegativeFloat
-    beat: Heartbeat
-
-
-class Status(_File):
-    """Contents of ``status.json``. ``at_s``: seconds since 1970."""
-
-    format: Literal["meshwright status 1"] = "meshwright status 1"
-    run: str
-    at_s: NonNegativeFloat
-    tick_s: PositiveFloat
-    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
-    """Degrees (pp, dp, tp)."""
-    step: NonNegativeInt
-    steps: PositiveInt
-    phase: str
-    pid: PositiveInt
-    host: str
-    """Host of rank 0, which writes the file."""
-    ranks: tuple[RankStatus, ...]
-    ended: Ended | None = None
 
 
 def place(grid: Grid, rank: int) -> str:
@@ -162,27 +120,3 @@ def _things(actions: list[str]) -> str:
         f"{each[2][-1]} of micro-batch {each[3]}" if each else action
         for each, action in zip(found, actions, strict=True)
     )
-
-
-def read_status(path: Path) -> Status:
-    """Read the ``status.json`` of a run.
-
-    Raises:
-        DataError: there is no such file, or it is not a status.
-    """
-    try:
-        return Status.model_validate_json(read_bytes(path))
-    except OSError as error:
-        run = path.parent
-        if not run.is_dir():
-            raise DataError("MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo") from None
-        what = f"has a {path.name} that cannot be read ({error.strerror})"
-        if isinstance(error, FileNotFoundError):
-            what = f"has no {path.name}: it has not begun to train"
-        raise DataError("MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(
-            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
-        ) from None

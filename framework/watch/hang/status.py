@@ -1,35 +1,103 @@
-"""State of a run according to its ``status.json``: still training, ended, or silent. No torch."""
+"""``status.json``: written by rank 0 every few seconds, read by `meshwright status` and reports. No torch."""
 
 from __future__ import annotations
 
 import socket
 import time
-from typing import NamedTuple
+from collections import defaultdict
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from meshwright.errors import DataError
+from meshwright.mesh.grid import Grid
+from meshwright.system.bounded import read_bytes
 from meshwright.system.process import is_alive
-from meshwright.watch.hang.diagnosis import seconds
-from meshwright.watch.hang.heartbeat import MISSED, Status
+from meshwright.watch.hang.diagnosis import lines, seconds
+from meshwright.watch.hang.heartbeat import MISSED, Heartbeat, ReceivedHeartbeat, StatusModel, in_words
+from meshwright.watch.ranks import numbers
+
+MOST_RANKS = 16
+"""Ranks up to which each has its own line; more are grouped by activity."""
 
 
-class RunStanding(NamedTuple):
+class Ended(StatusModel):
+    """End of a run."""
+
+    how: Literal["finished", "stopped", "failed"]
+    message: str = ""
+
+
+class RankStatus(StatusModel):
+    """Entry of one rank in the status file."""
+
+    silent_s: NonNegativeFloat
+    beat: Heartbeat
+
+
+class Status(StatusModel):
+    """Contents of ``status.json``. ``at_s``: seconds since 1970."""
+
+    format: Literal["meshwright status 1"] = "meshwright status 1"
+    run: str
+    at_s: NonNegativeFloat
+    tick_s: PositiveFloat
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
+    """Degrees (pp, dp, tp)."""
+    step: NonNegativeInt
+    steps: PositiveInt
+    phase: str
+    pid: PositiveInt
+    host: str
+    """Host of rank 0, which writes the file."""
+    ranks: tuple[RankStatus, ...]
+    ended: Ended | None = None
+
+
+class CurrentState(NamedTuple):
     """State of a run at one moment."""
 
     is_live: bool
     """True while the run trains: its status file is not older than ``MISSED`` ticks."""
     silent_s: float
     """Seconds since the last update of the status file."""
-    told: str
-    """Text for the user: the current phase, the end of the run, or the time without an update."""
+    text: str
+    """The current phase, the end of the run, or the time without an update."""
 
 
-def read_standing(status: Status) -> RunStanding:
+def read_status(path: Path) -> Status:
+    """Read the ``status.json`` of a run.
+
+    Raises:
+        DataError: there is no such file, or it is not a status.
+    """
+    try:
+        return Status.model_validate_json(read_bytes(path))
+    except OSError as error:
+        run = path.parent
+        if not run.is_dir():
+            raise DataError("MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo") from None
+        what = f"has a {path.name} that cannot be read ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            what = f"has no {path.name}: it has not begun to train"
+        raise DataError("MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(
+            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
+        ) from None
+
+
+def run_state(status: Status) -> CurrentState:
     """Return the state of a run now."""
     silent_s = max(0.0, time.time() - status.at_s)
     is_live = status.ended is None and silent_s <= MISSED * status.tick_s
-    return RunStanding(is_live, silent_s, _told(status, silent_s, is_live))
+    return CurrentState(is_live, silent_s, _describe(status, silent_s, is_live))
 
 
-def _told(status: Status, silent_s: float, is_live: bool) -> str:
+def _describe(status: Status, silent_s: float, is_live: bool) -> str:
     if status.ended is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.at_s))
         message = f": {status.ended.message}" if status.ended.message else ""
@@ -40,3 +108,27 @@ def _told(status: Status, silent_s: float, is_live: bool) -> str:
     where = "this machine" if here else status.host
     gone = f" is gone from {where}" if here and not is_alive(status.pid) else f" on {where}"
     return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
+
+
+def describe_ranks(status: Status, silent_s: float) -> list[str]:
+    """Describe the activity of all ranks, in lines: one for each rank, or for each group of ranks that do the same.
+
+    ``silent_s``: seconds since the last update of the file, for ranks without an entry.
+    """
+    grid, missed_s = Grid(*status.grid), MISSED * status.tick_s
+    if grid.size <= MOST_RANKS:
+        table = {rank: ReceivedHeartbeat(None, silent_s) for rank in range(grid.size)}
+        table |= {each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks}
+        return lines(table, grid, missed_s)
+    groups: dict[tuple[int, str, bool], list[RankStatus]] = defaultdict(list)
+    for each in status.ranks:
+        beat = each.beat
+        waits = "" if beat.waits is None else f", waits ({beat.waits.how})"
+        groups[beat.step, in_words(beat.what) + waits, each.silent_s > missed_s].append(each)
+    rows = []
+    for (step, what, is_silent), found in groups.items():
+        longest = seconds(max(each.silent_s if is_silent else each.beat.for_s for each in found))
+        since = f"{', no heartbeat' if is_silent else ','} for up to {longest}"
+        rows.append(f"step {step}: {what}{since}: {len(found):,} ranks, {numbers(each.beat.rank for each in found)}")
+    missing = set(range(grid.size)) - {each.beat.rank for each in status.ranks}
+    return [*rows, *([f"no heartbeat yet: {numbers(missing)}"] if missing else [])]

@@ -23,7 +23,7 @@ from meshwright.tools.report.page import MOST_ROWS, differences, memory_of, page
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
-from meshwright.watch.hang.heartbeat import Status
+from meshwright.watch.hang.status import Status
 from tests.tools.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.watch.nodes import check_nodes, wrong_clocks
+from meshwright.tools.doctor.nodes import check_nodes, wrong_clocks
 
 HOUR_S = 3600.0
 

@@ -1,4 +1,4 @@
-"""Reaction to NaN and Inf in a loss or gradient: no rank takes the step, and the message names rank, layer, samples.
+"""Search for the origin of NaN and Inf in a rejected step: its rank, layer and samples.
 
 A healthy step costs next to nothing. The scalars that every step all-reduces over all ranks show the NaN or Inf to all
 ranks, in the same step. Copies of a gradient that the norm does not count are checked by ranks that would wait anyway.
@@ -24,11 +24,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from meshwright.data_parallel.sharding import BucketSlot, Replica, ShardedParameters
-from meshwright.errors import NonFiniteError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
-from meshwright.terminal.output import tell
 from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import losses, positions_of, replay_step
 from meshwright.watch.ranks import ranks_at
@@ -166,33 +164,3 @@ def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
 
 def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
     return [each for found in parts.mesh.world.gather_objects(mine, Evidence, EvidenceKind) for each in found]
-
-
-def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
-    """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
-
-    No rank has taken the step. ``numbers``: text that names the values.
-
-    Raises:
-        NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row
-            were skipped before this one.
-    """
-    watch, state = parts.config.watch, parts.state
-    step = f"step {state.step + 1}: {numbers}"
-    if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
-        why = find_cause(parts, feed, again=False)
-        state.skipped_in_a_row += 1
-        if parts.mesh.rank == 0:
-            row = f"{state.skipped_in_a_row} in a row, at most {watch.most_skipped}"
-            tell(f"watch: {step}: the step is skipped ({row}). {why}")
-        return
-    skipped = ""
-    if state.skipped_in_a_row:
-        skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
-    raise NonFiniteError(
-        "MW-WATCH-008",
-        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, again=True)}\n"
-        f"Nothing is saved of it: the same command goes on from the last checkpoint. Lower optimizer.learning_rate, "
-        f"set optimizer.clip_norm, or look at these samples"
-        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps'),
-    )

@@ -1,0 +1,124 @@
+"""Exchange of heartbeats over the store, which all ranks share, and the claim of a hang's report."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from meshwright.mesh.mesh import Mesh
+from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited
+from meshwright.watch.hang.status import RankStatus
+
+CLAIM, REASON, WITHDRAWN = "hang/claim", "hang/said", "hang/over"
+"""Keys in the store: the n-th claim of the report, the reported reason, and the n-th claim's withdrawal."""
+
+
+class HeartbeatExchange:
+    """Last heartbeat of each rank as it has arrived here. Without a store (one rank) there are only this rank's own."""
+
+    def __init__(self, mesh: Mesh, step: Callable[[], int]) -> None:
+        """Begin without heartbeats. ``step`` returns the number of steps taken; called by other threads."""
+        self._mesh = mesh
+        self._step = step
+        self._store = mesh.open_store()
+        self._num_beats = 0
+        self._num_withdrawn = 0
+        self._began_s = time.monotonic()
+        self._received: dict[int, tuple[Heartbeat, float]] = {}
+        """Last heartbeat of each rank, and the time when it arrived here (monotonic clock, s)."""
+        self.host = socket.gethostname()
+
+    def beat(self, awake_s: float) -> Heartbeat:
+        """Return a new heartbeat of this rank. ``awake_s``: monotonic time since which the process has run."""
+        doing = self._mesh.activity.told()
+        self._num_beats += 1
+        return Heartbeat(
+            rank=self._mesh.rank,
+            beat=self._num_beats,
+            step=self._step(),
+            phase=doing.phase,
+            what=doing.what,
+            for_s=round(max(0.0, min(doing.for_s, time.monotonic() - awake_s)), 3),
+            waits=None if doing.waits is None else Waited(**doing.waits._asdict()),
+            posted=doing.posted,
+            pid=os.getpid(),
+            host=self.host,
+            at_s=time.time(),
+        )
+
+    def record(self, awake_s: float) -> None:
+        """Store a new heartbeat of this rank here, without sending it."""
+        self._received[self._mesh.rank] = (self.beat(awake_s), time.monotonic())
+
+    def send(self, awake_s: float) -> None:
+        """Store a new heartbeat of this rank here and in the store. Blocks for the store."""
+        self.record(awake_s)
+        if self._store is not None:
+            self._store.put(f"beat/{self._mesh.rank}", self._received[self._mesh.rank][0].model_dump_json())
+
+    def receive(self) -> None:
+        """Read the heartbeats of the other ranks. Blocks for the store."""
+        if self._store is None:
+            return
+        others = (rank for rank in range(self._mesh.grid.size) if rank != self._mesh.rank)
+        found = self._store.read([f"beat/{rank}" for rank in others])
+        now = time.monotonic()
+        for text in found.values():
+            beat = Heartbeat.model_validate_json(text)
+            known = self._received.get(beat.rank)
+            if known is None or known[0].beat != beat.beat:
+                self._received[beat.rank] = (beat, now)
+
+    def table(self, silent_s: float) -> dict[int, ReceivedHeartbeat]:
+        """Return the last heartbeat of every rank; one older than ``silent_s`` is dated by the sender's clock too."""
+        now = time.monotonic()
+        table = dict.fromkeys(range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s))
+        for rank, (beat, received_s) in self._received.items():
+            quiet_s = now - received_s
+            if quiet_s > silent_s:  # it may have been read here only once, and be much older
+                quiet_s = max(quiet_s, time.time() - beat.at_s)
+            table[rank] = ReceivedHeartbeat(beat, quiet_s)
+        return table
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        """Return the entries of the status file, by rank. Called by several threads."""
+        received, now = dict(self._received), time.monotonic()
+        return tuple(
+            RankStatus(silent_s=round(max(0.0, now - received[rank][1]), 3), beat=received[rank][0])
+            for rank in sorted(received)
+        )
+
+    # ------------------------------------------------------------------------------------------------------ the report
+
+    def claim(self) -> bool:
+        """Try to claim the report of a hang for this rank; return False if another rank was first."""
+        return self._store is None or self._store.is_first(f"{CLAIM}/{self._num_withdrawn}")
+
+    def is_claimed(self) -> bool:
+        """Return True if some rank has claimed the report."""
+        return self._store is not None and self._store.has(f"{CLAIM}/{self._num_withdrawn}")
+
+    def withdraw_claim(self) -> None:
+        """Take back this rank's claim: it was only slow and makes progress again."""
+        if self._store is not None:
+            self._store.put(f"{WITHDRAWN}/{self._num_withdrawn}", "it goes on")
+            self._num_withdrawn += 1
+
+    def see_withdrawal(self) -> bool:
+        """Return True, once, after the claiming rank has withdrawn its claim."""
+        assert self._store is not None
+        key = f"{WITHDRAWN}/{self._num_withdrawn}"
+        is_withdrawn = key in self._store.read([key])
+        self._num_withdrawn += is_withdrawn
+        return is_withdrawn
+
+    def publish_reason(self, reason: str) -> None:
+        """Send the reason of the hang to the other ranks."""
+        if self._store is not None:
+            self._store.put(REASON, reason)
+
+    def reason(self) -> str | None:
+        """Return the reason that another rank has published, or None."""
+        return self._store.read([REASON]).get(REASON) if self._store is not None else None
