@@ -225,4 +225,7 @@ def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell
 def test_status_of_no_run(tmp_path: Path, shell: Shell) -> None:
     done = shell.run("-m", "meshwright.launch", "status", str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"meshwright: error: {tmp_path}/none is no directory: give that of a run, such as runs/demo\n"
+    assert (
+        done.stderr
+        == f"meshwright: error: {tmp_path}/none is no directory: give that of a run, such as runs/demo [MW-WATCH-002]\n"
+    )

@@ -50,36 +50,36 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     does not step.
     """
     executor = parts.executor
-    looks = [_Look(parts, feed, stage) for stage in executor.stages.values()]
+    stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
     with contextlib.ExitStack() as within:
         if parts.config.train.compile:  # hooks are not called within compiled layers
             within.enter_context(torch.compiler.set_stance("force_eager"))
-        for look in looks:
-            within.enter_context(look.watching())
-        within.enter_context(_instead(executor, "reduce", lambda stage: None))
-        within.enter_context(_instead(executor, "begin_reducing", lambda stage, awaited, last: None))
-        within.enter_context(_instead(executor, "end_reducing", None))
-        within.enter_context(_instead(executor, "step", lambda result: None))
+        for checks in stages:
+            within.enter_context(checks.installed())
+        within.enter_context(_replaced(executor, "reduce", lambda stage: None))
+        within.enter_context(_replaced(executor, "begin_reducing", lambda stage, awaited, last: None))
+        within.enter_context(_replaced(executor, "end_reducing", None))
+        within.enter_context(_replaced(executor, "step", lambda result: None))
         result = executor.run(feed)
-    found = [evidence for look in looks for evidence in look.told()]
+    found = [evidence for checks in stages for evidence in checks.findings()]
     return found + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]
 
 
 @contextlib.contextmanager
-def _instead(target: object, name: str, value: Any) -> Iterator[None]:
+def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of one object within the ``with`` block."""
-    own = vars(target).get(name, _instead)
+    own = vars(target).get(name, _replaced)
     setattr(target, name, value)
     try:
         yield
     finally:
-        if own is _instead:
+        if own is _replaced:
             delattr(target, name)
         else:
             setattr(target, name, own)
 
 
-class _Look:
+class _StageChecks:
     """Hooks that check each output and each gradient of one stage as it is computed."""
 
     def __init__(self, parts: Parts, feed: Feed, stage: Stage) -> None:
@@ -97,28 +97,30 @@ class _Look:
         self._num_calls = 0
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Install hooks on all modules and parameters within the ``with`` block; gradients start at zero."""
         handles = []
         for name, module in self.stage.layers.named_modules():
             if module is not self.stage.layers:  # its children are called, it is not
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
+            if bucket.flat_gradient is not None:  # a hook may run before this step's first gradient is written there
+                bucket.flat_gradient.zero_()
             for slot in bucket.slots:
                 hook = self._gradient_hook(bucket, slot)
                 handles.append(bucket.leaf(slot).register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.replica.begin_step()
         with contextlib.ExitStack() as within:
             for name in ("backward", "backward_input", "backward_weight"):
-                within.enter_context(_instead(self.stage, name, self._during(getattr(self.stage, name))))
-            within.enter_context(_instead(self.stage, "forward", self._during_forward))
+                within.enter_context(_replaced(self.stage, name, self._during(getattr(self.stage, name))))
+            within.enter_context(_replaced(self.stage, "forward", self._during_forward))
             try:
                 yield
             finally:
                 for handle in handles:
                     handle.remove()
 
-    def told(self) -> list[Evidence]:
+    def findings(self) -> list[Evidence]:
         """Return the first findings: at most ``MOST`` outputs and ``MOST`` gradients."""
         first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MOST]
         return first + sorted(self.gradients.values(), key=backward_order)[:MOST]
