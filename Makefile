@@ -50,7 +50,7 @@ slurm-test: $(VENV)/installed
 # for a machine where nothing can be installed: PYTHONPATH=build/path imports this checkout as meshwright
 path:
 	rm -rf build/path && mkdir -p build/path/meshwright
-	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs build/path/meshwright/
+	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs $(CURDIR)/examples build/path/meshwright/
 
 # every combination of layouts, models, schedules: long
 verify-all: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Packages of the wheel: the folders framework, models, launch and configs install as parts of ``meshwright``."""
+"""Packages of the wheel: framework, models, launch, configs and examples install as parts of ``meshwright``."""
 
 from setuptools import find_packages, setup
 
@@ -7,6 +7,7 @@ FOLDERS = {
     "meshwright.models": "models",
     "meshwright.launch": "launch",
     "meshwright.configs": "configs",
+    "meshwright.examples": "examples",
 }
 
 setup(
@@ -16,5 +17,9 @@ setup(
         for package, folder in FOLDERS.items()
         for inner in ["", *find_packages(folder)]
     ],
-    package_data={"meshwright.configs": ["*.toml", "clusters/*.toml"], "": ["templates/*.j2"]},
+    package_data={
+        "meshwright.configs": ["*.toml", "clusters/*.toml"],
+        "meshwright.examples": ["*/*.toml", "*/*.md"],
+        "": ["templates/*"],
+    },
 )

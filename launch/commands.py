@@ -62,18 +62,10 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.plans import plan as planned
+    from meshwright.launch.plans import PlanOptions
+    from meshwright.launch.plans import plan as search
 
-    planned(
-        options.config,
-        overrides,
-        options.cluster,
-        options.nodes,
-        options.devices_per_node,
-        options.global_batch,
-        options.out,
-        options.best,
-    )
+    search(options.config, overrides, PlanOptions(*(getattr(options, name) for name in PlanOptions._fields)))
     return 0
 
 

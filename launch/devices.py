@@ -37,6 +37,26 @@ def choose_devices(config: RunConfig) -> None:
         os.environ[VISIBLE] = ",".join(map(str, wanted))
 
 
+def num_devices(config: RunConfig) -> int:
+    """Return the number of accelerators of this machine that the run may use; 0 on CPU.
+
+    Raises:
+        ConfigError: the run needs one and there is none, or more are configured than torch sees.
+    """
+    if config.train.device == "cpu":
+        return 0
+    import torch
+
+    count = torch.cuda.device_count()
+    check_devices(config, count)
+    if count == 0 and config.train.device == "cuda":
+        raise ConfigError(
+            "MW-LAUNCH-032",
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
+        )
+    return count
+
+
 def check_devices(config: RunConfig, num_visible: int) -> None:
     """Refuse devices that torch does not see: CUDA drops the first missing one, and all after it.
 

@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError, UserError
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.system.atomic import check_place, writing
 from meshwright.terminal.output import put
+from meshwright.tools.picture.library import require_matplotlib
 
 if TYPE_CHECKING:
     from meshwright.tools.dryrun.job import Job
@@ -43,6 +44,8 @@ def dryrun(
         raise ConfigError(
             "MW-LAUNCH-019", f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}"
         )
+    if out is not None:
+        require_matplotlib()
     config = load(path, overrides)
     if num_nodes:
         _check_size(config, num_nodes, per_node)

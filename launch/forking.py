@@ -6,11 +6,21 @@ parent that ever ran an operation with two threads hangs in its first parallel o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.config import RunConfig
+from meshwright.launch.leftovers import own_directory, remove_leftovers
+from meshwright.system.process import SIGNALS
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,6 +45,35 @@ def preload() -> None:
         load_mappings(torch.device("cpu"))
 
 
+def warm_up(config: RunConfig, module: str) -> None:
+    """Start the server that forks the ranks. Returns at once, while the server imports torch and ``module``.
+
+    Call it before this process imports them, so that both import at the same time. On a machine with a GPU the server
+    imports torch alone: a library that enumerates devices during its import would make CUDA useless in the ranks.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
+    remove_leftovers()
+    own_directory()  # the fork server's socket goes there
+    if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
+        modules = ["torch", "torch.distributed.device_mesh"]
+    else:
+        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # for its regions, or its datasets
+        modules = [*(["meshwright.launch.preload"] if uses_megatron else PRELOADED), module]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    # The server searches modules where this process does, and not in a folder `models` of the current directory. A
+    # signal to all processes (Ctrl-C, scancel) is for this process and the ranks to handle: the server and Python's
+    # resource tracker start with signals blocked. One that arrives meanwhile stays pending here and is not lost.
+    path = os.pathsep.join(filter(None, sys.path))
+    with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            multiprocessing.resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ensure_running has unblocked some of them
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def die_with_parent(parent: int) -> None:
     """Request that the kernel kills this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
 
@@ -50,3 +89,18 @@ def die_with_parent(parent: int) -> None:
 def loopback() -> str:
     """Return the name of the loopback interface, so that ranks of one machine need not resolve its host name."""
     return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+@contextlib.contextmanager
+def _variables(**variables: str) -> Iterator[None]:
+    """Set environment variables for the processes that are started inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.config import default_world_size
-    from meshwright.launch import local, restarts
+    from meshwright.launch import devices, forking, local, restarts
     from meshwright.launch.environment import Launcher
     from meshwright.run import RunLock
 
@@ -35,11 +35,11 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
     if local.has_children(config):
-        local.warm_up(config, "meshwright.launch.work")
+        forking.warm_up(config, "meshwright.launch.work")
     from meshwright.launch.work import check, work
     from meshwright.run.directory import run_directory
 
-    checked, _ = check(config, default_world_size(config, local.num_devices(config)))
+    checked, _ = check(config, default_world_size(config, devices.num_devices(config)))
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # nobody reads it, which is no reason not to train
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
@@ -141,14 +141,14 @@ def _as_rank(config: RunConfig, launcher: Launcher, prepare: Callable[[RunConfig
 
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.config import default_world_size
-    from meshwright.launch import local
+    from meshwright.launch import devices, forking, local
     from meshwright.launch.environment import Launcher
 
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)
-    local.warm_up(config, "meshwright.tools.doctor.rank")
-    work, resolved = _visiting(config, default_world_size(config, local.num_devices(config)))
+    forking.warm_up(config, "meshwright.tools.doctor.rank")
+    work, resolved = _visiting(config, default_world_size(config, devices.num_devices(config)))
     return _ended(lambda: local.launch(work, resolved))
 
 
@@ -205,15 +205,14 @@ def _used(
     import tempfile
 
     from meshwright.config import default_world_size
-    from meshwright.launch import local
-    from meshwright.launch.devices import choose_devices
+    from meshwright.launch import devices, local
     from meshwright.launch.environment import Launcher
     from meshwright.launch.leftovers import own_directory
 
-    choose_devices(config)
+    devices.choose_devices(config)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, prepare)
-    work, checked = prepare(config, default_world_size(config, local.num_devices(config)))
+    work, checked = prepare(config, default_world_size(config, devices.num_devices(config)))
     with tempfile.TemporaryDirectory(prefix="logs-", dir=own_directory()) as logs:
         keeping = checked.run.model_copy(update={"directory": logs, "name": real_path(run).name})
         return _ended(lambda: local.launch(work, checked.model_copy(update={"run": keeping})))

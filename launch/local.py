@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
@@ -33,11 +30,10 @@ from typing import Any
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, MeshError
-from meshwright.launch.devices import check_devices
 from meshwright.launch.environment import check_port
 from meshwright.launch.failure import RankFailed, build_error, describe, read_failures
-from meshwright.launch.forking import PRELOADED
-from meshwright.launch.leftovers import own_directory, remove_leftovers
+from meshwright.launch.forking import warm_up
+from meshwright.launch.leftovers import own_directory
 from meshwright.launch.rank import LocalRank, Work, run_rank, set_threads
 from meshwright.system.process import SIGNALS, end_process, ignored_signals
 
@@ -55,55 +51,6 @@ class Interrupted(BaseException):
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
         super().__init__(f"ended by {signal.Signals(signum).name}")
-
-
-def num_devices(config: RunConfig) -> int:
-    """Return the number of accelerators of this machine that the run may use; 0 on CPU.
-
-    Raises:
-        ConfigError: the run needs one and there is none, or more are configured than torch sees.
-    """
-    if config.train.device == "cpu":
-        return 0
-    import torch
-
-    count = torch.cuda.device_count()
-    check_devices(config, count)
-    if count == 0 and config.train.device == "cuda":
-        raise ConfigError(
-            "MW-LAUNCH-032",
-            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
-        )
-    return count
-
-
-def warm_up(config: RunConfig, module: str) -> None:
-    """Start the server that forks the ranks. Returns at once, while the server imports torch and ``module``.
-
-    Call it before this process imports them, so that both import at the same time. On a machine with a GPU the server
-    imports torch alone: a library that enumerates devices during its import would make CUDA useless in the ranks.
-    """
-    os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
-    remove_leftovers()
-    own_directory()  # the fork server's socket goes there
-    if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
-        modules = ["torch", "torch.distributed.device_mesh"]
-    else:
-        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # for its regions, or its datasets
-        modules = [*(["meshwright.launch.preload"] if uses_megatron else PRELOADED), module]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    # The server searches modules where this process does, and not in a folder `models` of the current directory. A
-    # signal to all processes (Ctrl-C, scancel) is for this process and the ranks to handle: the server and Python's
-    # resource tracker start with signals blocked. One that arrives meanwhile stays pending here and is not lost.
-    path = os.pathsep.join(filter(None, sys.path))
-    with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            multiprocessing.resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ensure_running has unblocked some of them
-            multiprocessing.forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def has_children(config: RunConfig) -> bool:
@@ -314,18 +261,3 @@ def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
         if child not in but:
             child.kill()
             child.join()
-
-
-@contextlib.contextmanager
-def _variables(**variables: str) -> Iterator[None]:
-    """Set environment variables for the processes that are started inside the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

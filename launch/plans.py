@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.system.atomic import check_place, write_out
 from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put
+from meshwright.tools.picture.library import require_matplotlib
 from meshwright.tools.planner.calibrate import DeviceRates, measure_block, measure_device, measure_links
 from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
@@ -38,26 +40,34 @@ SEARCHED = {
 """Keys that a search sets for each layout."""
 
 
-def plan(
-    path: str,
-    overrides: Sequence[str],
-    cluster: str,
-    nodes: int,
-    devices_per_node: int | None,
-    global_batch: int | None,
-    out: Path | None,
-    best: int | None,
-) -> None:
-    """Search for the best layouts of a configuration on a cluster, print them, and write the plan to ``out``.
+class PlanOptions(NamedTuple):
+    """Options of the command; None leaves one to the hardware's file or the configuration."""
+
+    cluster: str
+    """Name of a hardware file of meshwright, or the path of one."""
+    nodes: int
+    devices_per_node: int | None
+    global_batch: int | None
+    out: Path | None
+    """Directory for plan.toml and plan.html."""
+    best: int | None
+    """Number of layouts to list."""
+
+
+def plan(path: str, overrides: Sequence[str], options: PlanOptions) -> None:
+    """Search for the best layouts of a configuration on a cluster, print them, and write the plan.
 
     Raises:
         UserError: an invalid configuration or hardware, or nothing fits; then with the nearest that would work.
     """
+    nodes, global_batch, out = options.nodes, options.global_batch, options.out
     gc.disable()  # a search creates millions of small tuples, without cycles
     check_place(out, folder=True, example="plan")
-    hardware = read_hardware(cluster)
-    if devices_per_node is not None:
-        hardware = hardware.model_copy(update={"devices_per_node": devices_per_node})
+    if out is not None:
+        require_matplotlib()
+    hardware = read_hardware(options.cluster)
+    if options.devices_per_node is not None:
+        hardware = hardware.model_copy(update={"devices_per_node": options.devices_per_node})
     if nodes * hardware.devices_per_node > MOST_DEVICES:
         most = max(1, MOST_DEVICES // hardware.devices_per_node)
         raise ConfigError(
@@ -69,7 +79,7 @@ def plan(
     config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, global_batch)
     cache = ModelCache(config, execution_options(config, hardware))
-    found = search_with_offload(cache, hardware, nodes, best or BEST)
+    found = search_with_offload(cache, hardware, nodes, options.best or BEST)
     if not found.best:
         raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
     put(describe(cache, found))

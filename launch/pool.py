@@ -13,8 +13,6 @@ raises, dies or hangs, all workers are killed and the next call forks new ones.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
 import os
 import pickle
 import shutil
@@ -22,16 +20,15 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.launch.forking import die_with_parent, loopback, preload
+from meshwright.launch.forking import die_with_parent, preload
 from meshwright.launch.leftovers import own_directory, remove_leftovers
+from meshwright.launch.worker import WorkerCall, WorkerFailure, serve
 
 GRACE_S = 0.2
 """Time for other ranks to report a failure after the first report, so that the earliest failure is found."""
@@ -54,26 +51,6 @@ class RankTimeout(RankError):
     def __init__(self, message: str, ranks: list[int]) -> None:
         self.ranks = ranks
         super().__init__(message, ranks[0])
-
-
-class WorkerCall(NamedTuple):
-    """Function call for one worker, with the world to run it in."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    world_size: int
-    store: str
-    timeout_s: float
-
-
-class WorkerFailure(NamedTuple):
-    """Failure record of a worker. ``at_s`` is read from the clock that all processes of the machine share."""
-
-    at_s: float
-    summary: str
-    trace: str
-    error: bytes | None
 
 
 class Worker(NamedTuple):
@@ -173,7 +150,7 @@ class RankPool:
                 mine.close()
                 for other in self._workers:  # inherited ends would keep a pipe open after the parent has closed it
                     other.pipe.close()
-                _serve(theirs, stack)
+                serve(theirs, stack)
             finally:
                 os._exit(1)
         theirs.close()
@@ -245,83 +222,3 @@ def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankT
         text = workers[rank].stack.read_text() if workers[rank].stack.exists() else ""
         lines += [f"rank {rank}:", text.rstrip()]
     return RankTimeout("\n".join(lines), ranks)
-
-
-def _serve(pipe: Connection, stack: Path) -> None:
-    """Run a worker's loop, one world per message, until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    gc.freeze()  # exempts what exists before the first world, so that collections stay fast
-    with stack.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-        with contextlib.suppress(EOFError):
-            while True:
-                answer = _answer(pipe.recv_bytes())
-                sys.stdout.flush()
-                sys.stderr.flush()
-                pipe.send_bytes(answer)
-                # The parent now releases all ranks together, so that none leaves while a peer communicates with it.
-                # If a rank failed, the parent kills all instead. Until then the failed rank's connections stay open,
-                # and its peers have no error to report.
-                pipe.recv_bytes()
-                _take_down()
-    os._exit(0)
-
-
-def _answer(message: bytes) -> bytes:
-    """Run one call; return the pickled result in a tuple, or a pickled :class:`WorkerFailure`."""
-    try:
-        call: WorkerCall = pickle.loads(message)
-        with _world(call):
-            return pickle.dumps((call.function(call.rank, call.world_size, *call.args),))
-    except BaseException as error:
-        at_s = time.monotonic()
-        return pickle.dumps(
-            WorkerFailure(
-                at_s, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc(), _dump(error)
-            )
-        )
-
-
-def _dump(error: BaseException) -> bytes | None:
-    """Pickle the exception for the parent; return None if it does not survive the round trip."""
-    try:
-        dumped = pickle.dumps(error)
-        pickle.loads(dumped)
-    except Exception:
-        return None
-    return dumped
-
-
-@contextlib.contextmanager
-def _world(call: WorkerCall) -> Iterator[None]:
-    """Join a new world with the state of a fresh process: environment, process group and random generator."""
-    import torch
-    import torch.distributed as dist
-
-    before = dict(os.environ)
-    os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.world_size), LOCAL_RANK=str(call.rank))
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout_s + 30),  # after the parent's limit, which finds the hung rank
-        )
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _take_down() -> None:
-    """Destroy the process groups and what still holds them: each keeps three threads, one waking every 10 ms."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()

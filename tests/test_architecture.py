@@ -88,8 +88,6 @@ LARGE_FILES = {
     "framework/tools/dryrun/agreement.py": 421,
     "framework/tools/dryrun/replay.py": 427,
     "framework/tools/interop/configs/shell.py": 349,
-    "launch/local.py": 332,
-    "launch/pool.py": 327,
 }
 LONG_FUNCTIONS = {
     "framework/data/indexed.py:inspect": 62,
@@ -108,7 +106,6 @@ MANY_PARAMETERS = {
     "framework/tensor_parallel/cross_entropy.py:forward": 8,
     "framework/tools/page/chart.py:chart": 9,
     "framework/tools/verify/run.py:verify": 9,
-    "launch/plans.py:plan": 8,
     "models/gpt2.py:build": 9,
     "models/llama.py:build": 21,
     "models/t5.py:build": 15,

@@ -28,6 +28,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -164,6 +165,11 @@ class WandbSink:
             self._warn(f"wandb writes offline ({why}){self._later}")
         if self.mode is WandbMode.OFF:
             return
+        if find_spec("wandb") is None:
+            raise UserError(
+                "MW-TRACKING-008",
+                "wandb is not installed: pip install 'meshwright[wandb]', or set tracking.wandb = \"off\"",
+            )
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:
             self._warn(f"wandb writes offline ({failure}){self._later}")

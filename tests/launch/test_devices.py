@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
-from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices
-from meshwright.launch.local import num_devices
+from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
 
 CONFIG = "configs/demo.toml"
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from meshwright.config import Data, Launch, Run, RunConfig
 from meshwright.errors import ConfigError, DataError, MeshError
 from meshwright.launch.failure import RankFailed
-from meshwright.launch.local import launch, warm_up
+from meshwright.launch.forking import warm_up
+from meshwright.launch.local import launch
 from meshwright.system.process import GiveUp
 
 ROOT = Path(__file__).parents[2]

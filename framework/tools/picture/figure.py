@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import UserError
 from meshwright.schedule.action import COMPUTE, Kind, Span
 from meshwright.schedule.analysis import Timeline, caption, typical_shortest
 from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
 from meshwright.tools.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
+from meshwright.tools.picture.library import require_matplotlib
 from meshwright.tools.picture.palette import (
     COLUMN,
     DIGIT_WIDTH,
@@ -60,14 +60,11 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
 
     Raises UserError where matplotlib is missing.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(
-            "MW-PICTURE-001", "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
-        ) from error
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     shown = [_boxes(panel.timeline) for panel in panels]
     everything = [span for spans in shown for span in spans]
     assert everything, "nothing to draw: no span has a length"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import DataError, UserError
+from meshwright.errors import DataError
 from meshwright.system.atomic import writing
+from meshwright.tools.picture.library import require_matplotlib
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 
@@ -38,14 +39,11 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
         UserError: matplotlib is missing, or ``png`` cannot be written.
         DataError: The file has no records.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
-    except ImportError as error:
-        raise UserError(
-            "MW-TRACKING-004", "matplotlib is not installed, so no loss curve is drawn: pip install matplotlib"
-        ) from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
     records = list(read_records(metrics_jsonl))
     if not records:
         raise DataError("MW-TRACKING-005", f"{metrics_jsonl}: no records yet. Draw it when the run has made a step.")

@@ -23,6 +23,7 @@ UNSAFE = re.compile(
 )
 ALLOWED = {
     ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
+    ("launch/worker.py", "pickle.loads"): "the same pipes, from the forked side",
     (
         "framework/config/functions.py",
         "importlib.import_module",

@@ -1,0 +1,15 @@
+"""Check that matplotlib is installed, before anything is computed for a picture."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from meshwright.errors import UserError
+
+
+def require_matplotlib() -> None:
+    """Raise UserError if matplotlib, which draws all pictures, is not installed."""
+    if find_spec("matplotlib") is None:
+        raise UserError(
+            "MW-PICTURE-001", "matplotlib is not installed, and pictures need it: pip install 'meshwright[plot]'"
+        )
