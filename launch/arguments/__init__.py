@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="meshwright",
         description="3D-parallel training of transformers: one model, any layout, the same numbers.",
-        epilog="`meshwright COMMAND --help` tells more of each, with an example; docs/tasks has a page for each task.",
+        epilog="`meshwright COMMAND --help` describes a command, with an example; docs/tasks has a page for each task.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")

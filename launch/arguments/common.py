@@ -61,7 +61,7 @@ def trust_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="import whatever builder a run or checkpoint names (default: meshwright's own models only)",
+        help="import any builder that a run or checkpoint names (default: meshwright's own models only)",
     )
 
 

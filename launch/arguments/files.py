@@ -23,10 +23,9 @@ def data(added: Added) -> None:
         added,
         "data",
         None,
-        "turn text into tokens, and look at them",
-        "Writes Megatron .bin/.idx pairs, split by document: `prepare` with a tokenizer that exists, from text, JSONL "
-        "and parquet of any size; `stdlib` and `files` train a byte-level BPE tokenizer first. `show` prints what is "
-        "there.",
+        "tokenize text into a corpus, or print a corpus",
+        "Writes Megatron .bin/.idx pairs, split by document. `prepare` uses an existing tokenizer, on text, JSONL "
+        "and parquet of any size; `stdlib` and `files` train a byte-level BPE tokenizer first. `show` prints samples.",
         "meshwright data prepare pages/*.jsonl.gz --tokenizer ~/models/llama-3.1-8b --out data/pages\n"
         "  meshwright data show data/pages",
     )
@@ -37,7 +36,7 @@ def data(added: Added) -> None:
         sources,
         "verify",
         corpora.verify,
-        "every byte of a prepared corpus against its hashes",
+        "check every byte of a prepared corpus against its hashes",
         "Reads every file of a folder that `data prepare`, `stdlib` or `files` has written and compares its sha256 "
         "with fingerprint.json; exit code 1 when one differs. A run itself looks at sizes and a sample of each file.",
         "meshwright data verify data/pages",
@@ -47,7 +46,7 @@ def data(added: Added) -> None:
         sources,
         "stdlib",
         commands.data_stdlib,
-        "the source text of this Python's own library: no download",
+        "prepare the source text of Python's standard library: no download",
         "Prepares the .py files of the running Python's standard library.",
         "meshwright data stdlib --out runs/data/stdlib --vocab-size 4096",
     )
@@ -55,18 +54,20 @@ def data(added: Added) -> None:
         sources,
         "files",
         commands.data_files,
-        "text files and folders of them",
-        "A document per file; a folder stands for all files below it.",
+        "prepare text files, and folders of them",
+        "Each file is a document; a folder stands for all files below it.",
         "meshwright data files notes/ book.txt --out runs/data/notes --vocab-size 8192",
     )
     files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or folders of them")
     for parser in (stdlib, files):
-        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus is written")
-        parser.add_argument("--vocab-size", type=count, default=4096, metavar="N", help="default: 4096")
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
         parser.add_argument(
-            "--validation-share", type=float, default=0.05, metavar="X", help="of the documents (default: 0.05)"
+            "--vocab-size", type=count, default=4096, metavar="N", help="tokens of the vocabulary (default: 4096)"
         )
-        parser.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+        parser.add_argument(
+            "--validation-share", type=float, default=0.05, metavar="X", help="share of the documents (default: 0.05)"
+        )
+        parser.add_argument("--replace", action="store_true", help="overwrite a corpus of other text or settings")
 
 
 def _data_prepare(sources: Added) -> None:
@@ -74,10 +75,10 @@ def _data_prepare(sources: Added) -> None:
         sources,
         "prepare",
         corpora.prepare,
-        "text, JSONL and parquet of any size, with any tokenizer.json",
+        "tokenize text, JSONL and parquet of any size with any tokenizer.json",
         "Reads files in their order (folders: all files below, sorted), encodes in parallel and writes "
-        "train, validation and test as Megatron .bin/.idx pairs, each document in one of them. Killed at any moment, "
-        "the same command goes on, and the result is byte for byte the same, for any number of workers.",
+        "train, validation and test as Megatron .bin/.idx pairs, each document in one of them. After a kill the same "
+        "command resumes; the result is the same byte for byte, for any number of workers.",
         "meshwright data prepare books/ pages.jsonl.gz --tokenizer ~/models/gpt2 --out data/books\n"
         "  meshwright data prepare crawl/*.parquet --text-key content --tokenizer tok/tokenizer.json --eod '</s>' \\\n"
         "      --validation-share 0.001 --test-share 0.001 --workers 32 --out data/crawl\n"
@@ -88,12 +89,10 @@ def _data_prepare(sources: Added) -> None:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help=".jsonl (also .gz): a document per line; .parquet: per row; a folder; any other file: one text",
+        help=".jsonl (also .gz): one document per line; .parquet: one per row; other files: one each; or a folder",
     )
-    prepared.add_argument(
-        "--tokenizer", type=Path, required=True, metavar="T", help="a tokenizer.json, or the folder of one"
-    )
-    prepared.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus is written")
+    prepared.add_argument("--tokenizer", type=Path, required=True, metavar="T", help="a tokenizer.json, or its folder")
+    prepared.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
     prepared.add_argument(
         "--format",
         choices=["text", "pairs", "messages"],
@@ -101,30 +100,35 @@ def _data_prepare(sources: Added) -> None:
         help="pairs (prompt, response) and messages (role, content) train on responses only (default: text)",
     )
     prepared.add_argument(
-        "--text-key", default="text", type=text, metavar="KEY", help="of JSONL and parquet (default: text)"
+        "--text-key", default="text", type=text, metavar="KEY", help="field of JSONL, column of parquet (default: text)"
     )
     prepared.add_argument(
-        "--glob", action="append", default=[], metavar="PATTERN", help="of folders only such files; several times"
+        "--glob",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="take only these files of folders; may be repeated",
     )
     prepared.add_argument(
-        "--eod",
-        type=text,
-        metavar="TOKEN",
-        help="ends a document (default: eos_token of tokenizer_config.json, or a usual one)",
+        "--eod", type=text, metavar="TOKEN", help="end-of-document token (default: the tokenizer's end-of-text token)"
     )
-    prepared.add_argument(
-        "--bos", type=text, metavar="TOKEN", help="stands before each document (default: nothing does)"
-    )
+    prepared.add_argument("--bos", type=text, metavar="TOKEN", help="token before each document (default: none)")
     for name, default in (("validation", 0.05), ("test", 0.0)):
         prepared.add_argument(
-            f"--{name}-share", type=float, default=default, metavar="X", help=f"of the documents (default: {default})"
+            f"--{name}-share",
+            type=float,
+            default=default,
+            metavar="X",
+            help=f"share of the documents (default: {default})",
         )
-    prepared.add_argument("--seed", type=int, default=1234, metavar="N", help="of the split (default: 1234)")
-    prepared.add_argument("--workers", type=count, default=0, metavar="N", help="processes (default: one per core)")
+    prepared.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the split (default: 1234)")
+    prepared.add_argument(
+        "--workers", type=count, default=0, metavar="N", help="number of processes (default: one per core)"
+    )
     prepared.add_argument(
         "--skip-broken", action="store_true", help="leave out broken records, count them and list them in skipped.txt"
     )
-    prepared.add_argument("--replace", action="store_true", help="build anew over a corpus of other text or settings")
+    prepared.add_argument("--replace", action="store_true", help="overwrite a corpus of other text or settings")
 
 
 def _data_show(sources: Added) -> None:
@@ -132,16 +136,18 @@ def _data_show(sources: Added) -> None:
         sources,
         "show",
         corpora.show,
-        "samples of a corpus as text, with counts",
-        "Prints what a model would be trained on: where documents begin, and dimmed (in a file: in braces) what does "
-        "not count as label. Damaged files are named. Reads a few tokens of a corpus of any size.",
+        "print samples of a corpus as text, with counts",
+        "Prints training samples, with the start of each document; tokens without a label are dimmed (in a file: in "
+        "braces). Names damaged files. Reads only a few tokens of a corpus of any size.",
         "meshwright data show data/chats --samples 5\n"
         "  meshwright data show data/pages/validation --sequence-length 512 --packing documents",
     )
     shown.add_argument("place", type=Path, metavar="DIR", help="a prepared folder, or one .bin/.idx without its suffix")
-    shown.add_argument("--samples", type=count, default=3, metavar="N", help="of each split (default: 3)")
-    shown.add_argument("--sequence-length", type=count, default=256, metavar="S", help="tokens (default: 256)")
-    shown.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as data.packing has it")
+    shown.add_argument("--samples", type=count, default=3, metavar="N", help="samples of each split (default: 3)")
+    shown.add_argument(
+        "--sequence-length", type=count, default=256, metavar="S", help="tokens of a sample (default: 256)"
+    )
+    shown.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as data.packing")
     shown.add_argument("--tokenizer", type=Path, metavar="T", help="default: the tokenizer.json beside the corpus")
 
 
@@ -150,8 +156,8 @@ def config(added: Added) -> None:
         added,
         "config",
         None,
-        "read another framework's configuration; show what one of ours means",
-        "Without torch, a device or the data.",
+        "import another framework's configuration, or print one of meshwright resolved",
+        "Needs no torch, no device and no data.",
         "meshwright config show configs/demo.toml",
     )
     commands_of = of_configs.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
@@ -159,26 +165,28 @@ def config(added: Added) -> None:
         commands_of,
         "import",
         commands.config_import,
-        "one of torchtitan, nanotron or Megatron-LM as one of ours",
-        "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, in a shell script (which is "
-        "not run) or as they stand. Says what was decided, and each key that could not come along, with the reason. "
-        "Keys of ours on the command line go on top. Without --out the file goes to stdout.",
+        "convert a configuration of torchtitan, nanotron or Megatron-LM",
+        "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, plain or in a shell script "
+        "(which is not run). Prints all decisions, and each key that was not carried over, with the reason. "
+        "meshwright's keys on the command line win over the file. Without --out the file goes to stdout.",
         "meshwright config import llama3_8b.toml --from torchtitan --ranks 64 --out configs/imported.toml",
         takes_overrides=True,
     )
     imported.add_argument("file", metavar="FILE", type=Path, help="a .toml, a .yaml, or a script or list of flags")
     imported.add_argument(
-        "--from", choices=("torchtitan", "nanotron", "megatron"), help="whose it is (default: by the end of its name)"
+        "--from",
+        choices=("torchtitan", "nanotron", "megatron"),
+        help="source framework (default: by the suffix of FILE)",
     )
-    imported.add_argument("--ranks", type=count, metavar="N", help="of the whole job, where the file leaves dp open")
-    imported.add_argument("--out", type=Path, metavar="FILE", help="a TOML file (default: on stdout)")
-    imported.add_argument("--replace", action="store_true", help="write over a file that is there")
+    imported.add_argument("--ranks", type=count, metavar="N", help="ranks of the whole job, if the file leaves dp open")
+    imported.add_argument("--out", type=Path, metavar="FILE", help="TOML file to write (default: stdout)")
+    imported.add_argument("--replace", action="store_true", help="overwrite an existing file")
     shown = command(
         commands_of,
         "show",
         commands.config_show,
-        "what a configuration comes to, and where each value comes from",
-        "The file, the command line, a default, or what follows from the others for so many ranks.",
+        "print a resolved configuration, with the origin of each value",
+        "Origins: the file, the command line, a default, or the other values and the number of ranks.",
         "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
         takes_overrides=True,
     )
@@ -192,8 +200,8 @@ def checkpoint(added: Added) -> None:
         added,
         "checkpoint",
         None,
-        "what a run has saved, and whether it is sound",
-        "Reads checkpoints of any layout without starting a rank, and changes none.",
+        "list, verify, show and reshard the checkpoints of a run",
+        "Reads checkpoints of any layout without ranks, and changes none.",
         "meshwright checkpoint verify runs/demo",
     )
     commands_of = of_checkpoints.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
@@ -201,25 +209,25 @@ def checkpoint(added: Added) -> None:
         commands_of,
         "list",
         commands.checkpoint_list,
-        "a line for each",
-        "Step, samples seen, the layout that saved it, tensors, files, bytes. What is missing or cut short is named; "
-        "every byte is read by `verify`.",
+        "list the checkpoints of a run",
+        "Prints step, samples seen, layout, tensors, files and bytes of each. Names missing and truncated files; "
+        "`verify` reads every byte.",
         "meshwright checkpoint list runs/demo",
     )
     verified = command(
         commands_of,
         "verify",
         commands.checkpoint_verify,
-        "read every byte and hold it against its hash",
-        "All checkpoints of a run, or one. Exit code 1 when a file is not what was written.",
+        "check every byte against its hash",
+        "Checks all checkpoints of a run, or one. Exit code 1 when a file differs.",
         "meshwright checkpoint verify runs/demo --step 120",
     )
     shown = command(
         commands_of,
         "show",
         commands.checkpoint_show,
-        "what is in one",
-        "The newest of a run, or that of --step: what it is of, and its tensors.",
+        "print the contents of a checkpoint",
+        "Prints the metadata and the tensors of the newest checkpoint of a run, or of that of --step.",
         "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
     )
     shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
@@ -227,14 +235,14 @@ def checkpoint(added: Added) -> None:
         commands_of,
         "reshard",
         commands.checkpoint_reshard,
-        "rewrite one as another layout would have saved it",
-        "Reads the newest checkpoint of a run, or that of --step, and writes it into another run directory, which "
-        "`meshwright train` goes on from: a file or more for each rank of the new layout, or one in all. Any layout "
-        "reads any checkpoint without it. Only parallel.*, pipeline.*, run.name and run.directory may change.",
+        "rewrite a checkpoint for another layout",
+        "Reads the newest checkpoint of a run, or that of --step, and writes a run directory that `meshwright train` "
+        "resumes, with the files that the new layout would have saved. Resuming on another layout does not need it. "
+        "Only parallel.*, pipeline.*, run.name and run.directory may change.",
         "meshwright checkpoint reshard runs/demo --out runs/one-file --parallel.pp=1 --parallel.tp=1",
         takes_overrides=True,
     )
-    resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run directory to be written")
+    resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run directory")
     trust_code(resharded)
     for parser in (listed, verified, shown, resharded):
         parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
@@ -247,11 +255,11 @@ def convert(added: Added) -> None:
         added,
         "convert",
         commands.convert,
-        "bring a model of Hugging Face's form, or take one away in it",
-        "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory, which `meshwright "
-        "train` fine-tunes from these weights on any layout, and `meshwright sample` writes with; keys of the "
-        "configuration may follow. --to writes the newest checkpoint of a run, or that of --step, as transformers, "
-        "vLLM and lm-eval open it. One tensor at a time, the same bits both ways; no network, nothing is unpickled.",
+        "import or export a model in the format of Hugging Face",
+        "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory for `meshwright "
+        "train`, on any layout, and `meshwright sample`; configuration keys may follow. --to exports the newest "
+        "checkpoint of a run, or that of --step, for transformers, vLLM and lm-eval. Converts one tensor at a time, "
+        "bit for bit in both directions; needs no network, and unpickles nothing.",
         "meshwright convert --from hf models/Llama-3.1-8B runs/llama --data.train=runs/data/mine/train\n"
         "  meshwright train runs/llama/config.toml --parallel.tp=8\n"
         "  meshwright convert runs/llama --to hf models/mine --dtype bfloat16",
@@ -261,18 +269,21 @@ def convert(added: Added) -> None:
         "place",
         type=Path,
         metavar="RUN",
-        help="the run directory to be written; with --to a run, or a checkpoints/step-*",
+        help="with --from the new run directory; with --to a run, or one of its checkpoints/step-*",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
-    direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to be written")
+    direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to write")
     parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "float16", "bfloat16"),
-        help="with --to: of the tensors (default: as saved; float32 of a bfloat16 run: its master weights)",
+        help="with --to: dtype of the tensors (default: as saved; float32 of a bfloat16 run: its master weights)",
     )
     parser.add_argument(
-        "--shard-size", type=size, metavar="SIZE", help="with --to: of a file, as in 500MB or 2GiB (default: 5GB)"
+        "--shard-size",
+        type=size,
+        metavar="SIZE",
+        help="with --to: maximal size of a file, as in 500MB or 2GiB (default: 5GB)",
     )
     parser.usage = f"{parser.prog} (--from hf PATH RUN | RUN --to hf PATH) [options] [--section.key=value ...]"

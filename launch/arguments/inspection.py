@@ -13,9 +13,9 @@ def status(added: Added) -> None:
         added,
         "status",
         commands.status,
-        "where a run stands: its step, the time left, what each rank does",
-        "Reads what the run's first rank writes down every few seconds, from any machine that sees the run's "
-        "directory: no torch, and nothing is asked of the run itself.",
+        "print the state of a run: step, time left, activity of each rank",
+        "Reads the status file that rank 0 updates every few seconds, on any machine that sees the run's directory. "
+        "Needs no torch, and does not contact the run.",
         "meshwright status runs/demo",
     )
     parser.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
@@ -26,15 +26,18 @@ def report(added: Added) -> None:
         added,
         "report",
         commands.report,
-        "a page for a run, or several side by side",
-        "One HTML file that needs no network: curves, where the time went, the schedule simulated and measured, where "
-        "the ranks stand, starts and checkpoints, the configuration; of several runs also their curves over each "
-        "other, their figures and what differs in their configurations. Of a run that goes on, too. No torch.",
+        "write an HTML page for a run, or for several side by side",
+        "Writes one HTML file that needs no network: curves, time by activity, the schedule simulated and measured, "
+        "placement of ranks, starts, checkpoints and the configuration. For several runs: their curves in one chart, "
+        "their figures, and the differences of their configurations. The run may be live. Needs no torch.",
         "meshwright report runs/demo\n  meshwright report runs/demo runs/deep --out compared.html",
     )
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories, such as runs/demo")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: report.html in the run directory, of several runs here"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the run directory; for several runs in this directory",
     )
 
 
@@ -56,8 +59,8 @@ def completion(added: Added) -> None:
         added,
         "completion",
         commands.completion,
-        "a script with which a shell completes commands, options and keys",
-        "For bash, zsh or fish: commands, options, files, and the keys of the configuration with the words they allow. "
+        "print a shell script that completes commands, options and keys",
+        "For bash, zsh or fish: commands, options, files, and configuration keys with their allowed words. "
         "Evaluate it when the shell starts, as in the example (fish: meshwright completion fish | source).",
         "meshwright completion bash\n  echo 'eval \"$(meshwright completion bash)\"' >> ~/.bashrc",
     )

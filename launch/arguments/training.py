@@ -24,9 +24,9 @@ def train(added: Added) -> None:
         added,
         "train",
         jobs.train,
-        "train, or go on where the same command stopped",
-        "Starts the ranks of this machine by itself; under torchrun or srun it is one of their ranks. Any key of the "
-        "configuration can be given after the file. The same command again resumes.",
+        "train, or resume the run of the same command",
+        "Starts the ranks of this machine itself; under torchrun or srun it is one of their ranks. Any configuration "
+        "key can follow the file. The same command again resumes.",
         "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch train configs/demo.toml\n"
         "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
@@ -41,10 +41,10 @@ def doctor(added: Added) -> None:
         added,
         "doctor",
         jobs.doctor,
-        "look for the bad node or link before a run does",
-        "Measures with the ranks that will run: versions, memory, clocks, the run's disk, the links inside nodes and "
-        "across, an all-reduce of each axis. What is wrong is named (exit code 3), the figures go into the run's "
-        "links.toml. Start it as `train` is started.",
+        "find a bad node or link before a run",
+        "Measures on the ranks of the run: versions, memory, clocks, the run's disk, the links within and between "
+        "nodes, an all-reduce of each axis. Names each fault (exit code 3) and writes the figures to the run's "
+        "links.toml. Start it in the same way as `train`.",
         "srun --ntasks-per-node=8 meshwright doctor configs/llama3-8b.toml",
         takes_overrides=True,
     )
@@ -58,30 +58,28 @@ def slurm(added: Added) -> None:
         "slurm",
         jobs.slurm,
         "write a job script for Slurm, and submit it",
-        "Into the run's directory, for srun with one task for each rank; print it, or submit it with --submit. The job "
-        "is told to save before its time ends, goes back into the queue by itself, and gives up when it gets no "
-        "further. Degrees that do not fill the nodes are refused here and not after hours in the queue.",
+        "Writes the script to the run's directory, for srun with one task per rank, and prints it or submits it "
+        "(--submit). The job saves before its time limit, requeues itself, and stops when it makes no progress. "
+        "Degrees that do not fill the nodes are refused now, not after hours in the queue.",
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
         takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument("--nodes", type=count, required=True, metavar="N")
     parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
-    parser.add_argument("--time", metavar="T", help="as sbatch has it: minutes, h:mm:ss, days-hours")
+    parser.add_argument("--time", metavar="T", help="time limit as for sbatch: minutes, h:mm:ss, days-hours")
     for name in ("partition", "account", "qos", "constraint", "exclude"):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
     parser.add_argument("--cpus-per-task", type=count, metavar="N", help="for sbatch's --cpus-per-task")
-    parser.add_argument("--container", metavar="IMAGE", help="run the ranks in it, where Slurm has pyxis")
-    parser.add_argument("--mounts", metavar="LIST", help="of the container (default: this directory and the runs)")
+    parser.add_argument("--container", metavar="IMAGE", help="container of the ranks; needs Slurm with pyxis")
+    parser.add_argument(
+        "--mounts", metavar="LIST", help="mounts of the container (default: this directory and the runs)"
+    )
     parser.add_argument("--torchrun", action="store_true", help="one torchrun on each node instead of a task per rank")
+    parser.add_argument("--doctor", action="store_true", help="run `doctor` before each start, and exclude bad nodes")
+    parser.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not requeue the job")
     parser.add_argument(
-        "--doctor", action="store_true", help="look at nodes and links before each start, and leave bad nodes out"
-    )
-    parser.add_argument(
-        "--no-requeue", dest="requeue", action="store_false", help="never back into the queue by itself"
-    )
-    parser.add_argument(
-        "--chain", type=count, default=1, metavar="N", help="submit N jobs of which one runs at a time (default: 1)"
+        "--chain", type=count, default=1, metavar="N", help="submit N jobs that run one after another (default: 1)"
     )
     parser.add_argument("--submit", action="store_true", help="call sbatch")
     trust_code(parser)
@@ -94,22 +92,22 @@ def verify(added: Added) -> None:
         commands.verify,
         "prove that layouts give the numbers of one process",
         "Trains the model in one plain process and in each layout, in float64, and compares initial values, losses, "
-        "gradients, weights and validation. Exit code 1 when a bar is missed or a layout cannot be run.",
+        "gradients, weights and validation. Exit code 1 when a tolerance is exceeded or a layout cannot run.",
         "meshwright verify configs/demo.toml --layouts dp2,pp2,tp2 pp4,gpipe tp2,sequence",
         takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument(
-        "--layouts", nargs="+", metavar="LAYOUT", help="such as dp2,pp2,tp2 (default: the file's own and a spread)"
+        "--layouts", nargs="+", metavar="LAYOUT", help="such as dp2,pp2,tp2 (default: that of CONFIG and a selection)"
     )
     parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16"),
         default="float64",
-        help="precision of both sides, each with bars of its own (default: float64)",
+        help="precision of both sides, each with its own tolerances (default: float64)",
     )
-    parser.add_argument("--whole", action="store_true", help="the model at its full size; otherwise it is shrunk")
+    parser.add_argument("--whole", action="store_true", help="keep the model at its full size (default: shrunk)")
     trust_code(parser)
 
 
@@ -119,17 +117,17 @@ def evaluate(added: Added) -> None:
         "eval",
         jobs.evaluate,
         "measure a trained model: loss, perplexity, bits per byte",
-        "On the run's validation set, or another corpus, whole and in order; on the layout of the run or, with "
-        "parallel.* keys, on any other: the same numbers. Ranks are started as `train` starts them. The run may go on "
-        "meanwhile: the newest sound checkpoint is taken, and none is written into.",
+        "Evaluates on the whole validation set of the run, or on another corpus, in order. parallel.* keys choose "
+        "another layout, which gives the same numbers. Ranks start as for `train`. The run may be live: the newest "
+        "sound checkpoint is read, and none is changed.",
         "meshwright eval runs/demo --parallel.tp=2 --parallel.pp=1 --parallel.dp=1\n"
         "  meshwright eval runs/demo --step 40 --data runs/data/other --out demo-40.json\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch eval runs/demo",
         takes_overrides=True,
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="a prepared corpus: its folder, or DIR/NAME of a pair")
-    parser.add_argument("--batches", type=count, metavar="N", help="global batches to look at (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the result as JSON")
+    parser.add_argument("--batches", type=count, metavar="N", help="number of global batches (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the result, as JSON")
     _run_to_read(parser)
 
 
@@ -138,10 +136,10 @@ def sample(added: Added) -> None:
         added,
         "sample",
         jobs.sample,
-        "let a trained model write",
-        "Continues one prompt or several, until the model ends the document or --tokens are written; in one process, "
-        "or with parallel.* keys in the ranks of any layout. With temperature 0 the text is the same on all of them. "
-        "For each token the whole window goes through the model: for looking at one, not for serving it.",
+        "generate text with a trained model",
+        "Continues one or several prompts until the model ends the document or after --tokens tokens, in one process "
+        "or, with parallel.* keys, on the ranks of any layout. With temperature 0 all layouts give the same text. "
+        "There is no key-value cache: each token runs the whole window, which suits a look at a model, not serving.",
         'meshwright sample runs/demo --prompt "def main" --tokens 60 --temperature 0\n'
         '  meshwright sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
         takes_overrides=True,
@@ -152,24 +150,36 @@ def sample(added: Added) -> None:
         action="append",
         type=text,
         metavar="TEXT",
-        help="what it should continue; may be given again",
+        help="text to continue; may be repeated",
     )
-    parser.add_argument("--tokens", type=count, default=100, metavar="N", help="tokens to write (default: 100)")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
+        "--tokens", type=count, default=100, metavar="N", help="maximal number of new tokens (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=temperature,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=parse_count_from_0,
         default=40,
         metavar="K",
-        help="choose of so many likeliest; 0: of all (default: 40)",
+        help="sample from the K likeliest tokens; 0: from all (default: 40)",
     )
     parser.add_argument(
-        "--top-p", type=share, default=1.0, metavar="P", help="of those that together have this share (default: 1)"
+        "--top-p",
+        type=share,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens whose probabilities add up to P (default: 1)",
     )
-    parser.add_argument("--seed", type=parse_count_from_0, metavar="N", help="of the draws (default: the run's)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the texts as JSON lines")
+    parser.add_argument(
+        "--seed", type=parse_count_from_0, metavar="N", help="seed of the sampling (default: that of the run)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the texts, as JSON lines")
     _run_to_read(parser)
 
 
