@@ -28,6 +28,17 @@ LOG_FROM = 30.0
 Point = tuple[float, float]
 
 
+class Quantity(NamedTuple):
+    """Quantity on the y axis, and its scale."""
+
+    title: str
+    unit: str = ""
+    from_zero: bool = False
+    """True: the axis includes zero."""
+    may_be_log: bool = False
+    """True: the axis is logarithmic if the values call for it (see ``LOG_FROM``)."""
+
+
 class Curve(NamedTuple):
     """One line of a chart, or separate points."""
 
@@ -49,24 +60,19 @@ class Mark(NamedTuple):
 
 
 def chart(
-    title: str,
+    quantity: Quantity,
     curves: Sequence[Curve],
     *,
     x_name: str = "step",
-    unit: str = "",
-    from_zero: bool = False,
-    may_be_log: bool = False,
     marks: Iterable[Mark] = (),
     levels: Iterable[tuple[float, str]] = (),
     legend: bool = True,
 ) -> Markup:
     """Return a chart as an HTML figure, or "" if no curve has a finite point.
 
-    Args:
-        from_zero: include zero in the y axis.
-        may_be_log: use a logarithmic y axis if the values call for one (see ``LOG_FROM``).
-        levels: (y, name) of horizontal lines.
+    ``levels``: (y, name) of horizontal lines.
     """
+    title, unit, from_zero, may_be_log = quantity
     levels = list(levels)
     finite = [(x, y) for curve in curves for x, y in curve.points if math.isfinite(y)]
     if not finite:

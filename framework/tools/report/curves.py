@@ -10,7 +10,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from meshwright.terminal.format import format_duration
-from meshwright.tools.page.chart import Curve, Mark, Point, chart
+from meshwright.tools.page.chart import Curve, Mark, Point, Quantity, chart
 from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean
 from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
@@ -19,27 +19,29 @@ MOST_BAD = 200
 """Most marks of non-finite steps in one chart."""
 
 
-class Quantity(NamedTuple):
-    """A quantity recorded at each step, and how to draw it."""
+class Recorded(NamedTuple):
+    """Quantity recorded at each step."""
 
-    title: str
-    unit: str
+    quantity: Quantity
     of: Callable[[StepRecord], float | None]
-    from_zero: bool = True
-    may_be_log: bool = False
 
 
-LOSS = Quantity("Loss", "nats per token", lambda record: record.loss, from_zero=False)
-VALIDATION = Quantity("Validation loss", "nats per token", lambda record: record.validation_loss, from_zero=False)
-NORM = Quantity("Gradient norm", "L2, before clipping", lambda record: record.grad_norm, may_be_log=True)
-THROUGHPUT = Quantity("Throughput", "tokens/s", lambda record: record.tokens_per_s)
-QUANTITIES = (
-    Quantity("Learning rate", "", lambda record: record.learning_rate),
+LOSS = Recorded(Quantity("Loss", "nats per token"), lambda record: record.loss)
+VALIDATION = Recorded(Quantity("Validation loss", "nats per token"), lambda record: record.validation_loss)
+NORM = Recorded(
+    Quantity("Gradient norm", "L2, before clipping", from_zero=True, may_be_log=True), lambda record: record.grad_norm
+)
+THROUGHPUT = Recorded(Quantity("Throughput", "tokens/s", from_zero=True), lambda record: record.tokens_per_s)
+RECORDED = (
+    Recorded(Quantity("Learning rate", from_zero=True), lambda record: record.learning_rate),
     NORM,
     THROUGHPUT,
-    Quantity("Time of a step", "s", lambda record: record.step_s, may_be_log=True),
-    Quantity("Memory", "GiB at the peak, rank 0", lambda record: record.memory_bytes / GIB),
-    Quantity("Bubble", "share of a step in which pipeline ranks waited", lambda record: record.bubble_share),
+    Recorded(Quantity("Time of a step", "s", from_zero=True, may_be_log=True), lambda record: record.step_s),
+    Recorded(Quantity("Memory", "GiB at the peak, rank 0", from_zero=True), lambda record: record.memory_bytes / GIB),
+    Recorded(
+        Quantity("Bubble", "share of a step in which pipeline ranks waited", from_zero=True),
+        lambda record: record.bubble_share,
+    ),
 )
 
 
@@ -55,19 +57,10 @@ def of_run(run: RunContents) -> list[Markup]:
     """Build the charts of a run: loss first, then every other recorded quantity."""
     marks = list(marks_of(run))
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
-    charts = [chart(LOSS.title, loss_curves(run), unit=LOSS.unit, marks=marks, levels=levels)]
-    for each in QUANTITIES:
-        curves = [Curve(each.title.lower(), points(run.records, each), 0), *lost_curves(run, each)]
-        drawn = chart(
-            each.title,
-            curves,
-            unit=each.unit,
-            from_zero=each.from_zero,
-            may_be_log=each.may_be_log,
-            marks=marks,
-            legend=False,
-        )
-        charts.append(drawn)
+    charts = [chart(LOSS.quantity, loss_curves(run), marks=marks, levels=levels)]
+    for each in RECORDED:
+        curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *lost_curves(run, each)]
+        charts.append(chart(each.quantity, curves, marks=marks, legend=False))
     return [drawn for drawn in charts if drawn]
 
 
@@ -87,17 +80,17 @@ def loss_curves(run: RunContents) -> list[Curve]:
     return [*curves, *lost_curves(run, LOSS)]
 
 
-def lost_curves(run: RunContents, quantity: Quantity) -> list[Curve]:
+def lost_curves(run: RunContents, recorded: Recorded) -> list[Curve]:
     """Build one curve for each start whose steps were lost and repeated by a later start."""
     lost = [attempt.again for attempt in run.attempts if attempt.again]
-    return [Curve("taken again", points(each, quantity), 0, "lost") for each in lost]
+    return [Curve("taken again", points(each, recorded), 0, "lost") for each in lost]
 
 
 def points(
-    records: Sequence[StepRecord], quantity: Quantity, x: Callable[[StepRecord], float] = steps_of
+    records: Sequence[StepRecord], recorded: Recorded, x: Callable[[StepRecord], float] = steps_of
 ) -> list[Point]:
     """Return a point for each record that has the quantity. Values that are not finite become NaN, a gap."""
-    found = ((x(record), quantity.of(record)) for record in records)
+    found = ((x(record), recorded.of(record)) for record in records)
     return [(at, y if math.isfinite(y) else math.nan) for at, y in found if y is not None]
 
 
@@ -111,7 +104,7 @@ def marks_of(run: RunContents) -> list[Mark]:
 def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list[Markup]:
     """Build charts that compare runs: losses by step and by tokens, gradient norm and throughput by step."""
     charts = []
-    for quantity, x, x_name in (
+    for recorded, x, x_name in (
         (LOSS, steps_of, "step"),
         (LOSS, tokens_of, "tokens"),
         (VALIDATION, steps_of, "step"),
@@ -119,26 +112,19 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
         (NORM, steps_of, "step"),
         (THROUGHPUT, steps_of, "step"),
     ):
-        look = "dots" if quantity is VALIDATION else ""
+        look = "dots" if recorded is VALIDATION else ""
         curves = []
         for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-            found = points(run.records, quantity, x)
-            if quantity is LOSS and len(found) >= SMOOTHED_FROM:
+            found = points(run.records, recorded, x)
+            if recorded is LOSS and len(found) >= SMOOTHED_FROM:
                 smooth = running_mean([y for _, y in found], len(found) // 60)
                 found = [(at, y) for (at, _), y in zip(found, smooth, strict=True)]
             curves.append(Curve(name, found, index, look))
-        is_smooth = quantity is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
-        drawn = chart(
-            f"{quantity.title} by {x_name}",
-            curves,
-            x_name=x_name,
-            unit=quantity.unit + (", running mean" if is_smooth else ""),
-            from_zero=quantity.from_zero,
-            may_be_log=quantity.may_be_log,
-        )
-        if drawn:
-            charts.append(drawn)
-    return charts
+        is_smooth = recorded is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
+        title, unit, *scale = recorded.quantity
+        shown = Quantity(f"{title} by {x_name}", unit + (", running mean" if is_smooth else ""), *scale)
+        charts.append(chart(shown, curves, x_name=x_name))
+    return [drawn for drawn in charts if drawn]
 
 
 class FinalFigures(NamedTuple):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from meshwright.tools.page.chart import MOST_LABELS, MOST_POINTS, SIDE, Curve, Mark, axis, chart, short, thin
+from meshwright.tools.page.chart import MOST_LABELS, MOST_POINTS, SIDE, Curve, Mark, Quantity, axis, chart, short, thin
 
 
 def test_thinning_keeps_spikes_gaps_and_ends() -> None:
@@ -21,8 +21,8 @@ def test_thinning_keeps_spikes_gaps_and_ends() -> None:
 
 
 def test_a_curve_that_is_never_finite_is_no_chart() -> None:
-    assert chart("Loss", [Curve("training", [(1, math.nan), (2, math.nan)])]) == ""
-    assert chart("Loss", [Curve("training", [])]) == ""
+    assert chart(Quantity("Loss"), [Curve("training", [(1, math.nan), (2, math.nan)])]) == ""
+    assert chart(Quantity("Loss"), [Curve("training", [])]) == ""
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_numbers_are_short(value: float, apart: float, largest: float, said: str
 
 def test_a_scale_is_logarithmic_only_where_one_value_would_hide_the_others() -> None:
     calm = [(float(x), 1 + x / 100) for x in range(100)]
-    assert "logarithmic" not in chart("Norm", [Curve("norm", calm)], may_be_log=True)
+    assert "logarithmic" not in chart(Quantity("Norm", may_be_log=True), [Curve("norm", calm)])
     spike = [*calm, (100.0, 500.0)]
-    assert "logarithmic" in chart("Norm", [Curve("norm", spike)], may_be_log=True)
-    assert "logarithmic" not in chart("Norm", [Curve("norm", spike)])
-    assert "logarithmic" not in chart("Norm", [Curve("norm", [(-1.0, 0.0), *spike])], may_be_log=True)
-    labels = re.findall(r'top:[\d.e-]+%">([^<]+)<', chart("Norm", [Curve("norm", spike)], may_be_log=True))
+    assert "logarithmic" in chart(Quantity("Norm", may_be_log=True), [Curve("norm", spike)])
+    assert "logarithmic" not in chart(Quantity("Norm"), [Curve("norm", spike)])
+    assert "logarithmic" not in chart(Quantity("Norm", may_be_log=True), [Curve("norm", [(-1.0, 0.0), *spike])])
+    labels = re.findall(r'top:[\d.e-]+%">([^<]+)<', chart(Quantity("Norm", may_be_log=True), [Curve("norm", spike)]))
     assert labels == ["1", "10", "100"]
 
 
 def test_points_lie_where_their_values_are_and_names_are_escaped() -> None:
-    drawn = chart("a<b", [Curve("x&y", [(0, 0), (5, math.nan), (10, 10), (20, 10), (30, math.nan), (40, 5)])])
+    drawn = chart(Quantity("a<b"), [Curve("x&y", [(0, 0), (5, math.nan), (10, 10), (20, 10), (30, math.nan), (40, 5)])])
     assert "a&lt;b" in drawn and 'data-name="x&amp;y"' in drawn and "<b>a" in drawn
     path = re.search(r'data-name="x&amp;y" d="([^"]+)"', drawn)
     assert path is not None
@@ -95,7 +95,7 @@ def test_points_lie_where_their_values_are_and_names_are_escaped() -> None:
 def test_a_curve_that_is_never_finite_again_is_drawn_to_its_end() -> None:
     """Steps that were not taken have no loss: the axis goes on to them, and their marks are there."""
     curve = Curve("training", [(1, 8.0), (2, math.nan), (3, math.nan), (4, math.nan)])
-    drawn = chart("Loss", [curve], marks=[Mark(step, "not finite", bad=True) for step in (2, 3, 4)])
+    drawn = chart(Quantity("Loss"), [curve], marks=[Mark(step, "not finite", bad=True) for step in (2, 3, 4)])
     assert 'data-x="1 4 step"' in drawn and drawn.count('class="mark bad" d=') == 3
     assert 'class="dots c0" d="M0 ' in drawn, "one step alone is a line of no length"
 
@@ -104,7 +104,7 @@ def test_steps_are_whole_numbers() -> None:
     for steps in (1, 2, 3, 7, 12, 60, 100_000):
         found = axis(range(1, steps + 1), margin=0.0, whole=True)
         assert all(tick == int(tick) for tick in found.ticks) and 1 <= len(found.ticks) <= MOST_LABELS + 2
-    assert "0.9" not in re.sub("<path[^>]*>", "", chart("Loss", [Curve("training", [(1, 8.0)])]))
+    assert "0.9" not in re.sub("<path[^>]*>", "", chart(Quantity("Loss"), [Curve("training", [(1, 8.0)])]))
 
 
 def test_what_is_zero_throughout_has_no_axis_below_it() -> None:
@@ -113,6 +113,6 @@ def test_what_is_zero_throughout_has_no_axis_below_it() -> None:
 
 def test_marks_outside_are_left_out_and_told_once() -> None:
     marks = [Mark(5, "a start"), Mark(7, "a start"), Mark(99, "a start"), Mark(6, "not finite", bad=True)]
-    drawn = chart("Loss", [Curve("training", [(0, 1), (10, 2)])], marks=marks)
+    drawn = chart(Quantity("Loss"), [Curve("training", [(0, 1), (10, 2)])], marks=marks)
     assert drawn.count('class="mark" d=') == 2 and drawn.count('class="mark bad" d=') == 1
     assert drawn.count(">a start<") == 1

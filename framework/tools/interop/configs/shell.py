@@ -1,282 +1,29 @@
-"""Extraction of the flags that a shell script passes to Megatron-LM, without running the script.
-
-NAME=value, ARRAY=( ... ), ARRAY+=( ... )    stored, with the line of each word
-$NAME ${NAME:-default} ${ARRAY[@]} $((A*B))  expanded; names that the file does not define stay as written, `$NAME`
-if [[ "$A" == "b" ]]; then ... else ... fi   followed if the condition can be evaluated; else its flags are skipped
-for, while, case, functions, $(...)          not run
-torchrun ... pretrain_gpt.py --flag value    words after the .py are Megatron-LM's flags, words before the launcher's
-"""
+"""Flags that a shell script passes to Megatron-LM: the words after the .py file of its training command."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.shell_values import both, compute, either, evaluate_test
-from meshwright.tools.interop.configs.shell_words import QuotedPart, Token, split_words, tokens
+from meshwright.tools.interop.configs.shell_script import Script, Word
+from meshwright.tools.interop.configs.shell_words import split_words
 from meshwright.tools.interop.configs.translation import SourceKey
 
 LAUNCHER = "launcher."
 """Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
+
+
 PROGRAM = f"{LAUNCHER}program"
 """Key of the Python file that the launcher starts; the ``key`` of its item is the file's name, the value True."""
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
-DECLARE = ("export", "declare", "local", "readonly", "typeset")
+
+
 ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")
 """Expansions of the script's arguments or of an undefined array, which are no values of a flag."""
-VARIABLE = re.compile(r"\$(?:\{([^{}]*)\}|\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|([A-Za-z_]\w*|[0-9@*#?!$-]))")
 
 
 MAX_SCRIPT_CHARACTERS = 2**17
-MAX_EXPANDED = 2**20
-"""Upper limit of the characters that all expansions of variables and arrays produce together."""
-MAX_SUM = 1000
-"""Upper limit of the characters of one arithmetic expression."""
-
-
-class Word(NamedTuple):
-    """Word after expansion of variables, with its line."""
-
-    text: str
-    line: int
-
-
-class Script:
-    """Variables and commands of a script, collected by the constructor without running it."""
-
-    def __init__(self, text: str, path: Path) -> None:
-        self.path = path
-        self.variables: dict[str, list[Word]] = {}
-        self.commands: list[list[Word]] = []
-        self.skipped: list[list[Word]] = []
-        """Commands, assignments and arrays in branches, loops and functions that were not followed."""
-        self.lines = text.splitlines()
-        self.rest = tokens(text, path)
-        self.arrays: set[str] = set()
-        self._expanded = 0
-        self._statements(live=True, until=())
-
-    # -- statements
-
-    def _statements(self, *, live: bool, until: tuple[str, ...]) -> str:
-        """Consume statements up to and including one of the words ``until``, and return that word ("" at the end).
-
-        If not ``live``, commands and assignments only go to ``skipped``.
-        """
-        while self.rest:
-            token = self.rest[0]
-            word = token.keyword
-            if word in until:
-                self.rest.pop(0)
-                return word
-            if token.operator and token.operator != ">":
-                self.rest.pop(0)
-            elif word == "if":
-                self.rest.pop(0)
-                self._if(live)
-            elif word == "function":
-                del self.rest[:2]
-                self._statements(live=False, until=("}",))
-            elif word in LOOPS:
-                self.rest.pop(0)
-                self._statements(live=False, until=(LOOPS[word],))
-            elif word in ("{", "}", "do", "then", "!", "time", "exec"):
-                self.rest.pop(0)
-            else:
-                self._command(live)
-        return ""
-
-    def _if(self, live: bool) -> None:
-        taken: bool | None = False
-        while True:
-            condition: list[Token] = []
-            while self.rest and self.rest[0].keyword != "then":
-                condition.append(self.rest.pop(0))
-            self.rest[:1] = []
-            met = self._condition(condition)
-            follow = live and taken is False and met is True
-            ended = self._statements(live=follow, until=("elif", "else", "fi"))
-            taken = True if met or taken else None if met is None or taken is None else False
-            if ended == "else":
-                self._statements(live=live and taken is False, until=("fi",))
-                return
-            if ended != "elif":
-                return
-
-    def _command(self, live: bool) -> None:
-        line: list[Token] = []
-        while self.rest:
-            token = self.rest[0]
-            if token.operator == ">":
-                del self.rest[:2]
-            elif token.operator == "(" and line and ASSIGNMENT.fullmatch(line[-1].bare):
-                self._array(line.pop(), live)
-            elif token.operator == "(" and len(line) == 1 and len(self.rest) > 1 and self.rest[1].operator == ")":
-                del self.rest[:2]  # name() { ... }: not run
-                self._statements(live=False, until=("}",))
-                return
-            elif token.operator:
-                break
-            else:
-                line.append(self.rest.pop(0))
-        while line and line[0].keyword in DECLARE:
-            line.pop(0)
-        while line and not line[0].keyword.startswith("-") and ASSIGNMENT.match(line[0].bare):
-            self._assign(line.pop(0), live)
-        if not line:
-            return
-        words = [word for token in line for word in self._expand(token)]
-        if live:
-            self.commands.append(words)
-        else:
-            self.skipped.append(words)
-
-    def _assign(self, token: Token, live: bool) -> None:
-        name, plus = ASSIGNMENT.match(token.bare).groups()  # type: ignore[union-attr]
-        cut = len(name) + len(plus) + 1
-        first = QuotedPart(token.parts[0].text[cut:], token.parts[0].quote)
-        text = "".join(self._put_in(part) for part in (first, *token.parts[1:]))
-        if not live:
-            self.skipped.append([Word(each, token.line) for each in text.split()])
-            return
-        before = " ".join(word.text for word in self.variables.get(name, [])) if plus else ""
-        self._count(len(before))
-        self.variables[name] = [Word(before + text, token.line)]
-        self.arrays.discard(name)
-
-    def _array(self, head: Token, live: bool) -> None:
-        name, plus = ASSIGNMENT.fullmatch(head.bare).groups()  # type: ignore[union-attr]
-        self.rest.pop(0)
-        words: list[Word] = []
-        while self.rest and self.rest[0].operator != ")":
-            token = self.rest.pop(0)
-            words += self._expand(token) if token.parts else []
-        if not self.rest:
-            raise ConfigError("MW-INTEROP-020", f"{self.path}:{head.line}: {name}=( is never closed")
-        self.rest.pop(0)
-        if not live:
-            self.skipped.append(words)
-            return
-        self.variables[name] = [*(self.variables.get(name, []) if plus else []), *words]
-        self.arrays.add(name)
-
-    # -- words
-
-    def _expand(self, token: Token) -> list[Word]:
-        """Expand the variables of a token; an unquoted variable or an array may give several words."""
-        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", token.bare)
-        if array:
-            held = self.variables.get(array[1])
-            if held is None:
-                return [Word(token.bare, token.line)]
-            self._count(sum(len(word.text) + 1 for word in held))
-            return [Word(each, word.line) for word in held for each in split_words(word.text)]
-        text = "".join(self._put_in(part) for part in token.parts)
-        if any(part.quote for part in token.parts) or "$" not in token.bare:
-            return [Word(text, token.line)]
-        return [Word(each, self._line(each, token.line)) for each in split_words(text)]
-
-    def _line(self, flag: str, otherwise: int) -> int:
-        """Return the line where a flag that came from a variable is written."""
-        if flag.startswith("--"):
-            for words in self.variables.values():
-                for word in words:
-                    if flag in word.text.split():
-                        return self._written(flag, word.line)
-        return otherwise
-
-    def _written(self, flag: str, first: int) -> int:
-        """Return the line of a flag in the script: the first from ``first`` on, else the first anywhere.
-
-        ``first`` is the line of an assignment. Its quoted text may span several lines, or only repeat the contents of a
-        variable that was assigned before.
-        """
-        having = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
-        return min((number for number in having if number >= first), default=min(having, default=first))
-
-    def _put_in(self, part: QuotedPart) -> str:
-        return part.text if part.quote == "'" else VARIABLE.sub(self._value, part.text)
-
-    def _value(self, match: re.Match[str]) -> str:
-        inner, sum_, name = match.groups()
-        if sum_ is not None:
-            return self._arithmetic(sum_, match[0])
-        if inner is None:
-            return self._held(name) if self._held(name) is not None else match[0]  # type: ignore[return-value]
-        found = re.fullmatch(r"(\w+)(?:\[[@*]\])?(?::?([-=])(.*))?", inner, re.DOTALL)
-        if found is None:
-            return match[0]
-        held = self._held(found[1])
-        if held is not None:
-            return held
-        default = found[3]
-        if default is None:
-            return match[0]
-        return VARIABLE.sub(self._value, default.strip("\"'"))
-
-    def _held(self, name: str) -> str | None:
-        words = self.variables.get(name)
-        if words is None:
-            return None
-        self._count(sum(len(word.text) + 1 for word in words))
-        return " ".join(word.text for word in words)
-
-    def _count(self, characters: int) -> None:
-        """Add to the characters expanded so far, and stop scripts that grow a variable exponentially.
-
-        Raises:
-            ConfigError: more than ``MAX_EXPANDED`` characters.
-        """
-        self._expanded += characters
-        if self._expanded > MAX_EXPANDED:
-            raise ConfigError(
-                "MW-INTEROP-021",
-                f"{self.path}: what its variables hold comes to more than {MAX_EXPANDED:,} characters: write the flags "
-                f"out, or read a script that is shorter",
-            )
-
-    def _arithmetic(self, text: str, written: str) -> str:
-        text = VARIABLE.sub(self._value, text)
-        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._held(match[0]) or match[0], text)
-        try:
-            if len(text) > MAX_SUM:
-                return written
-            return str(compute(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return written
-
-    def inside(self, word: Word) -> list[Word]:
-        """Split a word that holds a whole command, as in ``eval "$cmd"`` or ``bash -c "..."``; else return the word."""
-        if ".py --" not in word.text and word.text.count(" --") < 2:
-            return [word]
-        return [Word(each, self._line(each, word.line)) for each in split_words(word.text)]
-
-    # -- conditions
-
-    def _condition(self, condition: list[Token]) -> bool | None:
-        """Evaluate a chain of ``[[ ... ]]`` tests; None if the result is unknown without running the script."""
-        words = [token.operator or "".join(map(self._put_in, token.parts)) for token in condition]
-        words = [word for word in words if word not in (";", "\n")]
-        told: bool | None = None
-        joined = ""
-        while words:
-            ends = [at for at, word in enumerate(words) if word in ("]]", "]")]
-            if words[0] not in ("[[", "[") or not ends:
-                return None
-            met = evaluate_test(words[1 : ends[0]])
-            told = met if not joined else either(told, met) if joined == "||" else both(told, met)
-            rest = words[ends[0] + 1 :]
-            if not rest:
-                return told
-            joined, words = rest[0], rest[1:]
-            if joined not in ("||", "&&"):
-                return None
-        return told
 
 
 def read_script(path: Path, text: str) -> dict[str, SourceKey]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable
 
 
-def either(one: bool | None, other: bool | None) -> bool | None:
-    """Evaluate ``one || other`` in three-valued logic."""
-    return True if one or other else None if one is None or other is None else False
-
-
-def both(one: bool | None, other: bool | None) -> bool | None:
-    """Evaluate ``one && other`` in three-valued logic."""
-    return False if one is False or other is False else None if one is None or other is None else True
+def evaluate_condition(words: list[str]) -> bool | None:
+    """Evaluate a chain of ``[[ ... ]]`` tests joined by ``||`` and ``&&``, from left to right."""
+    met: bool | None = None
+    joined = ""
+    while words:
+        end = next((at for at, word in enumerate(words) if word in ("]]", "]")), None)
+        if words[0] not in ("[[", "[") or end is None:
+            return None
+        test = evaluate_test(words[1:end])
+        if not joined:
+            met = test
+        elif (joined == "||") in (met, test):  # true || x, false && x, whatever the other is
+            met = joined == "||"
+        else:
+            met = None if None in (met, test) else joined == "&&"
+        joined, words = "".join(words[end + 1 : end + 2]), words[end + 2 :]
+        if joined not in ("", "||", "&&"):
+            return None
+    return met
 
 
 def evaluate_test(words: list[str]) -> bool | None:
@@ -39,28 +52,26 @@ def _whole(text: str) -> bool:
     return re.fullmatch(r"-?\d+", text) is not None
 
 
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
 def compute(node: ast.expr) -> int:
     """Evaluate arithmetic of whole numbers: + - * // % and negation.
 
     Raises:
-        ValueError: the expression contains anything else.
+        ValueError: The expression contains anything else.
     """
     match node:
         case ast.Constant(value=int(number)):
             return number
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -compute(inner)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = compute(left), compute(right)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.FloorDiv():
-                    return a // b
-                case ast.Mod():
-                    return a % b
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](compute(left), compute(right))
     raise ValueError("not arithmetic of whole numbers")
