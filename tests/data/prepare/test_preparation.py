@@ -210,7 +210,7 @@ def test_killed_before_and_after_every_thing_that_is_written(
                 from meshwright.data.prepare import work_folder
 
                 for owner, name in (
-                    (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "_replace"), (WorkFolder, "remove"),
+                    (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "write_atomic"), (WorkFolder, "remove"),
                     (indexed, "write_index"), (finish.shutil, "copyfile"), (preparation, "publish"),
                 ):  # fmt: skip
                     setattr(owner, name, dies(getattr(owner, name)))

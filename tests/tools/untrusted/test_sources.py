@@ -37,7 +37,7 @@ IMPORTERS = {
 }
 BUILDERS = {
     "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
-    "framework/tools/planner/layout_model.py": "the configuration of a command line",
+    "framework/tools/planner/model_cache.py": "the configuration of a command line",
     "framework/tools/verify/reference.py": "the configuration of a command line",
     "framework/tools/verify/rank.py": "the configuration of a command line",
     "framework/tools/verify/run.py": "the configuration of a command line",
