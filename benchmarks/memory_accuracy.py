@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map
 import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
-from meshwright.data.example import example
+from meshwright.data.sources import example
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step

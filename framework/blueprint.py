@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.config import RunConfig, dump
-from meshwright.data.example import example
+from meshwright.data.sources import example
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid

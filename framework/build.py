@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
-from meshwright.data.causal import CorpusSource
-from meshwright.data.sources import Source, data_fingerprint, open_sources
-from meshwright.data.span_corruption import SpanCorruptionSource
+from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.replica import StageReplica, members_of
 from meshwright.data_parallel.sharding import Replica, Sharding, StageParameter, Tie
@@ -133,8 +131,7 @@ def build(
     compare_digests(blueprint, mesh)
     training, validation = open_sources(config) if sources is None else sources
     for source in (training, validation):
-        if isinstance(source, CorpusSource | SpanCorruptionSource):
-            source.corpus.open()
+        open_files(source)
     tied = tied_groups(blueprint, mesh)
     loss = pick_loss(blueprint, mesh.tp)
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.data.causal import validation_steps
-from meshwright.data.sources import AnySource, Source
+from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.replica import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate

@@ -97,7 +97,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare.stdlib import prepare_stdlib
+    from meshwright.data.prepare import prepare_stdlib
 
     return _prepared(
         prepare_stdlib(options.out, options.vocab_size, options.validation_share, replace=options.replace, say=tell)
@@ -105,7 +105,7 @@ def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def data_files(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare.stdlib import prepare_files
+    from meshwright.data.prepare import prepare_files
 
     return _prepared(
         prepare_files(

@@ -10,24 +10,23 @@ from typing import TYPE_CHECKING
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
-    from meshwright.data.prepare.preparation import Progress
+    from meshwright.data.prepare import Progress
 
 LINE_EVERY_S = 10.0
 """Time between progress lines if the output is no terminal."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare import preparation
-    from meshwright.data.prepare.records import Form
+    from meshwright.data import prepare as data
 
     display = PreparationProgress()
     try:
-        outcome = preparation.prepare(
-            preparation.Options(
+        outcome = data.prepare(
+            data.Options(
                 options.sources,
                 options.tokenizer,
                 options.out,
-                form=Form(options.format),
+                form=data.Form(options.format),
                 text_key=options.text_key,
                 globs=options.glob,
                 end_token=options.eod,
@@ -48,14 +47,14 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def show(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.show import show as shown
-    from meshwright.data.show import splits_of
+    from meshwright.data.prepare import show as show_samples
+    from meshwright.data.prepare import splits_of
 
     for number, prefix in enumerate(splits_of(options.place)):
         if number:
             put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
-        shown(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
+        show_samples(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
     return 0
 
 

@@ -1,7 +1,9 @@
-"""Text to tokens, tokens to samples, samples to micro-batches: the same in every layout.
+"""Text to tokens, tokens to samples, the same in every layout.
 
 text files --prepare--> train.bin/.idx, validation.bin/.idx, tokenizer.json, fingerprint.json
-.bin/.idx  --indexed--> TokenStream --samples--> Corpus, window k = tokens [k S, k S + S]
+.bin/.idx  --indexed, token_files--> tokens --corpus, blend--> Corpus, window k = tokens [k S, k S + S]
 (seed, epoch, index) --order--> sample number
-samples_seen, dp_rank, m --samples.Feed--> Microbatch(tokens, labels, sample_indices)
+sample indices of the run --causal, span_corruption, dataset--> read(indices) -> inputs, labels
+
+Other rooms enter through sources (samples for a run), tokenizer, fingerprint (a corpus on the disk) and prepare.
 """

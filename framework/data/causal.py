@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.blend import Blend
+from meshwright.data.corpus import IGNORE, Corpus
 
 
 class CorpusSource(NamedTuple):
@@ -47,8 +48,3 @@ class CorpusSource(NamedTuple):
         if self.corpus.document_boundaries:
             inputs = {"tokens": inputs, "starts": torch.from_numpy(starts)}
         return inputs, torch.from_numpy(labels)
-
-
-def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
-    """Return the global batches until every sample was read once, or ``at_most``; at least 1."""
-    return min(at_most, -(-num_samples // global_batch))

@@ -23,11 +23,7 @@ No torch here: `meshwright data show` reads samples too.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from fractions import Fraction
 from hashlib import sha256
-from math import lcm
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,8 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
-from meshwright.data.fingerprint import Entropy, Split
-from meshwright.data.indexed import Mask, TokenStream, documents, inspect, mask_path
+from meshwright.data.fingerprint import Split
+from meshwright.data.indexed import inspect, mask_path
+from meshwright.data.token_files import Mask, TokenStream, documents
 from meshwright.errors import DataError
 
 IGNORE = -100
@@ -55,15 +52,25 @@ class CorpusExample(NamedTuple):
     starts: NDArray[np.bool_]  # (S,) where a document begins; the first place is one, and the first of what is unused
 
 
+class DocumentRules(NamedTuple):
+    """Rules by which documents become samples; see the module."""
+
+    packing: Packing = "stream"
+    boundaries: bool = False
+    """``document_boundaries``: no label and no attention reaches across the end of a document."""
+    eod_mask_loss: bool = False
+    """Labels that follow an end-of-document token, the unguessable beginnings, become IGNORE."""
+    eod_id: int | None = None
+    """The end-of-document token, for a corpus whose fingerprint lacks it."""
+
+
 class Corpus:
     """A ``.bin/.idx`` pair as numbered samples. Raises :class:`DataError` for whatever is wrong with it.
 
     Args:
         vocab_size: the model's; None: any id will do.
-        eod_id: the end-of-document token, for a corpus whose fingerprint lacks it.
-        eod_mask_loss: labels that follow an end-of-document token, the unguessable beginnings, become IGNORE.
         num_sentinels: the last ids of the vocabulary are sentinels, which no text may use.
-        packing, document_boundaries: see the module.
+        rules: how documents become samples.
     """
 
     def __init__(
@@ -71,13 +78,11 @@ class Corpus:
         prefix: str | Path,
         sequence_length: int,
         vocab_size: int | None = None,
-        eod_id: int | None = None,
-        eod_mask_loss: bool = False,
         num_sentinels: int = 0,
-        packing: Packing = "stream",
-        document_boundaries: bool = False,
+        rules: DocumentRules | None = None,
     ) -> None:
         """Check everything that can be checked before a rank starts; with a fingerprint no token is read for it."""
+        rules = DocumentRules() if rules is None else rules
         self.prefix = Path(prefix)
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
@@ -87,9 +92,9 @@ class Corpus:
         self.stream = TokenStream(inspect(self.prefix))
         self.mask = Mask(self.stream.index)
         self.documents = documents(self.stream.index)
-        self.document_boundaries = document_boundaries
+        self.document_boundaries = rules.boundaries
         num_tokens = len(self.stream)
-        self.packed = None if packing == "stream" else Packed.of(self.documents.all_starts(), sequence_length)
+        self.packed = None if rules.packing == "stream" else Packed.of(self.documents.all_starts(), sequence_length)
         self.num_samples = (num_tokens - 1) // sequence_length if self.packed is None else len(self.packed.firsts) - 1
         if self.num_samples < 1:
             raise DataError(
@@ -98,13 +103,13 @@ class Corpus:
                 f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text",
             )
         self.known = _known(self.prefix, num_tokens, has_mask=bool(self.mask))
-        self.eod_id = self.known.end_of_document_id if self.known else eod_id
-        self.eod_mask_loss = eod_mask_loss
-        if eod_mask_loss and self.eod_id is None:
+        self.eod_id = self.known.end_of_document_id if self.known else rules.eod_id
+        self.eod_mask_loss = rules.eod_mask_loss
+        if self.eod_mask_loss and self.eod_id is None:
             raise DataError(
                 "MW-DATA-002",
-                f"data.eod_mask_loss needs the id of the end-of-document token, and nothing beside {self.prefix} tells "
-                f"it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false",
+                f"data.eod_mask_loss needs the id of the end-of-document token, and nothing beside {self.prefix} "
+                f"names it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false",
             )
         self._check_largest_id()
 
@@ -112,7 +117,7 @@ class Corpus:
         """Open the files now, not in the first step: see :meth:`TokenStream.open`."""
         self.stream.open()
 
-    def sampled(self) -> str:
+    def sampled_hash(self) -> str:
         """Return one hash of a sample of its files as they are now. Raises DataError where one cannot be read."""
         paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
         try:
@@ -123,7 +128,7 @@ class Corpus:
             ) from error
         return sha256("".join(hashes).encode()).hexdigest()
 
-    def modified(self) -> dict[str, int]:
+    def modified_ns(self) -> dict[str, int]:
         """Return the modification time of each of its files in ns, by path."""
         paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
         return {str(path): path.stat().st_mtime_ns for path in paths if path.is_file()}
@@ -244,63 +249,6 @@ class Packed(NamedTuple):
         while firsts[-1] < num_documents:
             firsts.append(int(np.searchsorted(ends, ends[firsts[-1]] + sequence_length, "right")) - 1)
         return Packed(firsts, int((lengths > sequence_length + 1).sum()))
-
-
-class Blend:
-    """Several corpora as one: their samples are numbered one after the other."""
-
-    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
-        """Blend ``corpora``; ``weights``: how often each is drawn, relative to the others."""
-        self.corpora = tuple(corpora)
-        self.weights = tuple(weights)
-        self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
-        self.num_samples: int = self.ends[-1]
-        self.sequence_length = corpora[0].sequence_length
-        self.vocab_size = corpora[0].vocab_size
-        self.document_boundaries = corpora[0].document_boundaries
-
-    def open(self) -> None:
-        """Open all corpora."""
-        for corpus in self.corpora:
-            corpus.open()
-
-    def example(self, number: int) -> CorpusExample:
-        """Sample ``number`` of all."""
-        corpus, own = self._where(number)
-        return corpus.example(own)
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return window ``number`` among those of all corpora."""
-        corpus, own = self._where(number)
-        return corpus.sample(own)
-
-    def _where(self, number: int) -> tuple[Corpus, int]:
-        at = bisect_left(self.ends, number + 1)
-        return self.corpora[at], number - (self.ends[at - 1] if at else 0)
-
-
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers in exactly the ratio of the decimal ones: 0.7, 0.3 -> 7, 3."""
-    parts = [Fraction(repr(float(weight))) for weight in weights]
-    common = lcm(*(part.denominator for part in parts))
-    return tuple(int(part * common) for part in parts)
-
-
-def unigram_entropy(corpus: Corpus) -> Entropy:
-    """Return the unigram entropy of a corpus's labels: the loss of a model with token frequencies alone.
-
-    From the fingerprint, or else by counting the whole corpus.
-    """
-    if corpus.known:
-        return Entropy(corpus.known.split.unigram_entropy_nats, corpus.known.split.unigram_entropy_bits)
-    counts = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(corpus.stream), _TOKENS_AT_ONCE):
-        count = min(_TOKENS_AT_ONCE, len(corpus.stream) - start)
-        labels = corpus.stream.read(start, count)[corpus.mask.read(start, count)]
-        added = np.bincount(labels, minlength=counts.size)
-        added[: counts.size] += counts
-        counts = added
-    return fingerprints.entropy(counts)
 
 
 class _Known(NamedTuple):

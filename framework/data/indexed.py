@@ -12,14 +12,9 @@ damaged corpus is reported before any rank starts. No other file imports ``megat
 
 from __future__ import annotations
 
-import io
-import os
 import struct
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +24,7 @@ from numpy.typing import NDArray
 from meshwright.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
@@ -41,7 +36,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 _SEQUENCES_AT_ONCE = 1 << 20
-_AGAIN = "prepare the corpus again, or copy both files again from where they are whole"
+COPY_AGAIN = "prepare the corpus again, or copy both files again from where they are whole"
 
 
 class Index(NamedTuple):
@@ -83,41 +78,7 @@ def inspect(prefix: Path) -> Index:
     _check_present(prefix)
     index_file, tokens_file = idx_path(prefix), bin_path(prefix)
     try:
-        index_bytes = index_file.stat().st_size
-        with index_file.open("rb") as stream:
-            head = stream.read(_HEADER.size)
-        if len(head) < _HEADER.size:
-            raise DataError(
-                "MW-DATA-021", f"{index_file} ends inside its header ({len(head)} of {_HEADER.size} bytes): {_AGAIN}"
-            )
-        magic, version, code, num_sequences, num_ends = _HEADER.unpack(head)
-        if magic != _MAGIC or version != 1:
-            raise DataError(
-                "MW-DATA-022",
-                f"{index_file} is no index of a Megatron corpus: it starts with {magic!r} version {version}, "
-                f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix",
-            )
-        if code not in _DTYPES:
-            raise DataError("MW-DATA-023", f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {_AGAIN}")
-        dtype = _DTYPES[code]
-        if dtype.kind not in "iu":
-            raise DataError(
-                "MW-DATA-024",
-                f"{index_file} says that the corpus holds {dtype.name}: token ids must be integers. "
-                f"Write it again as uint16 (vocabulary below 65500) or int32",
-            )
-        expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_ends
-        if index_bytes == expected_bytes + num_sequences and num_sequences > 0:
-            raise DataError(
-                "MW-DATA-025",
-                f"{index_file} is a multimodal index (a mode per sequence): only plain token corpora train",
-            )
-        if index_bytes != expected_bytes:
-            raise DataError(
-                "MW-DATA-026",
-                f"{index_file} has {index_bytes:,} bytes where {num_sequences:,} sequences and {num_ends:,} document "
-                f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {_AGAIN}",
-            )
+        dtype, num_sequences, num_ends = _read_header(index_file)
         num_tokens = _check_sequences(index_file, num_sequences, dtype)
         _check_documents(index_file, num_sequences, num_ends)
         tokens_bytes = tokens_file.stat().st_size
@@ -128,7 +89,7 @@ def inspect(prefix: Path) -> Index:
             "MW-DATA-028",
             f"{tokens_file} has {tokens_bytes:,} bytes where its index counts {num_tokens:,} {dtype.name} tokens = "
             f"{num_tokens * dtype.itemsize:,} bytes: the two files do not belong together or a copy was cut short. "
-            f"Next: {_AGAIN}",
+            f"Next: {COPY_AGAIN}",
         )
     if num_tokens == 0:
         raise DataError(
@@ -136,6 +97,46 @@ def inspect(prefix: Path) -> Index:
             f"the corpus {prefix} is empty: {num_ends - 1} documents, 0 tokens. Prepare it from other text",
         )
     return Index(prefix, dtype, num_sequences, num_ends - 1, num_tokens)
+
+
+def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
+    """Read (dtype, number of sequences, number of document ends), and check them against the size of the file."""
+    index_bytes = index_file.stat().st_size
+    with index_file.open("rb") as stream:
+        head = stream.read(HEADER.size)
+    if len(head) < HEADER.size:
+        raise DataError(
+            "MW-DATA-021", f"{index_file} ends inside its header ({len(head)} of {HEADER.size} bytes): {COPY_AGAIN}"
+        )
+    magic, version, code, num_sequences, num_ends = HEADER.unpack(head)
+    if magic != _MAGIC or version != 1:
+        raise DataError(
+            "MW-DATA-022",
+            f"{index_file} is no index of a Megatron corpus: it starts with {magic!r} version {version}, "
+            f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix",
+        )
+    if code not in _DTYPES:
+        raise DataError("MW-DATA-023", f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {COPY_AGAIN}")
+    dtype = _DTYPES[code]
+    if dtype.kind not in "iu":
+        raise DataError(
+            "MW-DATA-024",
+            f"{index_file} has tokens of type {dtype.name}: token ids must be integers. "
+            f"Write it again as uint16 (vocabulary below 65500) or int32",
+        )
+    expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_ends
+    if index_bytes == expected_bytes + num_sequences and num_sequences > 0:
+        raise DataError(
+            "MW-DATA-025",
+            f"{index_file} is a multimodal index (a mode per sequence): only plain token corpora train",
+        )
+    if index_bytes != expected_bytes:
+        raise DataError(
+            "MW-DATA-026",
+            f"{index_file} has {index_bytes:,} bytes where {num_sequences:,} sequences and {num_ends:,} document "
+            f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {COPY_AGAIN}",
+        )
+    return dtype, num_sequences, num_ends
 
 
 def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> None:
@@ -156,7 +157,7 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
     code = next(code for code, known in _DTYPES.items() if known == dtype)
     starts = range(0, num_documents, _SEQUENCES_AT_ONCE)
     with idx_path(prefix).open("wb") as stream:
-        stream.write(_HEADER.pack(_MAGIC, 1, code, num_documents, num_documents + 1))
+        stream.write(HEADER.pack(_MAGIC, 1, code, num_documents, num_documents + 1))
         for start in starts:
             stream.write(np.fromfile(lengths_file, np.int32, _SEQUENCES_AT_ONCE, offset=4 * start).tobytes())
         next_byte = 0
@@ -168,153 +169,6 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
         for start in (*starts, num_documents):
             stop = min(start + _SEQUENCES_AT_ONCE, num_documents) if start < num_documents else num_documents + 1
             stream.write(np.arange(start, stop, dtype=np.int64).tobytes())
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Document boundaries of a corpus in tokens, read from the index on access."""
-
-    index: Index
-    starts: NDArray[np.int64] | FileReader
-    """First byte of each; read from the file as it is asked for where a document is a sequence, as almost always."""
-    itemsize: int
-    """Divisor of ``starts``: bytes per token."""
-
-    def __len__(self) -> int:
-        """Number of documents."""
-        return self.index.num_documents
-
-    def start(self, number: int) -> int:
-        """Return the first token of a document; for the number of documents, the end of the last one."""
-        if number >= len(self):
-            return self.index.num_tokens
-        return int(self._read(number, 1)[0]) // self.itemsize
-
-    def at(self, token: int) -> int:
-        """Return the document that holds a token; of empty ones that begin there, the last."""
-        return bisect_right(range(len(self)), token, key=self.start) - 1
-
-    def all_starts(self) -> NDArray[np.int64]:
-        """Return the starts of all documents and the end of the last, (documents + 1,)."""
-        starts = self._read(0, len(self)) // self.itemsize
-        return np.append(starts, np.int64(self.index.num_tokens))
-
-    def _read(self, first: int, count: int) -> NDArray[np.int64]:
-        if not isinstance(self.starts, FileReader):
-            return self.starts[first : first + count]
-        offset = _HEADER.size + 4 * self.index.num_sequences + 8 * first
-        return self.starts.read(np.dtype(np.int64), offset, count)
-
-
-def documents(index: Index) -> Documents:
-    """Open the documents of a corpus that :func:`inspect` has checked."""
-    n, file = index.num_sequences, idx_path(index.prefix)
-    if index.num_documents == n:
-        return Documents(index, FileReader(file), index.dtype.itemsize)
-    offsets = np.fromfile(file, np.int64, n, offset=_HEADER.size + 4 * n)
-    firsts = np.fromfile(file, np.int64, index.num_documents, offset=_HEADER.size + 12 * n)
-    byte_starts = np.append(offsets, index.num_tokens * index.dtype.itemsize)[firsts]
-    return Documents(index, byte_starts, index.dtype.itemsize)
-
-
-class FileReader:
-    """Bytes of a file by position, with pread and no mapping: a file that is cut short is an error, and no SIGBUS."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._size = path.stat().st_size
-
-    @cached_property
-    def _file(self) -> io.FileIO:
-        return self.path.open("rb", buffering=0)
-
-    def open(self) -> None:
-        """Open the file now, and not at the first read."""
-        _ = self._file
-
-    def read(self, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
-        """Return ``count`` numbers from the byte ``start`` on, (count,).
-
-        Raises:
-            DataError: the file has become shorter, or cannot be read.
-        """
-        found = np.empty(count, dtype)
-        into, got = memoryview(found.data).cast("B") if count else memoryview(b""), 0
-        try:
-            while got < len(into):
-                read = os.preadv(self._file.fileno(), [into[got:]], start + got)
-                if read == 0:
-                    break
-                got += read
-            now = os.fstat(self._file.fileno()).st_size if got < len(into) else 0
-        except OSError as error:
-            raise DataError(
-                "MW-DATA-030",
-                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). See to its file system; "
-                f"the same command goes on from the last checkpoint",
-            ) from error
-        if got < len(into):
-            raise DataError(
-                "MW-DATA-031",
-                f"{self.path} has {now:,} bytes, and {self._size:,} were there when it was opened: it was cut short "
-                f"while it was in use. Copy it again from where it is whole; the same command goes on from the last "
-                f"checkpoint",
-            )
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_file"}
-
-
-class TokenStream:
-    """All tokens of a corpus as one stream, read in slices."""
-
-    def __init__(self, index: Index) -> None:
-        """Open the tokens of ``index``, which :func:`inspect` has checked."""
-        self.index = index
-        self._tokens = FileReader(bin_path(index.prefix))
-
-    def open(self) -> None:
-        """Open the file: now, and not in the first step of a run."""
-        self._tokens.open()
-
-    def __len__(self) -> int:
-        """Number of tokens."""
-        return self.index.num_tokens
-
-    def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return a copy of the tokens ``[start, start + count)``, (count,) int64."""
-        assert start >= 0 and start + count <= len(self), (start, count, len(self))
-        return self._tokens.read(self.index.dtype, start * self.index.dtype.itemsize, count).astype(np.int64)
-
-
-class Mask:
-    """Labels of a corpus that count: all, unless there is a ``.mask`` beside it."""
-
-    def __init__(self, index: Index) -> None:
-        """Open the mask. Raises DataError for one of another corpus."""
-        path = mask_path(index.prefix)
-        self._bytes: FileReader | None = None
-        if not path.is_file():
-            return
-        if path.stat().st_size != index.num_tokens:
-            raise DataError(
-                "MW-DATA-032",
-                f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
-                f"each: it was cut short or is of another corpus. Next: {_AGAIN}",
-            )
-        self._bytes = FileReader(path)
-
-    def __bool__(self) -> bool:
-        """Return True if some labels may not count."""
-        return self._bytes is not None
-
-    def read(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Return the mask of the tokens ``[start, start + count)``: (count,) bool."""
-        if self._bytes is None:
-            return np.ones(count, dtype=np.bool_)
-        found: NDArray[np.bool_] = self._bytes.read(np.dtype(np.uint8), start, count) != 0
-        return found
 
 
 def megatron_indexed_dataset() -> Any:
@@ -340,7 +194,7 @@ def _check_present(prefix: Path) -> None:
     if len(missing) == 1:
         raise DataError(
             "MW-DATA-034",
-            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {_AGAIN}",
+            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {COPY_AGAIN}",
         )
     folder = prefix.parent
     if not folder.is_dir():
@@ -360,8 +214,8 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
     next_byte = 0
     for first in range(0, num_sequences, _SEQUENCES_AT_ONCE):
         count = min(_SEQUENCES_AT_ONCE, num_sequences - first)
-        lengths = np.fromfile(index_file, np.int32, count, offset=_HEADER.size + 4 * first).astype(np.int64)
-        offsets = np.fromfile(index_file, np.int64, count, offset=_HEADER.size + 4 * num_sequences + 8 * first)
+        lengths = np.fromfile(index_file, np.int32, count, offset=HEADER.size + 4 * first).astype(np.int64)
+        offsets = np.fromfile(index_file, np.int64, count, offset=HEADER.size + 4 * num_sequences + 8 * first)
         ends = next_byte + np.cumsum(lengths) * dtype.itemsize
         wrong = np.flatnonzero((offsets != ends - lengths * dtype.itemsize) | (lengths < 0))
         if wrong.size:
@@ -369,17 +223,17 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
             raise DataError(
                 "MW-DATA-036",
                 f"{index_file}: sequence {first + at} of {num_sequences} has length {lengths[at]} at byte "
-                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {_AGAIN}",
+                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {COPY_AGAIN}",
             )
         next_byte = int(ends[-1])
     return next_byte // dtype.itemsize
 
 
 def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> None:
-    ends = np.fromfile(index_file, np.int64, num_ends, offset=_HEADER.size + 12 * num_sequences)
+    ends = np.fromfile(index_file, np.int64, num_ends, offset=HEADER.size + 12 * num_sequences)
     if num_ends == 0 or ends[0] != 0 or ends[-1] != num_sequences or bool(np.any(np.diff(ends) < 0)):
         raise DataError(
             "MW-DATA-037",
             f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
-            f"the index is damaged. Next: {_AGAIN}",
+            f"the index is damaged. Next: {COPY_AGAIN}",
         )

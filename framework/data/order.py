@@ -14,9 +14,12 @@ costs two to nine microseconds a sample, and a resumed run needs nothing but the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
+from math import lcm
 
 NUM_ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
@@ -98,6 +101,13 @@ class BlendOrder:
             else:
                 first, n = middle, n - before
         return first, n
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in exactly the ratio of the decimal ones: 0.7, 0.3 -> 7, 3."""
+    parts = [Fraction(repr(float(weight))) for weight in weights]
+    common = lcm(*(part.denominator for part in parts))
+    return tuple(int(part * common) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sources of samples that a configuration names, training and validation; and the data fingerprint of a run."""
+"""Sources of samples that a configuration names, the shapes of their samples, and the data fingerprint of a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
+from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import Blend, Corpus, unigram_entropy, whole_weights
+from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.dataset import DatasetSource, open_dataset
-from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder
-from meshwright.data.span_corruption import SpanCorruptionSource, open_corpus
+from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
+from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
 from meshwright.data.tokenizer import end_of_document_id, load
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.model.build import vocabulary_size
 from meshwright.seeding import derive
 
@@ -59,20 +62,89 @@ def open_validation(config: RunConfig) -> AnySource | None:
     return _open(config, "validation", _end_of_document_id(config))
 
 
-def describe_source(source: Source, num_samples: int) -> str:
-    """Describe a run of so many samples beyond its configuration, in lines, or nothing.
+def open_files(source: Source | None) -> None:
+    """Open the files of a source's corpora now, not in the first step."""
+    for corpus in _corpora(source):
+        corpus.open()
 
-    How often each of several corpora is read, and documents that are cut.
+
+def _corpora(source: Source | None) -> tuple[Corpus, ...]:
+    """Return the corpora that a source reads: one, those of a blend, or none."""
+    if not isinstance(source, CorpusSource | SpanCorruptionSource):
+        return ()
+    return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)
+
+
+def causal_corpora(source: Source) -> tuple[Corpus, ...]:
+    """Return the corpora whose next tokens are the labels of a source; none for other tasks and datasets."""
+    return _corpora(source) if isinstance(source, CorpusSource) else ()
+
+
+def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
+    """Return the global batches until every sample was read once, or ``at_most``; at least 1."""
+    return min(at_most, -(-num_samples // global_batch))
+
+
+def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
+    """Return (inputs, labels) of one micro-batch on meta. Of a user's own dataset the first sample is read.
+
+    Raises:
+        DataError: that dataset cannot be opened, or is not of pairs of tensors.
     """
-    corpus = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
-    if corpus is None:
-        return ""
-    parts = corpus.corpora if isinstance(corpus, Blend) else (corpus,)
+    if config.data.builder is not None:
+        dataset = open_dataset(config, "train")
+        assert dataset is not None
+        inputs, labels = dataset.sample(0)
+        return tree_map(lambda leaf: _batched(leaf, micro_batch_size), inputs), _batched(labels, micro_batch_size)
+    if config.data.task == "span_corruption":
+        shape = lengths(config.data.sequence_length)
+        ids = {
+            "encoder_ids": _ids(micro_batch_size, shape.encoder),
+            "decoder_ids": _ids(micro_batch_size, shape.decoder),
+        }
+        return ids, _ids(micro_batch_size, shape.decoder)
+    tokens, labels = (_ids(micro_batch_size, config.data.sequence_length) for _ in range(2))
+    if config.data.document_boundaries:
+        return {"tokens": tokens, "starts": torch.zeros_like(tokens, dtype=torch.bool)}, labels
+    return tokens, labels
+
+
+def _ids(samples: int, length: int) -> Tensor:
+    return torch.zeros((samples, length), dtype=torch.int64, device="meta")
+
+
+def _batched(leaf: Tensor, micro_batch_size: int) -> Tensor:
+    return torch.empty((micro_batch_size, *leaf.shape), dtype=leaf.dtype, device="meta")
+
+
+def span_corruption_sampler(
+    draw: Callable[[int, int], Callable[[int], tuple[Tensor, Tensor]]], seed: int, vocab_size: int, sequence_length: int
+) -> Callable[[int], tuple[Any, Tensor]]:
+    """Return a sampler of span corruption over drawn text: sample index -> (inputs, labels (Sd,)).
+
+    ``draw(vocab_size, length)`` returns a sampler of text: sample index -> (ids (length,), labels).
+    """
+    shape = lengths(sequence_length)
+    if vocab_size <= shape.sentinels + 1:
+        raise ConfigError("MW-VERIFY-010", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
+    text = draw(vocab_size - shape.sentinels, shape.window)
+
+    def sample(index: int) -> tuple[Any, Tensor]:
+        found = corrupt(text(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
+        encoder_ids, decoder_ids, labels = (torch.from_numpy(part) for part in found)
+        return {"encoder_ids": encoder_ids, "decoder_ids": decoder_ids}, labels
+
+    return sample
+
+
+def describe_source(source: Source, num_samples: int) -> str:
+    """Describe, in lines, how often a run of so many samples reads each of several corpora, and documents cut."""
+    blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     lines = []
-    for at, part in enumerate(parts):
+    for at, part in enumerate(_corpora(source)):
         said = []
-        if isinstance(corpus, Blend):
-            share = corpus.weights[at] / sum(corpus.weights)
+        if isinstance(blend, Blend):
+            share = blend.weights[at] / sum(blend.weights)
             said.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
         if part.packed is not None and part.packed.num_cut:
             cut, length = part.packed.num_cut, part.sequence_length
@@ -101,22 +173,19 @@ def data_fingerprint(source: Source) -> dict[str, str]:
 
 def corpus_times(source: Source) -> dict[str, int]:
     """Return the modification times of the files that a run's corpora consist of, in ns, by path."""
-    if not isinstance(source, CorpusSource | SpanCorruptionSource):
-        return {}
-    corpora = [source.corpus] if isinstance(source.corpus, Corpus) else source.corpus.corpora
-    return {path: at for corpus in corpora for path, at in corpus.modified().items()}
+    return {path: at for corpus in _corpora(source) for path, at in corpus.modified_ns().items()}
 
 
 def unigram_nats(source: Source | None) -> float | None:
     """Return the unigram entropy of a corpus in nats per token; None where its fingerprint has no token counts."""
     if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
-        return unigram_entropy(source.corpus).nats
+        return source.corpus.known.split.unigram_entropy_nats
     return None
 
 
 def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     known = fingerprint.read(corpus.prefix.parent)
-    sampled = {SAMPLED: corpus.sampled()}
+    sampled = {SAMPLED: corpus.sampled_hash()}
     if known is None or corpus.known is None:
         return {"train_tokens": str(len(corpus.stream))} | sampled
     name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
@@ -161,29 +230,22 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None
         return None
     if isinstance(where, str):
         corpus = _open_corpus(config, where, eod_id)
-        return _feed(config, corpus, order(corpus.num_samples))
+        return _source_of(config, corpus, order(corpus.num_samples))
     corpora = [_open_corpus(config, each.path, eod_id) for each in where]
     blend = Blend(corpora, [each.weight for each in where])
     orders = tuple(SampleOrder(each.num_samples, derive(seed, "data set", i)) for i, each in enumerate(corpora))
-    return _feed(config, blend, BlendOrder(orders, whole_weights(blend.weights)))
+    return _source_of(config, blend, BlendOrder(orders, whole_weights(blend.weights)))
 
 
 def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:
     data, vocab_size = config.data, vocabulary_size(config.model.builder, config.model.options)
     if data.task == "span_corruption":
         return open_corpus(prefix, data.sequence_length, vocab_size)
-    return Corpus(
-        prefix,
-        data.sequence_length,
-        vocab_size,
-        eod_id,
-        data.eod_mask_loss,
-        packing=data.packing,
-        document_boundaries=data.document_boundaries,
-    )
+    rules = DocumentRules(data.packing, data.document_boundaries, data.eod_mask_loss, eod_id)
+    return Corpus(prefix, data.sequence_length, vocab_size, rules=rules)
 
 
-def _feed(
+def _source_of(
     config: RunConfig, corpus: Corpus | Blend, order: Callable[[int], int | None]
 ) -> CorpusSource | SpanCorruptionSource:
     if config.data.task == "span_corruption":

@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.corpus import IGNORE, Blend, Corpus
+from meshwright.data.blend import Blend
+from meshwright.data.corpus import IGNORE, Corpus
 from meshwright.data.indexed import mask_path
 from meshwright.data.order import permute, round_keys
 from meshwright.errors import DataError

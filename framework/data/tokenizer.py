@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.fingerprint import Fingerprint
 from meshwright.errors import DataError
 from meshwright.system.bounded import parse_json, read_bytes, read_text
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the end-of-document token in families of tokenizers."""
@@ -69,6 +71,12 @@ def end_of_document_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the first of :data:`USUAL_ENDS` that the tokenizer has, or None."""
     found: Iterator[int | None] = map(tokenizer.token_to_id, USUAL_ENDS)
     return next((token_id for token_id in found if token_id is not None), None)
+
+
+def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
+    """Return the token id that a corpus has before each document; None: it has none."""
+    token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
+    return None if token is None else tokenizer.token_to_id(token)
 
 
 def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:

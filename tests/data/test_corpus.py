@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import IGNORE, Blend, Corpus, Packed, whole_weights
-from meshwright.data.indexed import documents, inspect
-from meshwright.data.order import BlendOrder, SampleOrder
+from meshwright.data.corpus import IGNORE, Corpus, DocumentRules, Packed
+from meshwright.data.indexed import inspect
+from meshwright.data.order import BlendOrder, SampleOrder, whole_weights
+from meshwright.data.token_files import documents
 from meshwright.errors import DataError
 from tests.support.layouts import samples
 
@@ -45,7 +47,7 @@ def test_windows_with_boundaries(tmp_path: Path, texts: list[list[int]], length:
         return
     mask = [token % 3 > 0 for token, _ in stream]
     prefix = write(tmp_path / "c", texts, [int(m) for m in mask] if masked else None)
-    corpus = Corpus(prefix, length, document_boundaries=True)
+    corpus = Corpus(prefix, length, rules=DocumentRules(boundaries=True))
     assert corpus.num_samples == (len(stream) - 1) // length
     for number in range(corpus.num_samples):
         found = corpus.example(number)
@@ -64,7 +66,7 @@ def test_whole_documents(tmp_path: Path, texts: list[list[int]], length: int, ma
     if not any(texts):
         return
     mask = [int(token % 3 > 0) for text in texts for token in text]
-    corpus = Corpus(write(tmp_path / "c", texts, mask if masked else None), length, packing="documents")
+    corpus = Corpus(write(tmp_path / "c", texts, mask if masked else None), length, rules=DocumentRules("documents"))
     found: list[list[int]] = []
     texts = [text for text in texts if text]
     for number in range(corpus.num_samples):
@@ -114,7 +116,7 @@ def test_a_mask_of_another_corpus(tmp_path: Path) -> None:
 
 def test_inputs_of_a_feed_with_boundaries(tmp_path: Path) -> None:
     """Past the end of what is read once there are rows that count for nothing, one document each."""
-    corpus = Corpus(write(tmp_path / "c", [[1, 2, 3], [4, 5]]), 2, document_boundaries=True)
+    corpus = Corpus(write(tmp_path / "c", [[1, 2, 3], [4, 5]]), 2, rules=DocumentRules(boundaries=True))
     batch = samples(CorpusSource(corpus, lambda i: i if i < 2 else None), 0, 3)
     assert batch.inputs["tokens"].tolist() == [[1, 2], [3, 4], [0, 0]]
     assert batch.inputs["starts"].tolist() == [[True, False], [True, True], [True, False]]

@@ -13,7 +13,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from meshwright.data import indexed
-from meshwright.data.indexed import TokenStream, inspect
+from meshwright.data.indexed import inspect
+from meshwright.data.token_files import TokenStream
 from meshwright.errors import DataError
 
 DOCUMENTS = [np.array([5, 6, 7, 0]), np.array([0]), np.arange(100, 120)]
@@ -94,7 +95,10 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "cut short": (lambda tokens, index: cut(index, 5), r"c\.idx has 97 bytes where 3 sequences.* need 102"),
     "absurd count": (lambda tokens, index: patch(index, 18, b"\xff" * 8), r"c\.idx has 102 bytes where"),
     "unknown dtype": (lambda tokens, index: patch(index, 17, b"\x2a"), "unknown dtype code 42"),
-    "float dtype": (lambda tokens, index: patch(index, 17, b"\x07"), r"holds float32: token ids must be integers"),
+    "float dtype": (
+        lambda tokens, index: patch(index, 17, b"\x07"),
+        r"has tokens of type float32: token ids must be integers",
+    ),
     "wrong dtype": (lambda tokens, index: patch(index, 17, b"\x04"), r"c\.idx: sequence 1 of 3 .*does not continue"),
     "negative length": (lambda tokens, index: patch(index, 34, struct.pack("<i", -4)), "sequence 0 of 3 has length -4"),
     "wrong offset": (lambda tokens, index: patch(index, 54, struct.pack("<q", 9)), "sequence 1 of 3 .* at byte 9"),
@@ -147,7 +151,8 @@ def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
     """A check imports neither torch nor megatron-core; nor does reading, and there is no warning of any kind."""
     prefix = build(tmp_path / "c")
     code = (
-        "import sys; from pathlib import Path; from meshwright.data.indexed import TokenStream, inspect\n"
+        "import sys; from pathlib import Path; from meshwright.data.indexed import inspect\n"
+        "from meshwright.data.token_files import TokenStream\n"
         f"index = inspect(Path({str(prefix)!r}))\n"
         "assert not {'torch', 'megatron'} & set(sys.modules)\n"
         "print(TokenStream(index).read(1, 2).tolist())\n"
@@ -158,7 +163,7 @@ def test_checking_is_light_and_opening_is_silent(tmp_path: Path) -> None:
 
 
 def test_there_is_one_door() -> None:
-    framework = Path(indexed.__file__).parents[1]
+    framework = Path(indexed.__file__).resolve().parents[1]
     doors = [
         path.name for path in framework.rglob("*.py") if "import indexed_dataset" in path.read_text(encoding="utf-8")
     ]

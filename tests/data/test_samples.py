@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from meshwright.data import fingerprint as fingerprints
-from meshwright.data.causal import CorpusSource, validation_steps
-from meshwright.data.corpus import IGNORE, Corpus, unigram_entropy
+from meshwright.data.causal import CorpusSource
+from meshwright.data.corpus import IGNORE, Corpus, DocumentRules
 from meshwright.data.fingerprint import Fingerprint, PreparationRequest, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
+from meshwright.data.sources import unigram_nats, validation_steps
 from meshwright.errors import DataError
 from meshwright.pipeline.executor import Microbatch
 from tests.support.layouts import microbatch, samples
@@ -123,7 +124,10 @@ def test_the_last_token_may_be_only_a_label(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_microbatch_matches_the_naive_version(prefix: Path, masked: bool) -> None:
-    feed = CorpusSource(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 3))
+    feed = CorpusSource(
+        Corpus(prefix, LENGTH, VOCAB, rules=DocumentRules(eod_id=END, eod_mask_loss=masked)),
+        SampleOrder(NUM_SAMPLES, 3),
+    )
     got = microbatch(feed, samples_seen=40, dp_rank=1, dp=3, micro_batch_size=2, chunks=4, m=3)
     assert got.inputs.dtype == got.labels.dtype == got.sample_indices.dtype == torch.int64
     assert got.inputs.shape == got.labels.shape == (2, LENGTH)
@@ -137,7 +141,9 @@ def test_microbatch_matches_the_naive_version(prefix: Path, masked: bool) -> Non
 def test_masking_ignores_what_follows_an_end_of_document(prefix: Path) -> None:
     order = OnceInOrder(NUM_SAMPLES)
     plain = samples(CorpusSource(Corpus(prefix, LENGTH), order), 0, NUM_SAMPLES)
-    masked = samples(CorpusSource(Corpus(prefix, LENGTH, eod_id=END, eod_mask_loss=True), order), 0, NUM_SAMPLES)
+    masked = samples(
+        CorpusSource(Corpus(prefix, LENGTH, rules=DocumentRules(eod_id=END, eod_mask_loss=True)), order), 0, NUM_SAMPLES
+    )
     assert torch.equal(plain.inputs, masked.inputs)
     after_end = plain.inputs == END
     assert 0 < after_end.sum() < after_end.numel()
@@ -152,7 +158,10 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
     """For any split of a global batch into dp x chunks x micro_batch_size: the same samples in the same order."""
     dp, chunks, micro_batch_size = data.draw(st.tuples(*[st.integers(1, 5)] * 3), label="dp, chunks, micro_batch_size")
     global_batch = dp * chunks * micro_batch_size
-    feed = CorpusSource(Corpus(prefix, LENGTH, VOCAB, eod_id=END, eod_mask_loss=masked), SampleOrder(NUM_SAMPLES, 11))
+    feed = CorpusSource(
+        Corpus(prefix, LENGTH, VOCAB, rules=DocumentRules(eod_id=END, eod_mask_loss=masked)),
+        SampleOrder(NUM_SAMPLES, 11),
+    )
     reference = [
         (index, *naive_row(feed.order(index) or 0, masked))
         for index in range(samples_seen, samples_seen + global_batch)
@@ -236,7 +245,7 @@ def test_negative_ids_are_refused(tmp_path: Path) -> None:
 
 def test_masking_needs_to_know_the_end_of_document(prefix: Path) -> None:
     with pytest.raises(DataError, match=r"eod_mask_loss needs the id .*set data\.tokenizer"):
-        Corpus(prefix, LENGTH, eod_mask_loss=True)
+        Corpus(prefix, LENGTH, rules=DocumentRules(eod_mask_loss=True))
 
 
 def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
@@ -254,19 +263,11 @@ def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
         Corpus(prefix, LENGTH)
 
 
-def test_unigram_entropy(tmp_path: Path, prefix: Path) -> None:
-    uniform = Corpus(write(tmp_path / "uniform", [list(range(64))]), LENGTH)
-    assert unigram_entropy(uniform).nats == pytest.approx(log(64))
-    assert unigram_entropy(uniform).bits == pytest.approx(6)
-    counts = Counter(STREAM)
-    naive = -sum(n / len(STREAM) * log(n / len(STREAM)) for n in counts.values())
-    assert unigram_entropy(Corpus(prefix, LENGTH)).nats == pytest.approx(naive)
+def test_unigram_entropy_is_that_of_the_fingerprint(tmp_path: Path) -> None:
+    uniform = fingerprints.entropy(np.ones(64, dtype=np.int64))
+    assert uniform.nats == pytest.approx(log(64)) and uniform.bits == pytest.approx(6)
+    write(tmp_path / "uniform", [list(range(64))])
+    source = CorpusSource(Corpus(tmp_path / "uniform", LENGTH), OnceInOrder(1))
+    assert unigram_nats(source) is None
     leave_fingerprint(tmp_path, "uniform", tokens=64, max_token_id=63, nats=1.25)
-    assert unigram_entropy(Corpus(tmp_path / "uniform", LENGTH)).nats == 1.25
-
-
-def test_unigram_entropy_of_a_corpus_read_in_blocks(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = Corpus(prefix, LENGTH)
-    whole = unigram_entropy(corpus)
-    monkeypatch.setattr("meshwright.data.corpus._TOKENS_AT_ONCE", 13)
-    assert unigram_entropy(corpus) == whole
+    assert unigram_nats(source._replace(corpus=Corpus(tmp_path / "uniform", LENGTH))) == 1.25

@@ -14,7 +14,7 @@ import pytest
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
-from meshwright.data.corpus import Corpus
+from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
 from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
@@ -146,7 +146,7 @@ def test_a_corpus_that_is_cut_short_under_a_run_is_named(copied: Path) -> None:
 def test_so_is_what_lies_beside_it(ending: str, copied: Path) -> None:
     tokens = np.fromfile(copied / "train.bin", np.uint16)
     np.ones(len(tokens), np.uint8).tofile(copied / "train.mask")
-    found = Corpus(copied / "train", 32, document_boundaries=True)
+    found = Corpus(copied / "train", 32, rules=DocumentRules(boundaries=True))
     found.example(found.num_samples - 1)
     os.truncate(copied / f"train.{ending}", 0)
     with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and .* were there when it was opened"):

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 import meshwright.tools.inference.sample
 from meshwright.config import RunConfig, default_world_size
-from meshwright.data.indexed import TokenStream, inspect
+from meshwright.data.indexed import inspect
+from meshwright.data.token_files import TokenStream
 from meshwright.errors import DataError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool

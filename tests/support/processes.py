@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
-from meshwright.data.example import example
+from meshwright.data.sources import example
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.prepare.readers import blocks, lines_of_range, list_files
+from meshwright.data.prepare.input_files import list_files
+from meshwright.data.prepare.readers import blocks, lines_of_range
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from meshwright.data.prepare.readers import FileForm, InputFile, RecordBlock, lines_of, lines_of_range, text_of
+from meshwright.data.prepare.input_files import FileForm, InputFile
+from meshwright.data.prepare.readers import RecordBlock, lines_of, lines_of_range, text_of
 from meshwright.data.prepare.records import Broken, DocumentPiece, Form, columns_of, decoded, pieces_of, values_of_line
 from meshwright.errors import DataError
 

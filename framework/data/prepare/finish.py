@@ -12,18 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
-from meshwright.data import indexed, tokenizer_files
+from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Preparation
-from meshwright.data.prepare.readers import FileForm, InputFile
+from meshwright.data.prepare.input_files import FileForm, InputFile
+from meshwright.data.prepare.tokenizer_files import KnownTokenizer
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder
 from meshwright.data.splits import SPLITS
-from meshwright.data.tokenizer_files import Known
+from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 22
 
 
-def write_indices(work: WorkFolder, files: Sequence[InputFile], known: Known, request: Request) -> Fingerprint:
+def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownTokenizer, request: Request) -> Fingerprint:
     """Write indices, tokenizer and fingerprint beside the tokens. Can be repeated at any moment."""
     state = work.state
     if not state.splits["train"].documents:
@@ -52,7 +53,7 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: Known, re
             counting=None if mask is None else int(told.counting.sum()),
         )
     for file in known.files:
-        shutil.copyfile(file, work.corpus / (tokenizer_files.TOKENIZER_FILE if file == known.path else file.name))
+        shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
     if state.skipped:
         shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
     (work.corpus / fingerprints.FILE_NAME).unlink(missing_ok=True)

@@ -22,14 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data import indexed, tokenizer_files
+from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.prepare import readers
 from meshwright.data.prepare.encode import Encoded, Encoder
 from meshwright.data.prepare.finish import complete, write_indices
+from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
-from meshwright.data.prepare.readers import FileForm, InputFile, ReadPosition, RecordBlock
+from meshwright.data.prepare.readers import ReadPosition, RecordBlock
 from meshwright.data.prepare.records import Form, columns_of
+from meshwright.data.prepare.tokenizer_files import open_tokenizer
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import SPLITS, split_of
@@ -111,10 +113,10 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     and line (unless ``skip_broken``); ``out`` holding something else (unless ``replace``); a disk that is full.
     """
     _check_shares(options)
-    files = readers.list_files(options.sources, options.globs, options.out)
+    files = list_files(options.sources, options.globs, options.out)
     columns = columns_of(options.form, options.text_key)
     _check_kinds(files, options.form, columns)
-    known = tokenizer_files.open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
+    known = open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
     request = Request(
         files=request_of(files),
         tokenizer_sha256=known.sha256,
@@ -218,7 +220,7 @@ def _read_all(
         encoded.close()  # type: ignore[attr-defined]
         if is_whole:  # not so when Ctrl-C came in the middle of a block
             work.commit(place)
-    changed = next((file for file in files if readers.changed(file)), None)
+    changed = next((file for file in files if file.has_changed()), None)
     if changed is not None:
         raise DataError(
             "MW-DATA-051", f"{changed.path} was written to while it was being read: begin anew with --replace"

@@ -13,44 +13,18 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from enum import Enum
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from meshwright.data.prepare.folders import files_below
+from meshwright.data.prepare.input_files import FileForm, InputFile
 from meshwright.errors import DataError
-from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes, real_path
+from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
 
 BLOCK_BYTES = 1 << 20
 MOST_FILES = 256
 """In one block."""
 _ROWS_AT_ONCE = 64
-_ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "rows", ".pq": "rows"}
-
-
-class FileForm(Enum):
-    """Forms of files: how documents lie in one."""
-
-    TEXT = "text"
-    LINES = "lines"
-    ROWS = "rows"
-
-
-class InputFile(NamedTuple):
-    """One file to be read, as it was when it was listed."""
-
-    path: Path
-    kind: FileForm
-    num_bytes: int
-    mtime_ns: int
-
-    @property
-    def is_packed(self) -> bool:
-        """By gzip."""
-        return self.path.suffix == ".gz"
 
 
 class ReadPosition(NamedTuple):
@@ -74,71 +48,6 @@ class RecordBlock(NamedTuple):
     """Bytes of whole lines, or the columns of rows; None: the worker reads the file itself."""
     source_bytes: int
     """Bytes of the files on the disk, for the time left."""
-
-
-def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None) -> list[InputFile]:
-    """List the files of sources in their order; of a folder all below it that match a pattern, sorted by path.
-
-    Hidden files in folders are left out, and the files in ``out``, where the corpus goes.
-
-    Raises:
-        DataError: nothing there, a link that leads nowhere, a file twice, a kind that cannot be read.
-    """
-    found: list[InputFile] = []
-    made = None if out is None else real_path(out)
-    for source in sources:
-        if source.is_dir():
-            below = [path for path in files_below(source) if made is None or made not in real_path(path).parents]
-            fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
-            if not fitting:
-                what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
-                raise DataError("MW-DATA-052", f"{source}: {what}: name another folder or pattern")
-            found += [_input_file(path, in_folder=True) for path in fitting]
-        elif source.is_file():
-            found.append(_input_file(source))
-        else:
-            raise DataError(
-                "MW-DATA-053", f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders"
-            )
-    seen = Counter(real_path(file.path) for file in found)
-    twice, times = next(iter(seen.most_common(1)))
-    if times > 1:
-        raise DataError("MW-DATA-054", f"{twice} is given {times} times: its documents would be there as often. Once")
-    return found
-
-
-def _fits(path: Path, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(path.as_posix(), glob) or fnmatchcase(path.name, glob) for glob in globs)
-
-
-def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
-    """Classify a file by its ending, that of a link's own name. In a folder a .json is a text like any other."""
-    path = path.absolute()
-    inner = path.with_suffix("") if path.suffix == ".gz" else path
-    kind = _ENDINGS.get(inner.suffix.lower(), "text")
-    if kind == "json" and in_folder:
-        kind = "text"
-    if kind == "json":
-        raise DataError(
-            "MW-DATA-055",
-            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]' a.json > a.jsonl`)",
-        )
-    if kind == "rows" and path != inner:
-        raise DataError("MW-DATA-056", f"{path}: parquet has its own compression, and is not read from .gz: gunzip it")
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError("MW-DATA-057", f"cannot read {path}: {error.strerror or error}") from error
-    return InputFile(path, FileForm(kind), stat.st_size, stat.st_mtime_ns)
-
-
-def changed(file: InputFile) -> bool:
-    """Return True if a file has changed since it was listed."""
-    try:
-        stat = file.path.stat()
-    except OSError:
-        return True
-    return (stat.st_size, stat.st_mtime_ns) != (file.num_bytes, file.mtime_ns)
 
 
 def blocks(

@@ -10,7 +10,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.data.prepare.folders import files_below
+from meshwright.data.prepare.input_files import files_below
 from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
 

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.data.fingerprint import File
-from meshwright.data.prepare.readers import BEGINNING, InputFile, ReadPosition
+from meshwright.data.prepare.input_files import InputFile
+from meshwright.data.prepare.readers import BEGINNING, ReadPosition
 from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
 from meshwright.system.atomic import write_atomic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +10,11 @@ from tokenizers import Tokenizer
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
-from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import IGNORE, Blend, Corpus
-from meshwright.data.indexed import idx_path
-from meshwright.data.sources import AnySource
-from meshwright.data.token_bytes import beginnings, blank_of, bytes_of_tokens
-from meshwright.data.tokenizer import load
-from meshwright.data.tokenizer_files import TOKENIZER_FILE, begin_id
+from meshwright.data.sources import AnySource, causal_corpora
+from meshwright.data.tokenizer import TOKENIZER_FILE, begin_id, load
 from meshwright.errors import ConfigError, DataError
+from meshwright.pipeline.values import IGNORED_LABEL
+from meshwright.tools.inference.token_bytes import beginnings, blank_of, bytes_of_tokens
 
 WINDOWS_AT_ONCE = 256
 """Number of samples whose label bytes are counted together."""
@@ -33,10 +29,10 @@ class TextSize(NamedTuple):
 
 def check_tokenizer(config: RunConfig, source: AnySource) -> None:
     """Check that the tokenizer is the one that made the tokens; another one would count the bytes of another text."""
-    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
+    if config.data.tokenizer is None:
         return
     named = Path(config.data.tokenizer)
-    for corpus in corpora_of(source):
+    for corpus in causal_corpora(source):
         known, beside = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
         made_by = None if known is None else known.files.get(TOKENIZER_FILE)
         if made_by is None or fingerprint.file_sha256(named) == made_by:
@@ -79,7 +75,7 @@ def with_corpus(config: RunConfig, place: Path) -> RunConfig:
             )
         prefix = place / ("validation" if "validation" in names else names[0])
     tokenizer, own = config.data.tokenizer, prefix.parent / "tokenizer.json"
-    if own.is_file() and idx_path(prefix).is_file():
+    if own.is_file() and prefix.with_name(f"{prefix.name}.idx").is_file():
         if tokenizer is None:
             tokenizer = str(own)
         elif Path(tokenizer).is_file() and load(own).to_str() != load(Path(tokenizer)).to_str():
@@ -100,17 +96,18 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
     Raises:
         DataError: a token that the tokenizer does not have.
     """
-    if not isinstance(source, CorpusSource) or config.data.tokenizer is None:
+    corpora = causal_corpora(source)
+    if not corpora or config.data.tokenizer is None:
         return None
-    tokenizer, corpora = load(Path(config.data.tokenizer)), corpora_of(source)
+    tokenizer = load(Path(config.data.tokenizer))
     table = bytes_of_tokens(tokenizer)
-    blank, before = blank_of(tokenizer, table), _before_texts(corpora, tokenizer)
+    blank, before = blank_of(tokenizer, table), _before_texts(source, tokenizer)
     num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
     tokens = total = 0
     for start in range(0, num_samples, WINDOWS_AT_ONCE):
         inputs, found = source.read(range(start, min(start + WINDOWS_AT_ONCE, num_samples)))
         ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
-        counted = labels[labels != IGNORE]
+        counted = labels[labels != IGNORED_LABEL]
         if counted.size and int(counted.max()) >= len(table):
             names = ", ".join(str(each.prefix) for each in corpora)
             raise DataError(
@@ -126,13 +123,9 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
     return TextSize(tokens, total)
 
 
-def _before_texts(corpora: Sequence[Corpus], tokenizer: Tokenizer) -> set[int]:
+def _before_texts(source: AnySource, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens after which a text begins: ends of documents, and tokens that precede each document."""
+    corpora = causal_corpora(source)
     found = {each.eod_id for each in corpora}
     found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}
     return {number for number in found if number is not None}
-
-
-def corpora_of(source: CorpusSource) -> tuple[Corpus, ...]:
-    """Return the corpora of a feed: one, or those of a blend."""
-    return source.corpus.corpora if isinstance(source.corpus, Blend) else (source.corpus,)

@@ -19,8 +19,7 @@ from typing import Any
 
 from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.data.causal import validation_steps
-from meshwright.data.sources import AnySource, open_validation, unigram_nats
+from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
 from meshwright.errors import ConfigError, DataError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh

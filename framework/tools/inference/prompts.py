@@ -9,8 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.tokenizer import ending_ids
-from meshwright.data.tokenizer_files import begin_id
+from meshwright.data.tokenizer import begin_id, ending_ids
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:

@@ -24,8 +24,7 @@ from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import split_vocab_size
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
-from meshwright.data.tokenizer import load
-from meshwright.data.tokenizer_files import begin_id
+from meshwright.data.tokenizer import begin_id, load
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Coordinates, Grid

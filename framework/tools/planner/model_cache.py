@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, cut
 from meshwright.config import RunConfig
-from meshwright.data.example import example
+from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference

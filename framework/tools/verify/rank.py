@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
-from meshwright.data.example import example
-from meshwright.data.sources import Source, open_sources
+from meshwright.data.sources import Source, example, open_sources
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import Optimizer, RunConfig
 from meshwright.config.functions import error_place
-from meshwright.data.example import example
-from meshwright.data.sources import Source
+from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
 from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.optimizer.eight_bit import AdamW8bit

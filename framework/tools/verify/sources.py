@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from meshwright.data.sources import Source
-from meshwright.data.span_corruption import corrupt, lengths, spans_of
-from meshwright.errors import ConfigError
+from meshwright.data.sources import Source, span_corruption_sampler
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import derive
 
@@ -69,17 +67,11 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
 
 def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
     """Return a sampler as in :func:`random_sample` with span corruption, for encoder-decoder models."""
-    shape = lengths(sequence_length)
-    if vocab_size <= shape.sentinels + 1:
-        raise ConfigError("MW-VERIFY-010", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
-    window = random_sample(seed, vocab_size - shape.sentinels, shape.window)
 
-    def sample(index: int) -> tuple[Any, Tensor]:
-        found = corrupt(window(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
-        encoder_ids, decoder_ids, labels = (torch.from_numpy(part) for part in found)
-        return {"encoder_ids": encoder_ids, "decoder_ids": decoder_ids}, labels
+    def draw(vocab_size: int, length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return random_sample(seed, vocab_size, length)
 
-    return sample
+    return span_corruption_sampler(draw, seed, vocab_size, sequence_length)
 
 
 def own_sample(source: Source) -> Callable[[int], tuple[Any, Tensor]]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.data.example import example
-from meshwright.data.sources import Source
+from meshwright.data.sources import Source, example
 from meshwright.model.build import PlainModel, build_model
 from meshwright.pipeline.running_stats import couples_samples, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch

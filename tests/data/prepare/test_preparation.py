@@ -210,8 +210,8 @@ def test_killed_before_and_after_every_thing_that_is_written(
                 from meshwright.data.prepare import work_folder
 
                 for owner, name in (
-                    (WorkFolder, "append"), (WorkFolder, "commit"), (work_folder, "write_atomic"), (WorkFolder, "remove"),
-                    (indexed, "write_index"), (finish.shutil, "copyfile"), (preparation, "publish"),
+                    (WorkFolder, "append"), (WorkFolder, "commit"), (WorkFolder, "remove"),
+                    (work_folder, "write_atomic"), (indexed, "write_index"), (finish.shutil, "copyfile"), (preparation, "publish"),
                 ):  # fmt: skip
                     setattr(owner, name, dies(getattr(owner, name)))
                 made(
@@ -592,7 +592,7 @@ def test_where_the_end_of_document_comes_from(tmp_path: Path) -> None:
         made(tmp_path / "2", bytes_tokenizer(tmp_path / "t2", end="<fin>"), file)
     made(tmp_path / "2", tmp_path / "t2", file, end_token="<fin>", begin_token="<fin>")
     assert np.fromfile(tmp_path / "2/train.bin", np.uint16).tolist() == [256, 64, 256]
-    with pytest.raises(DataError, match=r"says eos_token '<end>', which .* does not have"):
+    with pytest.raises(DataError, match=r"names the eos_token '<end>', which .* does not have"):
         made(tmp_path / "3", bytes_tokenizer(tmp_path / "t3", config=said), file)
     with pytest.raises(DataError, match=r"holds no tokenizer\.json \(only vocab\.json"):
         (tmp_path / "t4").mkdir()

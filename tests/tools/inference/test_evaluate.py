@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from meshwright.config import RunConfig, resolve
 from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import Corpus
+from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.order import OnceInOrder
 from meshwright.data.prepare.records import Form
 from meshwright.errors import DataError
@@ -35,7 +35,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def bytes_counted(out: Path, length: int, **options: Any) -> int | None:
     data = {"train": str(out / "train"), "tokenizer": str(out / "tokenizer.json"), "sequence_length": length, **options}
     config = resolve(RunConfig.model_validate({"data": data, "batch": {"micro_batch_size": 1, "chunks": 1}}), 1)
-    corpus = Corpus(out / "train", length, **options)
+    rules = DocumentRules(options.get("packing", "stream"), options.get("document_boundaries", False))
+    corpus = Corpus(out / "train", length, rules=rules)
     found = count_text(CorpusSource(corpus, OnceInOrder(corpus.num_samples)), config, corpus.num_samples)
     return None if found is None else found.bytes
 

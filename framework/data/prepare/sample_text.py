@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from meshwright.data.corpus import IGNORE, Corpus, CorpusExample, Packing
+from meshwright.data.corpus import IGNORE, Corpus, CorpusExample, DocumentRules, Packing
 from meshwright.data.indexed import idx_path
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import load
@@ -59,7 +59,7 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
     whole = Corpus(prefix, 1)
     length = sequence_length if packing == "documents" else min(sequence_length, max(1, len(whole.stream) - 1))
-    corpus = Corpus(prefix, length, packing=packing, document_boundaries=True)
+    corpus = Corpus(prefix, length, rules=DocumentRules(packing, boundaries=True))
     console = Console(highlight=False, soft_wrap=True)
     known, documents = corpus.known, len(corpus.documents)
     counting = "" if known is None or known.split.counting is None else f", {known.split.counting:,} of them labels"

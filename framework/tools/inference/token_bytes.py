@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
-from meshwright.data.corpus import IGNORE
+from meshwright.pipeline.values import IGNORED_LABEL
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BEFORE = "a"
@@ -69,8 +69,8 @@ def beginnings(
     """
     begins: NDArray[np.bool_] = np.isin(tokens, list(before))
     if has_mask:
-        begins[:, 1:] |= labels[:, :-1] == IGNORE
-    begins &= labels != IGNORE
+        begins[:, 1:] |= labels[:, :-1] == IGNORED_LABEL
+    begins &= labels != IGNORED_LABEL
     return begins
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.data.token_bytes import bytes_of_tokens
 from meshwright.data.tokenizer import train
+from meshwright.tools.inference.token_bytes import bytes_of_tokens
 
 TEXT = "The mesh waits: naïve ranks — 日本 — send\n\tand   receive. a b ab"
 

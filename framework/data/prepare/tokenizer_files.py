@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.tokenizer import USUAL_ENDS, load
+from meshwright.data.tokenizer import TOKENIZER_FILE, USUAL_ENDS, load
 from meshwright.errors import DataError
 from meshwright.system.bounded import parse_json, read_bytes
 
-TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 """Files of Hugging Face beside a tokenizer.json, copied with it."""
 
 
-class Known(NamedTuple):
+class KnownTokenizer(NamedTuple):
     """A tokenizer, and what a corpus needs of it."""
 
     tokenizer: Tokenizer
@@ -38,7 +36,7 @@ class Known(NamedTuple):
         return [self.path, *(each for name in BESIDE if (each := self.path.with_name(name)).is_file())]
 
 
-def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> Known:
+def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> KnownTokenizer:
     """Open a tokenizer.json, or the folder of one. ``end_token``: by name; None: that of its tokenizer_config.json.
 
     Raises DataError: there is none, it cannot be read, or has no such tokens.
@@ -62,13 +60,7 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
             )
     begin = None if begin_token is None else ids[begin_token]
     digest = sha256(read_bytes(path)).hexdigest()
-    return Known(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
-
-
-def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
-    """Return the token id that a corpus has before each document; None: it has none."""
-    token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
-    return None if token is None else tokenizer.token_to_id(token)
+    return KnownTokenizer(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
 
 
 def _end_token(path: Path, ids: dict[str, int]) -> str:
@@ -86,7 +78,8 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
             return token
         if isinstance(token, str):
             raise DataError(
-                "MW-DATA-102", f"{config} says eos_token {token!r}, which {path} does not have: name one with --eod"
+                "MW-DATA-102",
+                f"{config} names the eos_token {token!r}, which {path} does not have: name one with --eod",
             )
     usual = [token for token in USUAL_ENDS if token in ids]
     if usual:

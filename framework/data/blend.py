@@ -1,0 +1,44 @@
+"""Several corpora as one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.corpus import Corpus, CorpusExample
+
+
+class Blend:
+    """Several corpora as one: their samples are numbered one after the other."""
+
+    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
+        """Blend ``corpora``; ``weights``: how often each is drawn, relative to the others."""
+        self.corpora = tuple(corpora)
+        self.weights = tuple(weights)
+        self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
+        self.num_samples: int = self.ends[-1]
+        self.sequence_length = corpora[0].sequence_length
+        self.vocab_size = corpora[0].vocab_size
+        self.document_boundaries = corpora[0].document_boundaries
+
+    def open(self) -> None:
+        """Open all corpora."""
+        for corpus in self.corpora:
+            corpus.open()
+
+    def example(self, number: int) -> CorpusExample:
+        """Sample ``number`` of all."""
+        corpus, own = self._where(number)
+        return corpus.example(own)
+
+    def sample(self, number: int) -> NDArray[np.int64]:
+        """Return window ``number`` among those of all corpora."""
+        corpus, own = self._where(number)
+        return corpus.sample(own)
+
+    def _where(self, number: int) -> tuple[Corpus, int]:
+        at = bisect_left(self.ends, number + 1)
+        return self.corpora[at], number - (self.ends[at - 1] if at else 0)
