@@ -69,7 +69,6 @@ ROOT_ENTRIES = 24
 DOORS = 4
 """Modules of a room that are imported from outside."""
 MOST_DOORS = {
-    "mesh": 5,
     "tensor_parallel": 5,
     "pipeline": 10,
 }

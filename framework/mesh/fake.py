@@ -1,10 +1,11 @@
-"""A mesh on paper: one rank's own mesh of a job of any size, in one process, with nobody at the other end.
+"""Fake transport for dry runs: the mesh of one rank of a job of any size, in one process, and what it would send.
 
     job of 16,384      fake_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
     this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
+                       OperationInterceptor           operations on process groups, in the terms of comm.py
 
-So that what runs on a rank (our groups, megatron-core's regions, torch's fully_shard) runs here as it is, without the
-others. Only the groups that the rank is in are made: all of them, of 16,384 ranks, would take minutes.
+The code of a rank (our groups, megatron-core's regions, torch's fully_shard) runs here unchanged, without its peers.
+Only the groups of this rank are made: all groups of 16,384 ranks would take minutes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import Group, Handle, Traffic, tensor_bytes
+from meshwright.mesh.comm import WIRE_FACTORS, Group, Handle, Traffic, tensor_bytes
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.mesh import Mesh
 
@@ -145,3 +149,117 @@ def fake_mesh(grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignor
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook = hook
+
+
+Ranks = tuple[int, ...]
+
+NAMESPACES = ("c10d", "_c10d_functional")
+OPERATIONS = {
+    "c10d.allreduce_": "all_reduce",
+    "c10d.allreduce_coalesced_": "all_reduce",
+    "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.all_reduce_": "all_reduce",
+    "_c10d_functional.all_reduce_coalesced": "all_reduce",
+    "c10d._allgather_base_": "all_gather",
+    "c10d.allgather_": "all_gather",
+    "c10d.allgather_into_tensor_coalesced_": "all_gather",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.all_gather_into_tensor_out": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter",
+    "c10d.reduce_scatter_": "reduce_scatter",
+    "c10d.reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+    "c10d.alltoall_base_": "all_to_all",
+    "c10d.alltoall_": "all_to_all",
+    "_c10d_functional.all_to_all_single": "all_to_all",
+    "c10d.broadcast_": "broadcast",
+    "c10d.send": "send",
+    "c10d.recv_": "receive",
+}
+SILENT = {"c10d.barrier", "c10d.monitored_barrier_", "_c10d_functional.wait_tensor"}
+_WIRE_FACTORS: dict[str, Callable[[int], float]] = {
+    **WIRE_FACTORS,
+    "all_to_all": WIRE_FACTORS["reduce_scatter"],
+    "receive": lambda n: 0.0,
+}
+
+
+class InterceptedOperation(NamedTuple):
+    """One operation of one rank."""
+
+    operation: str
+    group: Ranks
+    """Global ranks, in the order of the group."""
+    peer: int | None
+    """The global rank at the other end of a send or receive."""
+    num_bytes: int
+    """Bytes of the message: the full tensor."""
+    dtype: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Return this rank's bytes on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
+        return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
+
+
+def num_bytes(values: Any) -> int:
+    """Return the bytes of all tensors in a tree of values."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def is_on_dtensor(types: Sequence[type]) -> bool:
+    """Return True for an operation on a DTensor, whose local operations are intercepted on their own."""
+    return any(issubclass(kind, DTensor) for kind in types)
+
+
+class DispatchedOperation(Protocol):
+    """A tensor operation, as :class:`meshwright.model.recorder.Operation` has it."""
+
+    @property
+    def function(self) -> Any: ...
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+class OperationInterceptor:
+    """Interpreter of intercepted operations. Caches groups by name, since they have thousands of ranks."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, Ranks] = {}
+
+    def intercept(self, operation: DispatchedOperation) -> InterceptedOperation | None:
+        """Return the communication of a tensor operation; None for one that sends nothing (a wait, a barrier)."""
+        if operation.function.namespace not in NAMESPACES:
+            return None
+        name, arguments = str(operation.function.overloadpacket), operation.args
+        ranks = None if name in SILENT else self._group(arguments)
+        if ranks is None:
+            return None
+        assert name in OPERATIONS, f"{name} is missing in OPERATIONS"
+        kind = OPERATIONS[name]
+        first = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+        size = num_bytes(arguments[0])
+        peer = None
+        if kind in ("all_gather", "reduce_scatter"):
+            # out-of-place forms have only the input: part of what is gathered, all of what is scattered
+            size = max(size, num_bytes(arguments[1]))
+            if name == "_c10d_functional.all_gather_into_tensor":
+                size = num_bytes(arguments[0]) * len(ranks)
+        elif kind in ("send", "receive"):
+            peer = ranks[arguments[2]]
+        return InterceptedOperation(kind, ranks, peer, size, str(first.dtype).removeprefix("torch."))
+
+    def _group(self, arguments: Sequence[Any]) -> Ranks | None:
+        for argument in reversed(arguments):  # a string before the last names an operation, not a group
+            if isinstance(argument, str):
+                name = argument
+            elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                name = str(dist.ProcessGroup.unbox(argument).group_name)
+            else:
+                continue
+            if name not in self._ranks:
+                group = _resolve_process_group(name)  # type: ignore[arg-type]
+                self._ranks[name] = tuple(dist.get_process_group_ranks(group))
+            return self._ranks[name]
+        return None

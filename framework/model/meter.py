@@ -6,18 +6,15 @@ time of an operation = max(FLOPs / F, bytes / B)        F, B of a Reference; aft
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+from meshwright.model.recorder import Operation, OperationRecorder, stored_bytes
 
 
 class ReferenceDevice(NamedTuple):
@@ -68,70 +65,27 @@ class OperationCost(NamedTuple):
         return OperationCost(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
 
 
-PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
-"""Gather operations -> position of the argument gathered from. Its bytes read equal the bytes written."""
-NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
-"""Operations -> position of an argument that is not read: it is overwritten, or only its shape is used."""
-SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-"""In-place operations that touch as many bytes of the changed tensor as they are given."""
-
-
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts operations as they run. FLOPs follow the formulas of torch's FlopCounterMode."""
+class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
+    """Counter of the cost of operations as they run."""
 
     def __init__(self, by: ReferenceDevice) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.by = by
         self.count = OperationCost()
 
-    def add(self, flops: float, num_bytes: float, done_share: float = 1.0) -> None:
-        """Count one operation. ``done_share``: share of the FLOPs really computed (half, in causal attention)."""
+    def add(self, flops: float, num_bytes: float, done_share: float = 1.0, shape: object = None) -> None:
+        """Count one operation.
+
+        Args:
+            done_share: share of the FLOPs really computed (half, in causal attention).
+            shape: shape of an attention, which a meter does not need.
+        """
         time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
         self.count = self.count.plus(flops, num_bytes, time_s)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
-        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
-        self.add(flops, op_bytes(func, args, kwargs, result))
-        return result
-
-
-def op_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    """Return the bytes that one operation reads and writes; 0 for views and for allocations."""
-    packet = func._overloadpacket
-    name = packet.__name__
-    read: dict[int, float] = {}
-    changed: dict[int, float] = {}
-    storages = set()
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in tree_leaves(given):
-            if not isinstance(tensor, Tensor):
-                continue
-            storages.add(tensor.untyped_storage()._cdata)
-            if NOT_READ.get(packet) != position:
-                read[id(tensor)] = stored_bytes(tensor)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changed[id(tensor)] = stored_bytes(tensor)
-    results = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-    written = sum(stored_bytes(t) for t in results if t.untyped_storage()._cdata not in storages)
-    if name.removeprefix("new_").startswith("empty") or not (written or changed):
-        return 0.0
-    if name.startswith("new_") or name.endswith("_like"):
-        return written
-    if packet in PICKS:
-        read[id(args[PICKS[packet]])] = min(written, stored_bytes(args[PICKS[packet]]))
-    if packet in SCATTERS:
-        return 3.0 * sum(size for tensor, size in read.items() if tensor not in changed)
-    return sum(read.values()) + written + sum(changed.values())
-
-
-def stored_bytes(tensor: Tensor) -> float:
-    """Return the bytes of the distinct elements in memory: an expanded dim counts once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize)
+    def record(self, operation: Operation) -> None:
+        """Count one operation that has run."""
+        self.add(operation.flops, operation.num_bytes)
 
 
 class FusedAttentionMode(TorchFunctionMode):
@@ -162,34 +116,64 @@ class FusedAttentionMode(TorchFunctionMode):
         needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
         if needs_more and not self.by.fused:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-        return _Fused.apply(self.forward, self.backward, is_causal, query, key, value, attn_mask)  # type: ignore[no-untyped-call,no-any-return]
+        kernel = AttentionKernel(self.forward.add, self.backward.add, is_causal)
+        return fused_attention(kernel, query, key, value, attn_mask)
 
 
-class _Fused(torch.autograd.Function):
-    """Cost of fused attention without its computation. Forward has two products; backward has five, as it recomputes.
+class AddAttention(Protocol):
+    """Sink of the cost of one attention."""
 
-    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas.
+    def __call__(
+        self, flops: float, num_bytes: float, done_share: float, shape: tuple[int, int, int, int], /
+    ) -> None: ...
+
+
+def _new_output(query: Tensor, value: Tensor) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+class AttentionKernel(NamedTuple):
+    """A fused attention kernel, and the sinks of its costs."""
+
+    add_forward: AddAttention
+    add_backward: AddAttention
+    is_causal: bool
+    context: int = 1
+    """Ratio of the keys attended to and the keys given (context parallelism)."""
+    new_output: Callable[[Tensor, Tensor], Tensor] = _new_output
+    """(query, value) -> an empty output."""
+
+
+def fused_attention(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Count fused attention without computing it: two products in forward, five in backward, which recomputes.
+
+    query (B, H, Sq, d_qk), key (B, H, Skv, d_qk), value (B, H, Skv, d_v) -> empty (B, H, Sq, d_v). FLOPs: 2 B H Sq Skv
+    (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps its inputs, its output and one number per
+    row of scores (float32 or wider), as the kernel does.
     """
+    return _FusedAttention.apply(kernel, query, key, value, mask)  # type: ignore[no-untyped-call,no-any-return]
 
+
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Meter, backward: Meter, is_causal: bool, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kernel: AttentionKernel, *tensors: Tensor | None) -> Tensor:
         query, key, value, _ = tensors
         assert query is not None and key is not None and value is not None
-        given = [t for t in tensors if t is not None]
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        flops = 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
-        done_share = 0.5 if is_causal else 1.0
-        forward.add(flops, num_bytes, done_share)
-        ctx.save_for_backward(*tensors, output)  # as the kernel does, so that recompute unpacks the same
-        ctx.count = lambda: backward.add(2.5 * flops, 2 * num_bytes, done_share)
+        output = kernel.new_output(query, value)
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        num_keys = key.shape[-2] * kernel.context
+        flops = 2.0 * math.prod(query.shape[:-1]) * num_keys * (query.shape[-1] + value.shape[-1])
+        num_bytes = sum(stored_bytes(t) for t in tensors if t is not None) + stored_bytes(output)
+        done_share = 0.5 if kernel.is_causal else 1.0
+        shape = (math.prod(query.shape[:-2]), query.shape[-2], num_keys, query.shape[-1])
+        kernel.add_forward(flops, num_bytes, done_share, shape)
+        ctx.save_for_backward(*tensors, output, row_sums)
+        ctx.count = lambda: kernel.add_backward(2.5 * flops, 2 * num_bytes, done_share, shape)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.count()
-        given = ctx.saved_tensors[:-1]
-        found = (
-            torch.empty_like(t) if wanted else None for t, wanted in zip(given, ctx.needs_input_grad[3:], strict=True)
-        )
-        return (None, None, None, *found)
+        given = ctx.saved_tensors[:-2]
+        wanted = ctx.needs_input_grad[1:]
+        return (None, *(torch.empty_like(t) if needs else None for t, needs in zip(given, wanted, strict=True)))

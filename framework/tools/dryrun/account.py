@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.mesh.intercept import InterceptedOperation
+from meshwright.mesh.fake import InterceptedOperation
 from meshwright.schedule.action import Action, Kind
 from meshwright.tools.dryrun.recorder import ActivityStart, Recorder, StorageLife, live_bytes
 

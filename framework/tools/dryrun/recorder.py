@@ -5,22 +5,20 @@
     storage  b         |-------------->       resized: one life ends, another begins with the new size
 
 It records real tensors and fake ones, whose storages have the right size and no memory. A hook costs a few
-microseconds; everything else is computed from the notes afterwards.
+microseconds; everything else is computed from the records afterwards.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from meshwright.mesh.intercept import NAMESPACES, InterceptedOperation, OperationInterceptor, is_on_dtensor
+from meshwright.mesh.fake import InterceptedOperation, OperationInterceptor, is_on_dtensor
+from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry
 
 ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default
@@ -58,7 +56,7 @@ class ActivityStart(NamedTuple):
     what: object
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
     """Dispatch mode that records storages and communication.
 
     Enter it before anything is built, above a FakeTensorMode if there is one.
@@ -66,38 +64,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, first_number: int = 0) -> None:
         """Start an empty recorder; storages are numbered from ``first_number``."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = 0
         """Number of operations so far."""
         self.lives: list[StorageLife] = []
         self.said: list[RecordedCommunication] = []
         self.begun: list[ActivityStart] = []
-        self._known: dict[int, tuple[weakref.ref[Any], StorageLife]] = {}
-        self._next_number = first_number
-        self._ear = OperationInterceptor()
+        self._current: dict[int, StorageLife] = {}
+        """Storage number -> its present life."""
+        self._storages = StorageRegistry(self._end, first_number)
+        self._interceptor = OperationInterceptor()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-    ) -> Any:
-        if function is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
-            device = getattr(arguments[0], "fake_device", None)
-            return function(*arguments) if device is None else device
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
+            device = getattr(args[0], "fake_device", None)
+            return func(*args) if device is None else device
         if is_on_dtensor(types):
             return NotImplemented
-        results = function(*arguments, **(options or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def record(self, operation: Operation) -> None:
+        """Record the storages that an operation has made or resized, and its communication."""
         self.now += 1
-        if isinstance(results, Tensor):
-            self._look(results)
-        else:
-            for leaf in tree_leaves(results):
-                if isinstance(leaf, Tensor):
-                    self._look(leaf)
-        if function.namespace in NAMESPACES:
-            heard = self._ear.hear(function, arguments)
-            if heard is not None:
-                leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-                self.said.append(RecordedCommunication(self.now, heard, tuple(self.number_of(leaf) for leaf in leaves)))
-        return results
+        for tensor in operation.outputs:
+            if tensor.device.type != "meta":
+                self._look(tensor)
+        heard = self._interceptor.intercept(operation)
+        if heard is not None:
+            numbers = tuple(self.number_of(tensor) for tensor in operation.inputs)
+            self.said.append(RecordedCommunication(self.now, heard, numbers))
 
     def begin(self, what: object) -> None:
         """Record the start of an activity of the rank."""
@@ -105,58 +100,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begun.append(ActivityStart(self.now, what))
 
     def _look(self, tensor: Tensor) -> None:
-        if tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        known = self._known.get(key)
-        if known is None:
-            self._begin(key, storage, num_bytes, None)
-        elif known[1].num_bytes != num_bytes:
-            self._resized(storage, num_bytes, self.now)
+        num_bytes = tensor.untyped_storage().nbytes()
+        number = self._storages.find(tensor)
+        if number is None:
+            self._begin(self._storages.add(tensor), num_bytes)
+        elif self._current[number].num_bytes != num_bytes:
+            self._resize(number, num_bytes, self.now)
 
-    def _begin(self, key: int, storage: Any, num_bytes: int, before: StorageLife | None, at: int | None = None) -> None:
-        born = self.now if at is None else at
-        if before is None:
-            life = StorageLife(self.next_number(), num_bytes, born, born)
-        else:
-            life = StorageLife(before.number, num_bytes, born, before.first)
+    def _begin(self, number: int, num_bytes: int) -> None:
+        self._current[number] = life = StorageLife(number, num_bytes, self.now, self.now)
         self.lives.append(life)
-        known = self._known
 
-        def gone(_: object) -> None:
-            self._known_ended(key)
+    def _end(self, number: int) -> None:
+        self._current.pop(number).died = self.now
 
-        known[key] = (weakref.ref(storage, gone), life)
-
-    def _known_ended(self, key: int) -> None:
-        entry = self._known.pop(key, None)
-        if entry is not None:
-            entry[1].died = self.now
-
-    def _resized(self, storage: Any, num_bytes: int, at: int) -> None:
+    def _resize(self, number: int, num_bytes: int, at: int) -> None:
         """Record that the storage has ``num_bytes`` from operation ``at`` on."""
-        key = storage._cdata
-        _, life = self._known[key]
-        life.died = at - 1
-        self._begin(key, storage, num_bytes, life, at)
+        before = self._current[number]
+        before.died = at - 1
+        self._current[number] = life = StorageLife(number, num_bytes, at, before.first)
+        self.lives.append(life)
 
     def next_number(self) -> int:
         """Return the number for a new storage."""
-        self._next_number += 1
-        return self._next_number - 1
+        return self._storages.next_number()
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage; a storage that no operation has shown before gets its number now."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._begin(storage._cdata, storage, storage.nbytes(), None)
-        return self._known[storage._cdata][1].number
+        number = self._storages.find(tensor)
+        if number is None:
+            number = self._storages.add(tensor)
+            self._begin(number, tensor.untyped_storage().nbytes())
+        return number
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of all tensors whose storage is recorded."""
-        keys = (tensor.untyped_storage()._cdata for tensor in tensors)
-        return {self._known[key][1].number for key in keys if key in self._known}
+        return {number for number in map(self._storages.find, tensors) if number is not None}
 
     @contextmanager
     def watching_sizes(self) -> Iterator[None]:
@@ -169,8 +148,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def noted(storage: Any, size: int) -> Any:
             found = resize(storage, size)
-            if storage._cdata in self._known and self._known[storage._cdata][1].num_bytes != size:
-                self._resized(storage, size, self.now + 1)
+            number = self._storages.find_storage(storage)
+            if number is not None and self._current[number].num_bytes != size:
+                self._resize(number, size, self.now + 1)
             return found
 
         storage_class.resize_ = noted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.meter import stored_bytes
+from meshwright.model.meter import AttentionKernel, fused_attention
+from meshwright.model.recorder import stored_bytes
 from meshwright.tools.planner.operations import Tape
 
 
@@ -95,7 +96,10 @@ class KernelMode(TorchFunctionMode):
         fused = self.execution.fused_attention
         if fused and (self.execution.fuses_any_attention or not needs_more):
             self.tape.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
-            return _FusedAttention.apply(self.tape, is_causal, self.execution, query, key, value, attn_mask)  # type: ignore[no-untyped-call,no-any-return]
+            transposed = self.execution.any_order or self.execution.saves_inputs
+            new_output = partial(_attention_output, transposed)
+            kernel = AttentionKernel(self.tape.add, self.tape.add, is_causal, self.execution.context, new_output)
+            return fused_attention(kernel, query, key, value, attn_mask)
         if fused:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
         groups = query.shape[1] // key.shape[1]
@@ -109,44 +113,15 @@ class KernelMode(TorchFunctionMode):
         return mixed
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Fused attention without computation: two products in forward, five in backward, which recomputes the scores.
-
-    FLOPs (B, H, Sq, Skv, d): 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps its
-    inputs, its output and one number per row of scores (float32 or wider). ``context`` multiplies the keys. The output
-    lies as (B, S, H, d) in memory if ``any_order`` or ``saves_inputs`` is set, as the next operation reads it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tape: Tape, is_causal: bool, execution: ExecutionOptions, *tensors: Tensor | None) -> Tensor:
-        query, key, value, _ = tensors
-        assert query is not None and key is not None and value is not None
-        given = [t for t in tensors if t is not None]
-        output = torch.empty_like(query)
-        if execution.any_order or execution.saves_inputs:  # in the order in which the next operation reads it
-            *batch, heads, length, _ = query.shape
-            output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
-        elif value.shape[-1] != query.shape[-1]:
-            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        context = execution.context
-        row_sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
-        flops = 2.0 * query.shape[:-1].numel() * context * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        num_bytes = sum(map(stored_bytes, given)) + stored_bytes(output)
-        done_share = 0.5 if is_causal else 1.0
-        shape = (math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2] * context, query.shape[-1])
-        tape.add(flops, num_bytes, done_share, shape)
-        ctx.save_for_backward(*tensors, output, row_sums)
-        ctx.count = lambda: tape.add(2.5 * flops, 2 * num_bytes, done_share, shape)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.count()
-        given = ctx.saved_tensors[:-2]
-        found = (
-            torch.empty_like(t) if wanted else None for t, wanted in zip(given, ctx.needs_input_grad[3:], strict=True)
-        )
-        return (None, None, None, *found)
+def _attention_output(transposed: bool, query: Tensor, value: Tensor) -> Tensor:
+    """Return an empty output (B, H, S, d_v); ``transposed``: it lies as (B, S, H, d_v) in memory."""
+    output = torch.empty_like(query)  # even where it is replaced: the published peaks of memory include it
+    if transposed:
+        *batch, heads, length, _ = query.shape
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+    elif value.shape[-1] != query.shape[-1]:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output
 
 
 class _FusedNorm(torch.autograd.Function):

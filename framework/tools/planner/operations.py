@@ -18,12 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from meshwright.mesh.fake import CountingGroup
-from meshwright.model.meter import op_bytes, stored_bytes
+from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry, stored_bytes
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
@@ -72,12 +69,12 @@ class Op:
     """True if the operation only copies its input into another memory layout."""
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
     """Context that records operations. Only storages created inside it count as live."""
 
     def __init__(self, group: CountingGroup) -> None:
         """Create an empty tape; ``group.repeats`` is the number of loop passes that one recorded pass represents."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.group = group
         self.ops: list[Op] = []
         self.attended: list[tuple[int, int]] = []
@@ -88,9 +85,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.watched = 0
         self.peak_unwatched = 0
         """Peak live bytes without watched storages."""
-        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._watched_numbers: set[int] = set()
-        self._number = 0
+        self._sizes: dict[int, int] = {}
+        tape = weakref.ref(self)
+
+        def release(number: int) -> None:
+            alive = tape()
+            if alive is not None:
+                alive._release(number)
+
+        self._storages = StorageRegistry(release)
 
     def restart_peak(self) -> None:
         """Restart peak tracking at the current live bytes."""
@@ -99,37 +103,30 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch(self, tensor: Tensor) -> None:
         """Exclude the tensor's storage from ``peak_unwatched``, because it is also held and counted elsewhere."""
-        key = tensor.untyped_storage()._cdata
-        self._watched_numbers.add(self._known[key][0])
+        self._watched_numbers.add(self.number_of(tensor))
         self.watched += tensor.untyped_storage().nbytes()
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage: shared by views, not reused for a later storage at its address."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is not None and known[1]() is not None:
-            return known[0]
-        return self._enter(storage, key, 0)
+        number = self._storages.find(tensor)
+        return self._add(tensor, 0) if number is None else number
 
-    def _enter(self, storage: Any, key: int, size: int) -> int:
-        self._number += 1
-        tape, number = weakref.ref(self), self._number
-
-        def gone(_: object) -> None:
-            alive = tape()
-            if alive is not None:
-                alive.live -= size
-                if number in alive._watched_numbers:
-                    alive.watched -= size
-
-        self._known[key] = (number, weakref.ref(storage, gone))
+    def _add(self, tensor: Tensor, size: int) -> int:
+        """Register a storage that counts as ``size`` live bytes; return its number."""
+        number = self._storages.add(tensor)
+        self._sizes[number] = size
         self.live += size
-        return self._number
+        return number
+
+    def _release(self, number: int) -> None:
+        size = self._sizes.pop(number)
+        self.live -= size
+        if number in self._watched_numbers:
+            self.watched -= size
 
     def alive(self) -> set[int]:
         """Return the numbers of the storages that still exist."""
-        return {number for number, storage in self._known.values() if storage() is not None}
+        return self._storages.numbers()
 
     def add(
         self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
@@ -137,30 +134,25 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the fused attention kernel (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
         self.ops.append(Op(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def record(self, operation: Operation) -> None:
+        """Record an operation that has run, and the live bytes after it."""
+        packet, given = operation.packet, operation.inputs
         reads = {self.number_of(tensor): stored_bytes(tensor) for tensor in given}
-        result = func(*args, **kwargs)
         writes: dict[int, float] = {}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                known = self._known.get(storage._cdata)
-                if known is None or known[1]() is None:
-                    inner = given[0].shape[-1] if given and given[0].dim() == 2 else 0
-                    is_added = func._overloadpacket is aten.mm and inner in self.accumulated[1]
-                    is_added = is_added and tuple(tensor.shape) in self.accumulated[0]
-                    size = 0 if is_added else storage.nbytes()
-                    writes[self._enter(storage, storage._cdata, size)] = stored_bytes(tensor)
-                elif func._schema.is_mutable:
-                    writes[known[0]] = stored_bytes(tensor)
+        for tensor in operation.outputs:
+            number = self._storages.find(tensor)
+            if number is None:
+                inner = given[0].shape[-1] if given and given[0].dim() == 2 else 0
+                is_added = (
+                    packet is aten.mm and inner in self.accumulated[1] and tuple(tensor.shape) in self.accumulated[0]
+                )
+                size = 0 if is_added else tensor.untyped_storage().nbytes()
+                writes[self._add(tensor, size)] = stored_bytes(tensor)
+            elif operation.function._schema.is_mutable:
+                writes[number] = stored_bytes(tensor)
         self.peak = max(self.peak, self.live)
         self.peak_unwatched = max(self.peak_unwatched, self.live - self.watched)
-        num_bytes = op_bytes(func, args, kwargs, result)
-        packet = func._overloadpacket
-        formula = flop_registry.get(packet)
-        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+        flops, num_bytes = operation.flops, operation.num_bytes
         if flops or num_bytes:
             product = flops > 0
             self.ops.append(
@@ -168,7 +160,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     WorkKind.PRODUCT if product else WorkKind.MEMORY,
                     flops,
                     num_bytes,
-                    _shape(packet, args, flops) if product else (1, 0, 0, 0),
+                    _shape(packet, operation.args, flops) if product else (1, 0, 0, 0),
                     reads,
                     writes,
                     not product and packet not in GATHERS,
@@ -176,7 +168,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     times=self.group.repeats,
                 )
             )
-        return result
 
     def work(self, start: int, stop: int, *, fused: bool, any_order: bool) -> tuple[Work, ...]:
         """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""

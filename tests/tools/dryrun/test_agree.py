@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.mesh.fake import InterceptedOperation
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.intercept import InterceptedOperation
 from meshwright.tools.dryrun.account import CommunicationRecord
 from meshwright.tools.dryrun.agreement import axis_of, disagreements
 from meshwright.tools.dryrun.job import Job, plan_job, set_rank_schedule
