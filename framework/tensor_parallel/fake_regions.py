@@ -53,6 +53,4 @@ def mappings(size: int) -> Mappings:
     def shortens(x: Tensor, group: Any, dim: int = 0) -> Tensor:
         return _Resize.apply(x, dim, x.shape[dim] // size)  # type: ignore[no-untyped-call,no-any-return]
 
-    return Mappings(
-        passes, passes, lengthens, shortens, shortens, partial(lengthens, dim=-1), partial(shortens, dim=-1)
-    )
+    return Mappings(passes, passes, lengthens, shortens, partial(lengthens, dim=-1), partial(shortens, dim=-1))

@@ -35,8 +35,6 @@ class Mappings(NamedTuple):
     """(S/tp, ...) -> (S, ...); backward reduce-scatters."""
     reduce_scatter_sequence: Mapping
     """(S, ...) partial sums -> (S/tp, ...); backward all-gathers."""
-    scatter_sequence: Mapping
-    """(S, ...) -> this rank's (S/tp, ...), no communication; backward all-gathers."""
     gather_features: Mapping
     """(..., F/tp) -> (..., F); backward takes this rank's slice, without communication."""
     scatter_features: Mapping
@@ -67,7 +65,6 @@ def load_mappings(device: torch.device) -> Mappings:
         gather_from_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
-        scatter_to_sequence_parallel_region,
         scatter_to_tensor_model_parallel_region,
     )
 
@@ -76,7 +73,6 @@ def load_mappings(device: torch.device) -> Mappings:
         reduce_from=reduce_from_tensor_model_parallel_region,
         gather_sequence=gather_from_sequence_parallel_region,
         reduce_scatter_sequence=reduce_scatter_to_sequence_parallel_region,
-        scatter_sequence=scatter_to_sequence_parallel_region,
         gather_features=gather_from_tensor_model_parallel_region,
         scatter_features=scatter_to_tensor_model_parallel_region,
     )

@@ -8,7 +8,6 @@
     reduce_out                all-reduce        -                -
     gather_sequence           all-gather        sum and cut      reduce-scatter
     reduce_scatter_sequence   reduce-scatter    concatenate      all-gather
-    split_sequence            -                 concatenate      all-gather
     gather_features           all-gather        take own slice   -
     split_features            -                 concatenate      all-gather
 
@@ -108,20 +107,6 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     group.begin_collective("reduce_scatter", tensor_bytes(x))
     y_first = _mappings(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
     group.end_collective()
-    return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
-
-
-@outside_graphs
-def split_sequence(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of the sequence: (B, S, D), the same on all ranks -> (B, S/tp, D). No communication.
-
-    Backward all-gathers the gradient over tp and blocks, so that all ranks have the full gradient again.
-    """
-    if group.size == 1:
-        return x
-    if _only_shapes(x, group):
-        return _my_part(x, group)
-    y_first = _mappings(x, group).scatter_sequence(x.transpose(0, 1), group=group.process_group)
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
 
