@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -212,27 +212,17 @@ def is_on_dtensor(types: Sequence[type]) -> bool:
     return any(issubclass(kind, DTensor) for kind in types)
 
 
-class DispatchedOperation(Protocol):
-    """A tensor operation, as :class:`meshwright.model.recorder.Operation` has it."""
-
-    @property
-    def function(self) -> Any: ...
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-
-
 class OperationInterceptor:
     """Interpreter of intercepted operations. Caches groups by name, since they have thousands of ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
 
-    def intercept(self, operation: DispatchedOperation) -> InterceptedOperation | None:
-        """Return the communication of a tensor operation; None for one that sends nothing (a wait, a barrier)."""
-        if operation.function.namespace not in NAMESPACES:
+    def intercept(self, function: Any, arguments: Sequence[Any]) -> InterceptedOperation | None:
+        """Return the communication of a dispatched operation; None for one that sends nothing (a wait, a barrier)."""
+        if function.namespace not in NAMESPACES:
             return None
-        name, arguments = str(operation.function.overloadpacket), operation.args
+        name = str(function.overloadpacket)
         ranks = None if name in SILENT else self._group(arguments)
         if ranks is None:
             return None

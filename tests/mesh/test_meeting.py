@@ -35,9 +35,9 @@ def come(rank: int, world_size: int, port: int, limit_s: float, said: Queue[tupl
         while rank == 0 and store.add("gone", 0) < world_size:  # it holds the store
             time.sleep(0.01)
     except MissingRanksError as error:
-        said.put((rank, error.message, error.nodes))
+        said.put((rank, str(error), error.nodes))
     except CommunicationError as error:
-        said.put((rank, error.message, ()))
+        said.put((rank, str(error), ()))
 
 
 def told(ranks: list[int], world_size: int, limit_s: float) -> dict[int, tuple[str, tuple[str, ...]]]:

@@ -89,7 +89,7 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         for tensor in operation.outputs:
             if tensor.device.type != "meta":
                 self._look(tensor)
-        heard = self._interceptor.intercept(operation)
+        heard = self._interceptor.intercept(operation.function, operation.args)
         if heard is not None:
             numbers = tuple(self.number_of(tensor) for tensor in operation.inputs)
             self.said.append(RecordedCommunication(self.now, heard, numbers))
