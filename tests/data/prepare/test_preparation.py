@@ -211,7 +211,8 @@ def test_killed_before_and_after_every_thing_that_is_written(
 
                 for owner, name in (
                     (WorkFolder, "append"), (WorkFolder, "commit"), (WorkFolder, "remove"),
-                    (work_folder, "write_atomic"), (indexed, "write_index"), (finish.shutil, "copyfile"), (preparation, "publish"),
+                    (work_folder, "write_atomic"), (indexed, "write_index"), (finish.shutil, "copyfile"),
+                    (preparation, "publish"),
                 ):  # fmt: skip
                     setattr(owner, name, dies(getattr(owner, name)))
                 made(
