@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import re
@@ -18,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from meshwright.system.process import FileLock
+
 PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 LOCK = "lock"
@@ -26,7 +27,7 @@ YOUNG_S = 60
 LONGEST = 60
 """Characters of a directory that leave room for the name of a Unix socket; the kernel allows 107 in all."""
 
-_own: dict[int, tuple[Path, int]] = {}
+_own: dict[int, tuple[Path, FileLock]] = {}
 
 
 def own_directory() -> Path:
@@ -37,8 +38,8 @@ def own_directory() -> Path:
     pid = os.getpid()
     if pid not in _own:
         made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
-        lock = os.open(made / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = FileLock(made / LOCK, mode=0o600)
+        lock.take()
         _own[pid] = made, lock
         # where multiprocessing.util.get_temp_dir puts its sockets, instead of a directory of its own
         multiprocessing.process.current_process()._config.setdefault("tempdir", str(made))  # type: ignore[attr-defined]
@@ -69,13 +70,8 @@ def remove_leftovers() -> None:
 
 def _is_abandoned(directory: Path, made_s: float) -> bool:
     try:
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return time.time() - made_s > YOUNG_S
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+    with lock:
+        return lock.take()

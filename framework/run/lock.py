@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Self
 
 from meshwright.errors import LockError
 from meshwright.system.bounded import MIB, parse_json, read_bytes
+from meshwright.system.process import FileLock
 from meshwright.terminal.output import tell
 
 if TYPE_CHECKING:  # the launcher looks before torch is there
@@ -53,9 +53,8 @@ class RunLock:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
-        self._descriptor: int | None = None
+        self._file: FileLock | None = None
         self._is_watched = True
-        os.register_at_fork(after_in_child=self._close)  # O_CLOEXEC is for those that exec
 
     def __enter__(self) -> Self:
         try:
@@ -67,10 +66,10 @@ class RunLock:
                 locked = self._open_and_lock()
             else:
                 self._is_watched = False  # a file system that gives one file several numbers
-            if locked and self._descriptor is not None:
+            if locked and self._file is not None:
                 text = json.dumps(_holder()) + "\n"
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, text.encode(), 0)
+                os.ftruncate(self._file.descriptor, 0)
+                os.pwrite(self._file.descriptor, text.encode(), 0)
         except BaseException as error:
             self._close()
             if isinstance(error, OSError):
@@ -79,8 +78,8 @@ class RunLock:
         return self
 
     def _open_and_lock(self) -> bool:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-        return self._got(fcntl.LOCK_EX)
+        self._file = FileLock(self.path)
+        return self._wait_for(self._file)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close()
@@ -91,19 +90,16 @@ class RunLock:
         Raises:
             LockError: another job is in the directory.
         """
-        with contextlib.suppress(OSError):  # no file yet, or one that cannot be read: who takes the lock says more
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                self._got(fcntl.LOCK_SH, warn=False)
-            finally:
-                self._close()
+        # OSError: there is no file yet, or it cannot be read; taking the lock reports that
+        with contextlib.suppress(OSError), FileLock(self.path, os.O_RDONLY) as file:
+            self._wait_for(file, is_shared=True)
 
     def is_in_place(self) -> bool:
         """Check whether the open file is the one at the path. If the file system cannot answer, the result is True."""
-        if self._descriptor is None or not self._is_watched:
+        if self._file is None or not self._is_watched:
             return True
         try:
-            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+            return os.path.samestat(os.fstat(self._file.descriptor), self.path.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:  # a file system that does not answer: writes will tell
@@ -124,33 +120,34 @@ class RunLock:
             self._is_watched = False
             return
         self._close()
-        self._descriptor, fresh._descriptor = fresh._descriptor, None
+        self._file, fresh._file = fresh._file, None
 
-    def _got(self, how: int, *, warn: bool = True) -> bool:
-        """Try to lock the file; return False where there are no locks. Waits a little for a job that is ending."""
-        assert self._descriptor is not None
+    def _wait_for(self, file: FileLock, *, is_shared: bool = False) -> bool:
+        """Take the lock; return False where there are no locks. Waits a little for a job that is ending.
+
+        Raises:
+            LockError: another job still holds it.
+        """
         began_s = time.monotonic()
         while True:
             try:
-                fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(PAUSE_S)  # also before the file is read: who has just got the lock has written by then
+                if file.take(is_shared=is_shared):
+                    return True
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                if warn:
+                if not is_shared:
                     _warn(self.path, error)
                 return False
-            else:
-                return True
+            time.sleep(PAUSE_S)  # also before the file is read: a new holder has written its line by then
             if time.monotonic() > began_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
                 raise LockError("MW-RUN-011", _refusal(self.path))
 
     def _close(self) -> None:
         """Close the file, which releases the lock."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 @contextlib.contextmanager

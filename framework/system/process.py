@@ -1,4 +1,4 @@
-"""This process: requests to stop, exit without waiting for peers, versions of its software. No torch.
+"""This process: requests to stop, file locks, exit without waiting for peers, versions of its software. No torch.
 
 Slurm, a launcher or a user stops a run with a signal. All ranks save at the same step and leave with exit code 85:
 
@@ -13,6 +13,7 @@ A signal that was ignored when the run was started (SIGHUP under nohup) stays ig
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import signal
@@ -78,6 +79,46 @@ class StopRequest:
 def ignored_signals() -> list[signal.Signals]:
     """Return those of SIGNALS that this process ignores, as its parent process set it up."""
     return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
+
+
+class FileLock:
+    """Kernel lock (flock) on an open file or directory; it ends with :meth:`close`, or with this process.
+
+    A killed process leaves nothing to clean up. Forked children do not hold the lock, nor do the programs they execute.
+
+    NOTE [filelock package]: its UnixFileLock takes exclusive locks only, falls back to a marker file where there is no
+    flock, and hides the descriptor. A run's lock needs a shared probe that keeps nobody out, a warning instead of a
+    marker, and the descriptor to see that the file was replaced.
+    """
+
+    def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = 0o644) -> None:
+        """Open the file without taking the lock. Raises OSError."""
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+        os.register_at_fork(after_in_child=self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def take(self, *, is_shared: bool = False) -> bool:
+        """Try to take the lock, without blocking. Return False if another open file holds it.
+
+        Raises:
+            OSError: the file system has no locks, or does not answer.
+        """
+        try:
+            fcntl.flock(self.descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file, which releases the lock."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:

@@ -16,7 +16,6 @@ file has beyond that is cut off before the work goes on. So nothing is there twi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -34,6 +33,7 @@ from meshwright.data.splits import SPLITS
 from meshwright.errors import DataError
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
+from meshwright.system.process import FileLock
 
 SKIPPED_FILE = "skipped.txt"
 
@@ -260,13 +260,13 @@ def _place_of(out: Path) -> Path:
     return out.parent / f".{out.name}.preparing"
 
 
-def _take_lock(path: Path) -> IO[bytes]:
-    lock = (path / "lock").open("ab")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # flock's would be held by orphaned workers too
-    except OSError as error:
+def _take_lock(path: Path) -> FileLock:
+    lock, is_ours = FileLock(path / "lock"), False
+    with contextlib.suppress(OSError):
+        is_ours = lock.take()
+    if not is_ours:
         lock.close()
-        raise DataError("MW-DATA-085", f"another process is preparing here ({path}): wait for it, or end it") from error
+        raise DataError("MW-DATA-085", f"another process is preparing here ({path}): wait for it, or end it")
     return lock
 
 

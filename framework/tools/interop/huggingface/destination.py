@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import re
 import secrets
@@ -15,6 +15,7 @@ from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
 from meshwright.system.atomic import sync, sync_tree
 from meshwright.system.bounded import real_path
+from meshwright.system.process import FileLock
 
 OnBytes = Callable[[int, int], None]
 """Progress callback: (bytes written so far, total bytes)."""
@@ -98,17 +99,8 @@ def _locked(directory: Path) -> Iterator[bool]:
 
     Yields False if another process holds it, if the directory is gone, or if the file system has no locks.
     """
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # removed meanwhile, or not a directory
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = True
-    except OSError:  # held by another process; or a file system without locks, where leftovers stay
+    with contextlib.ExitStack() as open_locks:
         is_ours = False
-    try:
+        with contextlib.suppress(OSError):  # removed meanwhile, no directory, or a file system without locks
+            is_ours = open_locks.enter_context(FileLock(directory, os.O_RDONLY | os.O_DIRECTORY)).take()
         yield is_ours
-    finally:
-        os.close(descriptor)
